@@ -1,0 +1,6 @@
+"""One run as one validated tree, from YAML and the command line."""
+
+from longhaul.configs.loader import ConfigError, load_run_config, to_yaml
+from longhaul.configs.schema import RunConfig
+
+__all__ = ["ConfigError", "RunConfig", "load_run_config", "to_yaml"]

@@ -1,0 +1,158 @@
+"""YAML files and command-line values to a RunConfig, and back; strict about names and types."""
+
+import dataclasses
+import difflib
+import json
+import typing
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from longhaul.configs.schema import RunConfig
+from longhaul.modules.attention import AttentionConfig, attention_config
+from longhaul.modules.language_model import LanguageModelConfig
+
+
+class ConfigError(ValueError):
+    """A config that names something unknown, has a wrong type, or cannot be run."""
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a YAML file and `key.sub=value` strings describe.
+
+    Args:
+        path: a file, or the name of a preset that ships, such as run/demo.yaml.
+        overrides: values that win over the file's.
+
+    Raises:
+        ConfigError: one line that names the key, what was found and what was wanted.
+    """
+    for override in overrides:
+        if "=" not in override:
+            raise ConfigError(f"command line: found {override!r}, wanted key.sub=value")
+    merged = OmegaConf.merge(_read(_find(path)), OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return _build(merged)
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole config, kinds included, such that loading it gives an equal config."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested mapping of a config dataclass; attention kinds get their `kind` back."""
+    values: dict[str, Any] = {}
+    if isinstance(config, AttentionConfig):
+        values["kind"] = config.kind
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        values[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+    return values
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"model": {"width": 64}} as {"model.width": 64}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _find(path: str | Path) -> Path:
+    """The file itself when it exists, else the preset of that name."""
+    path = Path(path)
+    if path.is_file():
+        return path
+    # "configs/run/demo.yaml" works from any folder, as it does from a checkout.
+    name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
+    preset = Path(str(resources.files("longhaul.configs"))) / name
+    if not path.is_absolute() and ".." not in name.parts and preset.is_file():
+        return preset
+    raise ConfigError(f"config: found no file {path} and no such preset, wanted a YAML file")
+
+
+def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
+    """The file merged over what it inherits, in order; paths in `inherits` are relative to it."""
+    if path.resolve() in below:
+        raise ConfigError(f"{path}: inherits itself")
+    try:
+        raw = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, DictConfig):
+        raise ConfigError(f"{path}: found a {type(raw).__name__}, wanted a mapping of keys")
+    parents = raw.pop("inherits", [])
+    if isinstance(parents, str) or any(not isinstance(parent, str) for parent in parents):
+        raise ConfigError(f"{path}: inherits: wanted a list of file names")
+    layers = []
+    for parent in parents:
+        file = path.parent / parent
+        layers.append(_read(file if file.is_file() else _find(parent), (*below, path.resolve())))
+    merged = OmegaConf.merge(*layers, raw)
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _build(raw: DictConfig) -> RunConfig:
+    try:
+        values: dict[str, Any] = OmegaConf.to_container(raw, resolve=True)  # type: ignore[assignment]
+        options = (values.get("model") or {}).get("attention") or {}
+        kind = options.pop("kind", LanguageModelConfig().attention.kind)
+        attention = attention_config(kind)
+        _check(values, RunConfig, {"model.attention": attention})
+        nested = {"model": {"attention": OmegaConf.structured(attention)}}
+        tree = OmegaConf.merge(OmegaConf.structured(RunConfig), nested, values)
+        try:
+            OmegaConf.to_object(tree.model.attention)
+        except ValueError as error:
+            raise ConfigError(f"model.attention.{error}") from error
+        config = OmegaConf.to_object(tree)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: missing, and it has no default") from error
+    except OmegaConfBaseException as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key}: {first}" if error.full_key else first) from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _check(
+    values: dict[str, Any], cls: type[Any], variants: dict[str, type[Any]], prefix: str = ""
+) -> None:
+    """Refuse unknown keys with the nearest known one, and text where a number belongs.
+
+    OmegaConf finds both late, without a suggestion, and takes "2" for 2.
+    """
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise ConfigError(f"{path}: unknown key, the nearest known one is {prefix}{near[0]}")
+        nested = variants.get(path, hints[key])
+        if dataclasses.is_dataclass(nested):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
+            _check(value, nested, variants, f"{path}.")  # type: ignore[arg-type]
+            continue
+        wanted = typing.get_args(nested) or (nested,)
+        found_text = isinstance(value, str) and str not in wanted and value != MISSING
+        found_mapping = isinstance(value, dict | list)
+        found_fraction = isinstance(value, float) and float not in wanted
+        if found_text or found_mapping or found_fraction or (isinstance(value, bool) and bool not in wanted):
+            names = " or ".join("null" if t is type(None) else t.__name__ for t in wanted)
+            raise ConfigError(f"{path}: expected {names}, got {json.dumps(value)}")

@@ -1,0 +1,179 @@
+"""One run as one tree of frozen dataclasses; every tree that loads can start."""
+
+from dataclasses import dataclass, field
+
+from longhaul.datamodules.tokens import DataConfig
+from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.pretraining import OptimConfig
+
+# The configs of the pipeline's own parts stand here and not beside what they configure, because
+# configs must not import pipeline.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """Devices, precision, budget."""
+
+    max_tokens: int
+    """Budget of the run, tokens."""
+
+    micro_batch: int
+    """Samples a rank passes through the model at a time."""
+
+    strategy: str = "single"
+    """single | ddp."""
+
+    devices: int = 1
+    """Processes a node, one device each."""
+
+    nodes: int = 1
+    """Machines."""
+
+    precision: str = "32-true"
+    """32-true | bf16-mixed."""
+
+    seed: int = 0
+    """Of the initial weights and of the data's order."""
+
+    validate_every_tokens: int = 10_000_000
+    """Tokens between passes over the validation samples; one more follows the last update."""
+
+    def __post_init__(self) -> None:
+        _one_of("trainer.strategy", self.strategy, ("single", "ddp"))
+        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+        _positive(
+            "trainer", self, "max_tokens", "micro_batch", "devices", "nodes", "validate_every_tokens"
+        )
+        if self.strategy == "single" and self.world_size != 1:
+            raise ValueError(
+                f"trainer.strategy: found single with {self.world_size} processes, wanted ddp"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return self.devices * self.nodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, and what to keep."""
+
+    every_tokens: int = 50_000_000
+    """Tokens between checkpoints; one more follows the last update."""
+
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+
+    keep_every: int | None = None
+    """Also keep, for ever, each n-th checkpoint of the schedule."""
+
+    def __post_init__(self) -> None:
+        _positive("checkpoint", self, "every_tokens", "keep_last")
+        if self.keep_every is not None:
+            _positive("checkpoint", self, "keep_every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Where MLflow keeps the run."""
+
+    uri: str = "sqlite:///mlflow.db"
+    """Tracking store: sqlite:///FILE, or http(s)://HOST:PORT of a server."""
+
+    experiment: str = "longhaul"
+    """Experiment that holds the run."""
+
+    every_updates: int = 1
+    """Updates between records of the training metrics."""
+
+    def __post_init__(self) -> None:
+        if not self.uri.startswith(("sqlite:///", "http://", "https://")):
+            raise ValueError(
+                f"tracking.uri: found {self.uri!r}, wanted sqlite:///FILE or http(s)://HOST:PORT"
+            )
+        if not self.experiment:
+            raise ValueError("tracking.experiment: found '', wanted a name")
+        _positive("tracking", self, "every_updates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What a job asks of the cluster; an absent value is left to the cluster's default."""
+
+    partition: str | None = None
+    """Partition name."""
+
+    account: str | None = None
+    """Account that pays."""
+
+    time: str | None = None
+    """Time limit, as sbatch --time takes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that defines a run."""
+
+    name: str
+    """Folder of the run under `root`, and its name in MLflow."""
+
+    model: LanguageModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    trainer: TrainerConfig
+
+    root: str = "runs"
+    """Folder that holds the runs."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
+            raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
+        self._check_divisibility()
+
+    @property
+    def samples_per_update(self) -> int:
+        return self.optim.tokens_per_update // self.data.context
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches a rank runs for one update."""
+        return self.samples_per_update // (self.trainer.micro_batch * self.trainer.world_size)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates in the budget; the last may go beyond it by less than one update."""
+        return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
+
+    def _check_divisibility(self) -> None:
+        tokens, context = self.optim.tokens_per_update, self.data.context
+        ranks, micro = self.trainer.world_size, self.trainer.micro_batch
+        unit = context * ranks * micro
+        if tokens % unit == 0:
+            return
+        below, above = tokens // unit * unit, (tokens // unit + 1) * unit
+        choices = f"{below} or {above}" if below else f"{above}"
+        message = (
+            f"optim.tokens_per_update: found {tokens}, wanted a multiple of {unit} (data.context "
+            f"{context} x trainer.micro_batch {micro} x {ranks} ranks); change it to {choices}"
+        )
+        fitting = [
+            size for size in range(micro, 0, -1) if tokens % (context * ranks * size) == 0
+        ]
+        if fitting:
+            message += f", or trainer.micro_batch to {fitting[0]}"
+        raise ValueError(message)
+
+
+def _one_of(path: str, found: str, wanted: tuple[str, ...]) -> None:
+    if found not in wanted:
+        raise ValueError(f"{path}: found {found!r}, wanted one of {', '.join(wanted)}")
+
+
+def _positive(part: str, config: object, *names: str) -> None:
+    for name in names:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{part}.{name}: found {getattr(config, name)}, wanted 1 or more")

@@ -1,0 +1,6 @@
+"""Attention variants, the language model, and the LightningModule that trains it."""
+
+from longhaul.modules.attention import build_attention, registered_variants
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+
+__all__ = ["LanguageModel", "LanguageModelConfig", "build_attention", "registered_variants"]

@@ -1,0 +1,43 @@
+"""Conformal symmetric-power attention, the flagship: sympow + forget gate + learned rotary."""
+
+from dataclasses import dataclass
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.sympow import ForgetGate, RotationRate, Sympow, SympowConfig
+
+
+@register("conformal_sympow")
+@dataclass(frozen=True, kw_only=True)
+class ConformalSympowConfig(SympowConfig):
+    """The options of sympow."""
+
+    def build(self, model_dim: int, num_heads: int) -> Attention:
+        return ConformalSympow(self, model_dim, num_heads)
+
+
+class ConformalSympow(Sympow):
+    """Sympow whose state is scaled and rotated, by amounts that depend on the token.
+
+        gamma_t = sigmoid(W_gamma x_t + b)        how much of the past to keep, one a head
+        beta_t  = 1 + tanh(W_beta x_t)            how fast to rotate, one a layer
+        mu_t    = mu_(t-1) + beta_t theta         theta_j = 2 pi / N^(2 (j - 1) / K)
+        q'_t, k'_t = R(mu_t) q_t, R(mu_t) k_t
+
+        w_ti = gamma_(i+1) ... gamma_t (q'_t . k'_i / sqrt(K))^p
+        y_t  = sum_(i <= t) w_ti v_i / sum_(i <= t) w_ti
+
+    which is, with phi(a) . phi(b) = (a . b)^p, a recurrence of constant size:
+
+        S_t = gamma_t S_(t-1) + phi(k'_t) v_t^T        (kept per head: symmetric_dim(K, p) x K)
+        z_t = gamma_t z_(t-1) + phi(k'_t)
+        y_t = phi(q'_t)^T S_t / phi(q'_t)^T z_t
+
+    A scaling times a rotation is a conformal map, hence the name: the gate frees capacity of the
+    state, the rotation chooses where in it a token is stored.
+    Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
+    """
+
+    def __init__(self, config: ConformalSympowConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.gate = ForgetGate(model_dim, num_heads)
+        self.rate = RotationRate(model_dim)

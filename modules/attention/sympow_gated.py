@@ -1,0 +1,27 @@
+"""Symmetric-power attention with a forget gate: sympow + gating."""
+
+from dataclasses import dataclass
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.sympow import ForgetGate, Sympow, SympowConfig
+
+
+@register("sympow_gated")
+@dataclass(frozen=True, kw_only=True)
+class SympowGatedConfig(SympowConfig):
+    """The options of sympow."""
+
+    def build(self, model_dim: int, num_heads: int) -> Attention:
+        return SympowGated(self, model_dim, num_heads)
+
+
+class SympowGated(Sympow):
+    """Sympow with weights w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t + b).
+
+    The gate is one scalar a head and token; the normaliser is gated alike.
+    Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.1.
+    """
+
+    def __init__(self, config: SympowGatedConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.gate = ForgetGate(model_dim, num_heads)

@@ -1,0 +1,26 @@
+"""Symmetric-power attention that learns how fast to rotate: sympow + learned rotary."""
+
+from dataclasses import dataclass
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
+
+
+@register("sympow_rotary")
+@dataclass(frozen=True, kw_only=True)
+class SympowRotaryConfig(SympowConfig):
+    """The options of sympow."""
+
+    def build(self, model_dim: int, num_heads: int) -> Attention:
+        return SympowRotary(self, model_dim, num_heads)
+
+
+class SympowRotary(Sympow):
+    """Sympow whose q_t and k_t are rotated by mu_t = mu_(t-1) + beta_t theta, beta_t = 1 + tanh(W x_t).
+
+    Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.2.
+    """
+
+    def __init__(self, config: SympowRotaryConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.rate = RotationRate(model_dim)

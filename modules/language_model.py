@@ -1,0 +1,167 @@
+"""The language model: GPT-2's shape, rotary positions, an extra norm after the embedding."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import LinearCrossEntropyOptions
+
+from longhaul.modules.attention import AttentionConfig, attention_config
+from longhaul.modules.block import Block
+
+# Rows of logits computed at a time where no gradient is wanted: 1,024 x 50,304 float32 are 206 MB.
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig:
+    """Shape of the model; the default is GPT-2's 124M."""
+
+    layers: int = 12
+    """Residual blocks."""
+
+    width: int = 768
+    """Model width D; a multiple of 2 x heads, since rotary positions turn pairs."""
+
+    heads: int = 12
+    """Query heads a layer."""
+
+    vocabulary: int = 50_304
+    """Rows of the embedding; at least the tokenizer's ids, best a multiple of 64."""
+
+    attention: AttentionConfig = field(default_factory=attention_config("conformal_sympow"))
+    """The variant, by its `kind`, and its options."""
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"model.{name}: found {getattr(self, name)}, wanted 1 or more")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
+                f"{2 * self.heads}"
+            )
+
+
+class LanguageModel(nn.Module):
+    """Tokens to hidden activations, losses, or the next token's logits."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.embedding_norm = nn.LayerNorm(config.width, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(config.attention.build(config.width, config.heads)) for _ in range(config.layers)
+        )
+        self.final_norm = nn.LayerNorm(config.width, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: std 0.02, residual projections divided by sqrt(2 L)."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                residual = name.endswith(".out")
+                nn.init.normal_(
+                    module.weight,
+                    std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
+                )
+        # The unembedding is the embedding; the norm after it makes its scale there irrelevant.
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "B T"],
+        state: list[Any] | None = None,
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T D"], list[Any] | None]:
+        """Final activations of T tokens that follow state, and the state after them."""
+        x = self.embedding_norm(self.embedding(tokens))
+        states = []
+        for layer, block in enumerate(self.blocks):
+            x, layer_state = block(
+                x,
+                None if state is None else state[layer],
+                cu_seqlens=cu_seqlens,
+                keep_state=keep_state,
+            )
+            states.append(layer_state)
+        return self.final_norm(x), states if keep_state else None
+
+    def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
+        """Mean cross-entropy, nats a token; logits exist only in pieces, also in the backward."""
+        hidden, _ = self(tokens)
+        hidden, weight = self._head_operands(hidden.flatten(0, 1))
+        return F.linear_cross_entropy(
+            hidden, weight, target.flatten(), options=LinearCrossEntropyOptions()
+        )
+
+    @torch.no_grad()
+    def token_losses(
+        self,
+        tokens: Int[Tensor, "B T"],
+        target: Int[Tensor, "B T"],
+        state: list[Any] | None = None,
+        *,
+        keep_state: bool = False,
+    ) -> tuple[Float[Tensor, "B T"], list[Any] | None]:
+        """Cross-entropy of every token, nats, float32, and the state after the last."""
+        hidden, state = self(tokens, state, keep_state=keep_state)
+        hidden, weight = self._head_operands(hidden.flatten(0, 1))
+        losses = [
+            F.cross_entropy(F.linear(rows, weight).float(), wanted, reduction="none")
+            for rows, wanted in zip(
+                hidden.split(_ROWS_AT_ONCE), target.flatten().split(_ROWS_AT_ONCE), strict=True
+            )
+        ]
+        return torch.cat(losses).view_as(target), state
+
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Int[Tensor, "B T"], state: list[Any] | None = None
+    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
+        """Logits of the token after a prompt, and the state to continue from."""
+        hidden, state = self(tokens, state, keep_state=True)
+        assert state is not None
+        return self._logits(hidden[:, -1]), state
+
+    @torch.no_grad()
+    def step(
+        self, token: Int[Tensor, "B"], state: list[Any]
+    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
+        """Logits after one more token, at constant cost for linear kinds."""
+        x = self.embedding_norm(self.embedding(token[:, None]))
+        states = []
+        for block, layer_state in zip(self.blocks, state, strict=True):
+            x, new_state = block.step(x, layer_state)
+            states.append(new_state)
+        return self._logits(self.final_norm(x[:, 0])), states
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; the tied unembedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, T: int) -> int:
+        """Forward FLOPs a token at context T; training takes three times as many."""
+        head = 2 * self.config.vocabulary * self.config.width
+        mlp = 16 * self.config.width**2
+        return head + sum(mlp + block.attention.flops_per_token(T) for block in self.blocks)
+
+    def _logits(self, hidden: Float[Tensor, "B D"]) -> Float[Tensor, "B V"]:
+        hidden, weight = self._head_operands(hidden)
+        return F.linear(hidden, weight).float()
+
+    def _head_operands(self, hidden: Float[Tensor, "rows D"]) -> tuple[Tensor, Tensor]:
+        # linear_cross_entropy's chunked path is outside autocast's lists: cast by hand.
+        weight = self.embedding.weight
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            return hidden.to(dtype), weight.to(dtype)
+        return hidden, weight

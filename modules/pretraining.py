@@ -1,0 +1,186 @@
+"""The LightningModule that trains any variant, and its optimiser's configuration."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Int
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.schedule import ScheduleConfig, learning_rate_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimiser, its schedule, and the size of an update."""
+
+    tokens_per_update: int
+    """Tokens every parameter update averages over, all ranks together."""
+
+    name: str = "adamw"
+    """adam | adamw."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the first moment, per update."""
+
+    beta2: float = 0.999
+    """Decay of the second moment, per update."""
+
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices (never of vectors), adamw only, per unit of learning rate."""
+
+    gradient_clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+
+    max_skipped_updates: int = 10
+    """Updates in a row with a gradient that is not finite before the run stops."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate as a function of tokens."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adam", "adamw"):
+            raise ValueError(f"optim.name: found {self.name!r}, wanted adam or adamw")
+        if self.name == "adam" and self.weight_decay:
+            raise ValueError(
+                f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
+            )
+        for name in ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted more than 0")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted [0, 1)")
+        if self.gradient_clip is not None and not self.gradient_clip > 0:
+            raise ValueError(
+                f"optim.gradient_clip: found {self.gradient_clip}, wanted more than 0, or null"
+            )
+
+
+class TooManySkippedUpdates(RuntimeError):
+    """The gradient has not been finite for many updates in a row: the run cannot go on."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands; everything that follows from it is derived, not stored."""
+
+    step: int = 0  # updates consumed, skipped ones included
+    samples: int = 0  # samples consumed: the whole state of the data stream
+    tokens: int = 0
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update was like."""
+
+    loss: float  # mean over the update and all ranks, nats a token
+    gradient_norm: float
+    learning_rate: float
+    skipped: bool
+
+
+class Pretraining(LightningModule):
+    """Next-token training of a LanguageModel; one training_step is one micro-batch.
+
+    Optimisation is manual because an update with a bad gradient must leave the parameters and the
+    moments alone, which Lightning's automatic loop cannot do.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModelConfig,
+        optim: OptimConfig,
+        *,
+        accumulation: int,
+        samples_per_update: int,
+        max_tokens: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = LanguageModel(model)
+        self.optim = optim
+        self.accumulation = accumulation
+        self.samples_per_update = samples_per_update
+        self.max_tokens = max_tokens
+        self.progress = Progress()
+        self.last_update: Update | None = None
+        self._micro_step = 0
+        self._loss_sum = torch.zeros(())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.optim.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        cls = torch.optim.AdamW if self.optim.name == "adamw" else torch.optim.Adam
+        return cls(
+            groups,
+            lr=self.optim.learning_rate,
+            betas=(self.optim.beta1, self.optim.beta2),
+            eps=self.optim.epsilon,
+            fused=True,
+        )
+
+    def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+        self.last_update = None
+        is_last = self._micro_step == self.accumulation - 1
+        with nullcontext() if is_last else self._without_communication():
+            loss = self.model.loss(batch["input"], batch["target"]) / self.accumulation
+            self.manual_backward(loss)
+        self._loss_sum = self._loss_sum.to(loss.device) + loss.detach()
+        self._micro_step += 1
+        if is_last:
+            self.last_update = self._update(context=batch["target"].shape[1])
+            self._micro_step = 0
+            self._loss_sum = torch.zeros(())
+
+    def _update(self, context: int) -> Update:
+        """Clip, step unless the gradient is not finite, and advance the counters."""
+        progress = self.progress
+        factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
+        learning_rate = self.optim.learning_rate * factor
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        norm = nn.utils.clip_grad_norm_(
+            self.model.parameters(), self.optim.gradient_clip or math.inf
+        ).item()
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+
+        progress.step += 1
+        progress.samples += self.samples_per_update
+        progress.tokens += self.samples_per_update * context
+        progress.skipped_updates += skipped
+        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
+        if progress.skipped_in_a_row >= self.optim.max_skipped_updates:
+            raise TooManySkippedUpdates(
+                f"gradient norm: found {norm} in {progress.skipped_in_a_row} updates in a row, the "
+                f"last at step {progress.step}, wanted a finite one; the run cannot go on"
+            )
+        loss = self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean")
+        return Update(float(loss), norm, learning_rate, skipped)
+
+    def _without_communication(self) -> AbstractContextManager[None]:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ParallelStrategy):
+            return strategy.block_backward_sync()
+        return nullcontext()
