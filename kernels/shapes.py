@@ -1,0 +1,49 @@
+"""The letters that name sizes in every file of the project, and the sizes of the power state.
+
+    B batch            T time (tokens)     H query heads      G key/value heads, G divides H
+    K key width        V value width       C chunk length     N number of chunks, or of documents
+    P feature width    D model width       L layers
+
+Layout is batch first and time second: q is (B, T, H, K). A state is (B, G, P, V).
+"""
+
+from __future__ import annotations
+
+from math import ceil, comb
+
+# A denominator smaller than this counts as this: a query that meets no key at all reads 0, not 0/0.
+DENOMINATOR_FLOOR = 1e-30
+
+
+def tile_width(degree: int) -> int:
+    """Width of the tiles that features of this degree are laid out in.
+
+    8 and 4 give tiles of 64 and 256 features, which vector units and tensor cores like; the price
+    is P above the mathematical count (10 % at K = 64, degree 2). Degrees that are only ever used
+    at tiny widths are not tiled.
+    """
+    return {2: 8, 4: 4}.get(degree, 1)
+
+
+def padded_width(width: int, degree: int) -> int:
+    """Key width after padding with zeros to whole tiles."""
+    tile = tile_width(degree)
+    return ceil(width / tile) * tile
+
+
+def state_features(width: int, degree: int) -> int:
+    """Rows P of the state as allocated: one tile of features per multiset of `degree` tiles."""
+    tile = tile_width(degree)
+    tiles = padded_width(width, degree) // tile
+    return comb(tiles + degree - 1, degree) * int(tile**degree)
+
+
+def symmetric_dim(width: int, degree: int) -> int:
+    """Mathematical dimension C(K + p − 1, p) of the symmetric power."""
+    return comb(width + degree - 1, degree)
+
+
+def check_degree(degree: int) -> None:
+    """Raise unless the weight (q·k)^degree is linear or never negative."""
+    if degree != 1 and (degree < 2 or degree % 2):
+        raise ValueError(f"degree: found {degree}, wanted 1 or an even number")
