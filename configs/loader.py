@@ -153,6 +153,11 @@ def _check(
         found_text = isinstance(value, str) and str not in wanted and value != MISSING
         found_mapping = isinstance(value, dict | list)
         found_fraction = isinstance(value, float) and float not in wanted
-        if found_text or found_mapping or found_fraction or (isinstance(value, bool) and bool not in wanted):
+        if (
+            found_text
+            or found_mapping
+            or found_fraction
+            or (isinstance(value, bool) and bool not in wanted)
+        ):
             names = " or ".join("null" if t is type(None) else t.__name__ for t in wanted)
             raise ConfigError(f"{path}: expected {names}, got {json.dumps(value)}")

@@ -42,7 +42,13 @@ class TrainerConfig:
         _one_of("trainer.strategy", self.strategy, ("single", "ddp"))
         _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
         _positive(
-            "trainer", self, "max_tokens", "micro_batch", "devices", "nodes", "validate_every_tokens"
+            "trainer",
+            self,
+            "max_tokens",
+            "micro_batch",
+            "devices",
+            "nodes",
+            "validate_every_tokens",
         )
         if self.strategy == "single" and self.world_size != 1:
             raise ValueError(
@@ -160,9 +166,7 @@ class RunConfig:
             f"optim.tokens_per_update: found {tokens}, wanted a multiple of {unit} (data.context "
             f"{context} x trainer.micro_batch {micro} x {ranks} ranks); change it to {choices}"
         )
-        fitting = [
-            size for size in range(micro, 0, -1) if tokens % (context * ranks * size) == 0
-        ]
+        fitting = [size for size in range(micro, 0, -1) if tokens % (context * ranks * size) == 0]
         if fitting:
             message += f", or trainer.micro_batch to {fitting[0]}"
         raise ValueError(message)

@@ -124,7 +124,10 @@ class Pretraining(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.optim.weight_decay},
+            {
+                "params": [p for p in parameters if p.ndim >= 2],
+                "weight_decay": self.optim.weight_decay,
+            },
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         cls = torch.optim.AdamW if self.optim.name == "adamw" else torch.optim.Adam

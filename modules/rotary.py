@@ -7,9 +7,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 
-def frequencies(
-    width: int, longest_document: int, device: torch.device
-) -> Float64[Tensor, "J"]:
+def frequencies(width: int, longest_document: int, device: torch.device) -> Float64[Tensor, "J"]:
     """Turns per token of each of the width / 2 pairs: N^(-2 (j - 1) / width), j = 1, 2, ...
 
     The symmetric-power papers write it as an angle, theta_j = 2 pi / N^(2 (j - 1) / width).
@@ -18,9 +16,7 @@ def frequencies(
     return float(longest_document) ** (-2 * pairs / width)
 
 
-def frequencies_from_base(
-    width: int, base: float, device: torch.device
-) -> Float64[Tensor, "J"]:
+def frequencies_from_base(width: int, base: float, device: torch.device) -> Float64[Tensor, "J"]:
     """Turns per token of the usual rotary embedding, theta_j = base^(-2 (j - 1) / width) radians."""
     pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
     return base ** (-2 * pairs / width) / (2 * math.pi)

@@ -9,7 +9,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor, nn
 
 from longhaul.kernels import PowerState, power_attention, power_attention_step, symmetric_dim
-from longhaul.kernels.power.cost import mixing_flops
+from longhaul.kernels.power.cost import choose_form, power_flops
 from longhaul.modules.attention.base import (
     Attention,
     AttentionConfig,
@@ -145,9 +145,7 @@ class Sympow(Attention):
         self, x: Float[Tensor, "B 1 D"], state: SympowState
     ) -> tuple[Float[Tensor, "B 1 D"], SympowState]:
         q, k, v, log_g, rotation = self.project(x, state.rotation)
-        mixed, power = power_attention_step(
-            state.power, q, k, v, log_g, degree=self.config.degree
-        )
+        mixed, power = power_attention_step(state.power, q, k, v, log_g, degree=self.config.degree)
         y = self.out(rearrange(mixed, "b t h k -> b t (h k)"))
         return y, SympowState(power, rotation[:, -1])
 
@@ -163,8 +161,10 @@ class Sympow(Attention):
 
     def flops_per_token(self, T: int) -> int:
         extra = sum(2 * module.weight.numel() for module in (self.gate, self.rate) if module)
-        mixing = mixing_flops(T, self.head_dim, self.head_dim, self.config.degree)
-        return 8 * self.model_dim**2 + extra + self.num_heads * mixing
+        K, degree = self.head_dim, self.config.degree
+        form = choose_form(T, K, K, degree)
+        mixing = power_flops(T, K, K, degree, form, self.config.chunk_size)
+        return 8 * self.model_dim**2 + extra + self.num_heads * mixing // T
 
     def state_size(self) -> int | None:
         features = symmetric_dim(self.head_dim, self.config.degree)

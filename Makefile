@@ -1,0 +1,43 @@
+# Everything happens in .venv; nothing else on the machine changes.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+PACKAGES := pipeline modules kernels datamodules configs slurm
+# A user's own Python settings must not leak into the checks.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: setup demo test check soak bench clean
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "make: found $$($(PYTHON) --version), wanted Python 3.11 or newer (make PYTHON=...)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	mkdir -p .typing/longhaul
+	for package in $(PACKAGES); do ln -sfn ../../$$package .typing/longhaul/$$package; done
+	touch $@
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo.sh
+
+test: check
+	$(BIN)/pytest -m 'not soak and not gpu'
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+soak: setup
+	$(BIN)/pytest -m soak
+
+bench: setup
+	$(BIN)/longhaul bench kernels
+	$(BIN)/longhaul bench data
+
+clean:
+	rm -rf .venv .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find $(PACKAGES) tests -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,14 @@
+#!/bin/sh
+# The whole project once, small: text, shards, training, evaluation, a sample. Called by `make demo`.
+set -eu
+run=runs/demo
+[ -f data/stdlib/train/manifest.json ] || longhaul prepare text data/stdlib
+longhaul train run/demo.yaml
+longhaul evaluate "$run" --tasks positions,bigram
+echo
+echo "A sample:"
+longhaul generate "$run" --prompt "def main(" --tokens 300 --temperature 0.7
+echo
+echo "Run folder:   $run"
+echo "Figure:       $(ls -d "$run"/evaluation/*/positions.png | tail -n 1)"
+echo "Open MLflow:  .venv/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db"

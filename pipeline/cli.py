@@ -1,0 +1,58 @@
+"""The `longhaul` command: one module a command, imported when it is called."""
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+# A command's module is imported only when it runs: torch and mlflow take seconds to import, and
+# `longhaul --help` or a preparation on a login node should not wait for them.
+COMMANDS = {
+    "prepare": "write a corpus as shards",
+    "train": "start a run, or resume it",
+    "evaluate": "measure a run's checkpoint",
+    "generate": "continue a prompt",
+    "bench": "compare speeds with peers, measured in the same run",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; exit status 0, 1 for a failure on the way, 2 for bad input."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] not in COMMANDS:
+        return _help(arguments)
+    name = arguments[0]
+    module = importlib.import_module(f"longhaul.pipeline.{name}")
+    parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
+    module.add_arguments(parser)
+    args = parser.parse_args(arguments[1:])
+    logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
+    try:
+        return int(module.main(args))
+    except ValueError as error:
+        return _fail(error, status=2)
+    except (OSError, RuntimeError) as error:
+        return _fail(error, status=1)
+    except KeyboardInterrupt:
+        print("longhaul: interrupted", file=sys.stderr)
+        return 130
+
+
+def _help(arguments: list[str]) -> int:
+    lines = ["usage: longhaul COMMAND ... (longhaul COMMAND --help explains each)", ""]
+    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
+    if arguments and arguments[0] in ("-h", "--help"):
+        print("\n".join(lines))
+        return 0
+    found = f"found {arguments[0]!r}" if arguments else "found none"
+    print("\n".join(lines), file=sys.stderr)
+    print(f"longhaul: command: {found}, wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+def _fail(error: BaseException, status: int) -> int:
+    message = " ".join(str(error).split()) or type(error).__name__
+    logging.getLogger("longhaul").debug("traceback", exc_info=error)
+    print(f"longhaul: {message}", file=sys.stderr)
+    return status

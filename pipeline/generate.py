@@ -1,0 +1,89 @@
+"""`longhaul generate`: continue a prompt, one token at a time at constant cost for linear kinds."""
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.tokenizer import build_tokenizer
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.load import load_trained_model
+from torch import Tensor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens to add (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)"
+    )
+    parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+
+
+def main(args: argparse.Namespace) -> int:
+    if args.tokens < 1:
+        raise ValueError(f"--tokens: found {args.tokens}, wanted 1 or more")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature: found {args.temperature}, wanted 0 or more")
+    if args.top_k is not None and args.top_k < 1:
+        raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")
+    trained = load_trained_model(args.run)
+    manifest = Manifest.load(trained.config.data.manifest)
+    tokenizer = build_tokenizer(manifest.tokenizer)
+    prompt = torch.tensor([[manifest.bos_id, *tokenizer.encode(args.prompt)]])
+    generator = torch.Generator(trained.device).manual_seed(args.seed)
+    decoder = tokenizer.stream_decoder()
+    print(args.prompt, end="", flush=True)
+    for token in sample_tokens(
+        trained.model,
+        prompt.to(trained.device),
+        num_tokens=args.tokens,
+        vocabulary=manifest.vocabulary_size,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        generator=generator,
+    ):
+        if token == tokenizer.eot_id:
+            break
+        print(decoder.decode(token), end="", flush=True)
+    print(decoder.finish())
+    return 0
+
+
+def sample_tokens(
+    model: LanguageModel,
+    prompt: Tensor,
+    *,
+    num_tokens: int,
+    vocabulary: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> Iterator[int]:
+    """Yield tokens after a (1, T) prompt: one parallel pass over it, then recurrent steps."""
+    logits, state = model.prefill(prompt)
+    for index in range(num_tokens):
+        # Rows beyond the tokenizer's ids only pad the embedding.
+        token = choose(logits[:, :vocabulary], temperature, top_k, generator)
+        yield int(token)
+        if index + 1 < num_tokens:
+            logits, state = model.step(token, state)
+
+
+def choose(
+    logits: Float[Tensor, "1 V"],
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator,
+) -> Tensor:
+    """One token, sampled at a temperature among the k likeliest; 0 takes the likeliest."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    if top_k is not None and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = (logits / temperature).softmax(dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]

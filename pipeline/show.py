@@ -1,0 +1,73 @@
+"""How far a run is: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+
+from longhaul.modules.pretraining import Progress, Update
+from tqdm import tqdm
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class ProgressLine:
+    """Step, loss, tokens/s and time left of a run with a known number of updates."""
+
+    def __init__(self, name: str, num_updates: int) -> None:
+        self.name = name
+        self.num_updates = num_updates
+        self._bar: tqdm[None] | None = None
+        self._first_step = 0
+        self._began = 0.0
+        self._last_line = 0.0
+
+    def begin(self, progress: Progress) -> None:
+        """Start showing, from where the run stands."""
+        self._first_step, self._began = progress.step, time.monotonic()
+        if progress.step:
+            self._print(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
+        if sys.stdout.isatty():
+            self._bar = tqdm(
+                total=self.num_updates,
+                initial=progress.step,
+                desc=self.name,
+                unit="step",
+                file=sys.stdout,
+                dynamic_ncols=True,
+            )
+
+    def update(self, progress: Progress, update: Update, tokens_per_second: float) -> None:
+        """One more update is done."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {update.loss:.3f}, {tokens_per_second:,.0f} tokens/s")
+            self._bar.update()
+        elif (
+            time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
+            or progress.step == self.num_updates
+        ):
+            self._last_line = time.monotonic()
+            self._print(
+                f"step {progress.step}/{self.num_updates}  loss {update.loss:.4f}  "
+                f"{tokens_per_second:,.0f} tokens/s  {self._time_left(progress.step)} left"
+            )
+        if update.skipped:
+            self._print(f"step {progress.step} skipped: gradient norm {update.gradient_norm}")
+
+    def validation(self, progress: Progress, loss: float) -> None:
+        """A pass over the validation samples is done."""
+        self._print(f"step {progress.step}/{self.num_updates}  validation loss {loss:.4f}")
+
+    def end(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _print(self, text: str) -> None:
+        line = f"{self.name}: {text}"
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def _time_left(self, step: int) -> str:
+        seconds = (time.monotonic() - self._began) / (step - self._first_step)
+        return tqdm.format_interval(seconds * (self.num_updates - step))

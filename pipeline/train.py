@@ -1,0 +1,183 @@
+"""`longhaul train`: start the run that a config names, or resume it."""
+
+import argparse
+import logging
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.modules.pretraining import Pretraining
+from longhaul.pipeline.run_folder import RunFolder
+from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.tracking import Tracker
+from longhaul.pipeline.updates import Updates
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_TO_DRAIN = 120.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+
+
+def main(args: argparse.Namespace) -> int:
+    train(load_run_config(args.config, args.overrides))
+    return 0
+
+
+class Killed(BaseException):
+    """The process was asked to end; not an Exception, so that nothing on the way swallows it."""
+
+
+def train(config: RunConfig) -> None:
+    """Train to the config's budget, from the newest checkpoint of its run folder if there is one."""
+    seed_everything(config.trainer.seed, verbose=False)
+    _quieten_lightning()
+    trainer = _build_trainer(config)
+    if not trainer.is_global_zero:
+        _fit(trainer, config, RunFolder.of(config), None)
+        return
+    with RunFolder.of(config) as folder:
+        finished = folder.finished_tokens()
+        if finished is not None and finished >= config.trainer.max_tokens:
+            print(f"run {folder.path} is finished: {finished:,} tokens")
+            return
+        folder.open(config)
+        with _logging_to(folder), _tracking(config, folder) as tracker:
+            module = _fit(trainer, config, folder, tracker)
+            folder.mark_finished(module.progress.step, module.progress.tokens)
+        print(f"run {folder.path} is finished: {module.progress.tokens:,} tokens")
+
+
+def _fit(
+    trainer: Trainer, config: RunConfig, folder: RunFolder, tracker: Tracker | None
+) -> Pretraining:
+    data = TokenDataModule(
+        config.data,
+        seed=config.trainer.seed,
+        samples_per_update=config.samples_per_update,
+        micro_batch=config.trainer.micro_batch,
+        rank=trainer.global_rank,
+        world_size=config.trainer.world_size,
+        num_samples=config.num_updates * config.samples_per_update,
+        pin_memory=torch.cuda.is_available(),
+    )
+    vocabulary = data.manifest.vocabulary_size
+    if vocabulary > config.model.vocabulary:
+        raise ConfigError(
+            f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "
+            f"ids of {config.data.manifest}"
+        )
+    module = Pretraining(
+        config.model,
+        config.optim,
+        accumulation=config.accumulation,
+        samples_per_update=config.samples_per_update,
+        max_tokens=config.trainer.max_tokens,
+    )
+    show = ProgressLine(config.name, config.num_updates) if tracker else None
+    trainer.callbacks.append(Updates(config, folder, data, tracker, show))
+    try:
+        trainer.fit(module, datamodule=data)
+    finally:
+        if show:
+            show.end()
+    return module
+
+
+def _build_trainer(config: RunConfig) -> Trainer:
+    strategy: Strategy
+    gpu = torch.cuda.is_available()
+    if config.trainer.strategy == "ddp":
+        strategy = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
+    else:
+        strategy = SingleDeviceStrategy(torch.device("cuda:0" if gpu else "cpu"))
+    return Trainer(
+        accelerator="gpu" if gpu else "cpu",
+        strategy=strategy,
+        devices=config.trainer.devices,
+        num_nodes=config.trainer.nodes,
+        precision=config.trainer.precision,  # type: ignore[arg-type]
+        max_epochs=1,  # The loader ends with the budget.
+        # Everything below is done by Updates, which survives a restart to the bit.
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+    )
+
+
+@contextmanager
+def _tracking(config: RunConfig, folder: RunFolder) -> Iterator[Tracker]:
+    """A tracker whose run ends as FINISHED, FAILED or KILLED, whichever is true."""
+    tracker = Tracker(
+        folder.path,
+        uri=config.tracking.uri,
+        experiment=config.tracking.experiment,
+        run_name=config.name,
+        params={key: str(value) for key, value in flatten(to_dict(config)).items()},
+        tags={"longhaul.attention": config.model.attention.kind},
+        artifacts=[folder.config_file, folder.path / "environment.json"],
+    )
+    tracker.start()
+    status = "FAILED"
+    previous = signal.signal(signal.SIGTERM, _raise_killed)
+    try:
+        yield tracker
+        status = "FINISHED"
+    except (Killed, KeyboardInterrupt):
+        status = "KILLED"
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
+
+
+def _raise_killed(number: int, frame: FrameType | None) -> None:
+    raise Killed(signal.Signals(number).name)
+
+
+@contextmanager
+def _logging_to(folder: RunFolder) -> Iterator[None]:
+    """Everything logged, and the traceback of a failure, also in logs/train.log."""
+    handler = logging.FileHandler(folder.logs / "train.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    except Exception as error:
+        handler.handle(
+            logger.makeRecord(
+                logger.name,
+                logging.ERROR,
+                __file__,
+                0,
+                "the run failed",
+                (),
+                (type(error), error, error.__traceback__),
+            )  # fmt: skip
+        )
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _quieten_lightning() -> None:
+    """Lightning's advice about parts of it that this trainer does not use."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"lightning\..*")

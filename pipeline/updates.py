@@ -1,0 +1,177 @@
+"""What happens after each update: record, validate, save, show; and how a run is picked up."""
+
+import dataclasses
+import resource
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from longhaul.configs import RunConfig
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.modules.pretraining import Pretraining, Progress, Update
+from longhaul.pipeline.checkpoint import CheckpointStore
+from longhaul.pipeline.evaluation.positions import measure_positions, summarise
+from longhaul.pipeline.optimizer_state import optimizer_tensors, restore_optimizer
+from longhaul.pipeline.rng import capture_rng, restore_rng
+from longhaul.pipeline.run_folder import RunFolder
+from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.tracking import Tracker
+
+
+class Updates(Callback):
+    """Restores the newest checkpoint at the start, and keeps the books of every update.
+
+    The run's own counters (Pretraining.progress) are the only position there is: Lightning's are
+    those of this process and mean nothing after a restart.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        data: TokenDataModule,
+        tracker: Tracker | None,
+        show: ProgressLine | None,
+    ) -> None:
+        """`tracker` and `show` belong to rank 0; the other ranks pass None."""
+        self.config = config
+        self.folder = folder
+        self.data = data
+        self.tracker = tracker
+        self.show = show
+        self.checkpoint_updates = max(
+            1, config.checkpoint.every_tokens // config.optim.tokens_per_update
+        )
+        self.validation_updates = max(
+            1, config.trainer.validate_every_tokens // config.optim.tokens_per_update
+        )
+        every = config.checkpoint.keep_every
+        self.store = CheckpointStore(
+            folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=None if every is None else every * self.checkpoint_updates,
+        )
+        self._update_began = 0.0
+        self._idle_since = 0.0
+        self._data_wait = 0.0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore model, optimiser, counters and RNG before the loader is built."""
+        module = _pretraining(pl_module)
+        path = trainer.strategy.broadcast(self.store.newest() if trainer.is_global_zero else None)
+        if path is not None:
+            tensors, state = self.store.load(path)
+            module.model.load_state_dict(tensors["model"])
+            restore_optimizer(
+                module.model, trainer.optimizers[0], tensors["optimizer"], state["optimizer"]
+            )
+            restore_rng(tensors["rng"])
+            module.progress = Progress(**state["progress"])
+        self.data.first_sample = module.progress.samples
+        if self.show:
+            self.show.begin(module.progress)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._idle_since = self._update_began = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._data_wait += time.perf_counter() - self._idle_since
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        module = _pretraining(pl_module)
+        if module.last_update is not None:
+            self._after_update(trainer, module, module.last_update)
+        self._idle_since = time.perf_counter()
+
+    def _after_update(self, trainer: Trainer, module: Pretraining, update: Update) -> None:
+        progress = module.progress
+        is_last = progress.step >= self.config.num_updates
+        self._record(progress, update)
+        if is_last or progress.step % self.validation_updates == 0:
+            self._validate(trainer, module)
+        if is_last or progress.step % self.checkpoint_updates == 0:
+            self._save(trainer, module)
+        # Validation and saving are not part of the next update's time.
+        self._update_began = time.perf_counter()
+        self._data_wait = 0.0
+
+    def _record(self, progress: Progress, update: Update) -> None:
+        if self.tracker is None or self.show is None:
+            return
+        seconds = time.perf_counter() - self._update_began
+        tokens_per_second = self.config.optim.tokens_per_update / seconds
+        self.show.update(progress, update, tokens_per_second)
+        every = self.config.tracking.every_updates
+        if progress.step % every and progress.step < self.config.num_updates:
+            return
+        values = {
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": update.learning_rate,
+            "train/tokens": progress.tokens,
+            "train/skipped_updates": progress.skipped_updates,
+            "train/tokens_per_second": tokens_per_second,
+            "train/step_seconds": seconds,
+            "train/data_wait_seconds": self._data_wait,
+            "train/peak_memory_bytes": _peak_memory(),
+        }
+        self.tracker.log("train", progress.step, values)
+
+    def _validate(self, trainer: Trainer, module: Pretraining) -> None:
+        metric = measure_positions(
+            module.model,
+            self.data.val_dataloader(),
+            self.config.data.context,
+            module.device,
+            self.config.trainer.precision,
+        )
+        values = summarise(metric.compute()[0])
+        if self.tracker is not None and self.show is not None:
+            self.tracker.log("validation", module.progress.step, values)
+            self.show.validation(module.progress, values["validation/loss"])
+
+    def _save(self, trainer: Trainer, module: Pretraining) -> None:
+        tensors, optimizer = optimizer_tensors(module.model, trainer.optimizers[0])
+        if trainer.is_global_zero and self.tracker is not None:
+            # A checkpoint must never know more than the journal: a resumed run would not log again
+            # what the journal lost.
+            self.tracker.sync()
+            path = self.store.save(
+                module.progress.step,
+                {"model": module.model.state_dict(), "optimizer": tensors, "rng": capture_rng()},
+                {
+                    "progress": dataclasses.asdict(module.progress),
+                    "optimizer": optimizer,
+                    "data": {
+                        "manifest_sha256": self.data.manifest.sha256,
+                        "seed": self.config.trainer.seed,
+                    },
+                    "mlflow_run_id": self.tracker.run_id,
+                },
+            )
+            self.tracker.log_checkpoint(path, module.progress.step)
+        if dist.is_initialized():
+            trainer.strategy.barrier("checkpoint")
+
+
+def _pretraining(module: LightningModule) -> Pretraining:
+    assert isinstance(module, Pretraining)
+    return module
+
+
+def _peak_memory() -> float:
+    """High-water mark of this process: of the device where there is one, else of main memory."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -1,0 +1,154 @@
+"""Strict configs: presets build, mistakes are named, values survive a round trip."""
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul.configs import ConfigError, load_run_config, to_yaml
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.language_model import LanguageModel
+
+CONFIGS = Path(str(resources.files("longhaul.configs")))
+RUNS = sorted(
+    str(path.relative_to(CONFIGS))
+    for path in (CONFIGS / "run").rglob("*.yaml")
+    if path.name != "recipe.yaml"
+)
+
+
+@pytest.mark.parametrize("preset", RUNS)
+def test_preset_loads_builds_and_says_how_to_launch_it(preset: str) -> None:
+    config = load_run_config(preset)
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    assert model.num_parameters() > 0
+    assert (CONFIGS / preset).read_text().startswith(f"# longhaul train {preset}\n")
+
+
+def test_the_papers_grid_is_whole() -> None:
+    found = set()
+    for path in (CONFIGS / "run" / "paper").glob("*.yaml"):
+        if path.name == "recipe.yaml":
+            continue
+        config = load_run_config(path)
+        assert config.name == path.stem
+        assert config.optim.tokens_per_update == 524_288
+        assert (config.optim.name, config.optim.learning_rate) == ("adam", 6e-4)
+        assert config.optim.schedule.name == "constant"
+        assert config.trainer.precision == "bf16-mixed"
+        attention = config.model.attention
+        found.add((attention.kind, getattr(attention, "degree", None), config.data.context))
+    low, high = (256, 1024, 4096, 8192), (1024, 4096, 16_384, 65_536)
+    kinds = ("sympow", "sympow_gated", "conformal_sympow")
+    wanted = {("softmax", None, context) for context in {*low, *high}}
+    wanted |= {(kind, 2, context) for kind in kinds for context in low}
+    wanted |= {(kind, 4, context) for kind in kinds for context in high}
+    assert found == wanted
+
+
+def test_the_124m_shape_has_124m_parameters() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(load_run_config("run/paper/softmax-1024.yaml").model)
+    assert model.num_parameters() == pytest.approx(124e6, rel=0.01)
+
+
+@pytest.mark.parametrize("preset", RUNS)
+def test_yaml_round_trip(preset: str, tmp_path: Path) -> None:
+    config = load_run_config(preset, ["name=a b"])
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    assert load_run_config(file) == config
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_every_kind_survives_yaml(kind: str, tmp_path: Path) -> None:
+    overrides = [f"model.attention={{kind: {kind}}}"]
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(load_run_config("run/demo.yaml", overrides)))
+    attention = load_run_config(file).model.attention
+    assert isinstance(attention, attention_config(kind))
+    assert attention.kind == kind
+
+
+def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text("inherits: [run/demo.yaml]\ntrainer: {seed: 1}\nname: a")
+    child = tmp_path / "child.yaml"
+    child.write_text("inherits: [parent.yaml]\nname: b\ntrainer: {max_tokens: 7}")
+    config = load_run_config(child, ["trainer.max_tokens=8"])
+    assert (config.name, config.trainer.seed, config.trainer.max_tokens) == ("b", 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.attention.degre=2", "model.attention.degre: unknown key.* model.attention.degree"),
+        ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
+        ("model.attention.degree='2'", 'model.attention.degree: expected int, got "2"'),
+        ("model.attention.degree=3", "model.attention.degree: found 3, wanted an even number"),
+        ("model.attention.kind=sofmax", "attention kind: found 'sofmax', wanted one of .*softmax"),
+        ("model.width=1.5", "model.width: expected int, got 1.5"),
+        ("model.width=true", "model.width: expected int, got true"),
+        ("optim.learning_rate=fast", 'optim.learning_rate: expected float, got "fast"'),
+        ("model.width=[1]", r"model.width: expected int, got \[1\]"),
+        ("model=3", "model: expected a mapping of keys, got 3"),
+        ("data.context=null", "data.context: "),
+        ("trainer.max_tokens=???", "trainer.max_tokens: missing"),
+        ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted one of single, ddp"),
+        ("trainer.devices=2", "trainer.strategy: found single with 2 processes, wanted ddp"),
+        ("name=a/b", "name: found 'a/b'"),
+        ("tracking.uri=file:///x", "tracking.uri: found 'file:///x'"),
+        ("optim.schedule.name=step", "optim.schedule.name: found 'step'"),
+        ("optim.name=adam", "optim.weight_decay: found 0.1, wanted 0 for adam"),
+        ("model.width=190", "model.width: found 190, wanted a multiple of 2 x model.heads = 12"),
+        ("seed", "command line: found 'seed', wanted key.sub=value"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_run_config("run/demo.yaml", [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_indivisible_update_says_which_number_to_change_to_what() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("run/demo.yaml", ["optim.tokens_per_update=10000"])
+    message = str(caught.value)
+    assert "found 10000" in message
+    assert "data.context 512 x trainer.micro_batch 8 x 1 ranks" in message
+    assert "change it to 8192 or 12288" in message
+    for tokens in (8192, 12288):
+        load_run_config("run/demo.yaml", [f"optim.tokens_per_update={tokens}"])
+
+
+def test_indivisible_micro_batch_suggests_one_that_fits() -> None:
+    overrides = ["optim.tokens_per_update=8192", "trainer.micro_batch=5"]
+    with pytest.raises(ConfigError, match=r"or trainer.micro_batch to 4$"):
+        load_run_config("run/demo.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- 1", "wanted a mapping"),
+        ("a: [", "while parsing"),
+        ("inherits: [self.yaml]", "inherits itself"),
+        ("inherits: [none.yaml]", "found no file none.yaml"),
+        ("inherits: none.yaml", "wanted a list of file names"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "self.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_run_config(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_flatten_names_every_leaf() -> None:
+    flat = flatten(to_dict(load_run_config("run/demo.yaml")))
+    assert flat["model.attention.kind"] == "conformal_sympow"
+    assert flat["optim.schedule.name"] == "wsd"
+    assert not any(isinstance(value, dict) for value in flat.values())

@@ -1,0 +1,120 @@
+"""The model around the variants: losses, memory, decoding."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+
+PEAK_OF_A_LONG_LOSS = """
+import resource, torch
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+model = LanguageModel(LanguageModelConfig(layers=1, width=16, heads=1, vocabulary=50_304))
+tokens = torch.zeros(1, 65_536, dtype=torch.int64)
+hidden = torch.randn(1, 65_536, 16, requires_grad=True)
+model.forward = lambda tokens, state=None, keep_state=False: (hidden, None)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss = model.loss(tokens, tokens)
+loss.backward()
+assert hidden.grad.isfinite().all() and model.embedding.weight.grad is not None
+model.token_losses(tokens, tokens)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def small(kind: str = "conformal_sympow") -> LanguageModel:
+    torch.manual_seed(0)
+    attention = attention_config(kind)()
+    return LanguageModel(
+        LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
+    )
+
+
+def test_loss_at_65536_tokens_never_holds_the_logits() -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", PEAK_OF_A_LONG_LOSS],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    peak = int(result.stdout)
+    print(f"peak of loss, backward and token losses: {peak / 2**20:.0f} MiB")
+    # The logits alone would be 13 GB.
+    assert peak < 1 << 30
+
+
+def test_loss_is_the_cross_entropy_of_the_logits() -> None:
+    model = small().double()
+    tokens, target = torch.randint(64, (2, 3, 40)).unbind(0)
+    hidden, _ = model(tokens)
+    logits = hidden @ model.embedding.weight.T
+    wanted = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    parameters = list(model.parameters())
+    wanted_gradients = torch.autograd.grad(wanted, parameters)
+    loss = model.loss(tokens, target)
+    torch.testing.assert_close(loss, wanted)
+    for one, other in zip(torch.autograd.grad(loss, parameters), wanted_gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    losses, _ = small().token_losses(tokens, target)
+    torch.testing.assert_close(losses.double().mean(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_model_knows_nothing() -> None:
+    tokens = torch.randint(64, (2, 50))
+    target = torch.randint(64, (2, 50))
+    assert small().loss(tokens, target).item() == pytest.approx(math.log(64), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_prefill_and_steps_give_the_logits_of_one_pass(kind: str) -> None:
+    model = small(kind).double().eval()
+    tokens = torch.randint(64, (2, 30))
+    hidden, _ = model(tokens)
+    wanted = hidden @ model.embedding.weight.T
+    logits, state = model.prefill(tokens[:, :20])
+    torch.testing.assert_close(logits, wanted[:, 19].float())
+    for t in range(20, 30):
+        logits, state = model.step(tokens[:, t], state)
+        torch.testing.assert_close(logits, wanted[:, t].float())
+
+
+def test_token_losses_continue_from_a_state() -> None:
+    model = small().double()
+    tokens, target = torch.randint(64, (2, 2, 50)).unbind(0)
+    whole, _ = model.token_losses(tokens, target)
+    first, state = model.token_losses(tokens[:, :21], target[:, :21], keep_state=True)
+    second, _ = model.token_losses(tokens[:, 21:], target[:, 21:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole)
+
+
+def test_autocast_reaches_the_loss() -> None:
+    model = small()
+    tokens = torch.randint(64, (2, 50))
+    exact = model.loss(tokens, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model.loss(tokens, tokens)
+    rounded.backward()
+    assert rounded.item() != exact.item()
+    assert rounded.item() == pytest.approx(exact.item(), rel=0.02)
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_residual_projections_start_smaller() -> None:
+    block = small().blocks[0]
+    assert block.mlp.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    for layer in (block.mlp.out, block.attention.out):
+        assert layer.weight.std().item() == pytest.approx(0.01, rel=0.1)
+
+
+def test_counts_are_the_formulas() -> None:
+    D, L, vocabulary = 32, 2, 64
+    model = small("softmax")
+    assert model.num_parameters() == vocabulary * D + L * (12 * D * D + 2 * D) + 2 * D
+    context = 100
+    mixing = 2 * (context + 1) * D
+    assert model.flops_per_token(context) == 2 * vocabulary * D + L * (24 * D * D + mixing)
