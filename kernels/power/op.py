@@ -8,6 +8,8 @@ from typing import get_args
 
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
+
 from longhaul.kernels.backend import Backend, resolve_backend
 from longhaul.kernels.power.chunked import power_attention_chunked
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
@@ -15,7 +17,6 @@ from longhaul.kernels.power.recurrent import power_attention_recurrent, recurren
 from longhaul.kernels.power.reference import power_attention_reference
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree, state_features
-from torch import Tensor
 
 _INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

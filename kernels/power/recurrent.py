@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from einops import rearrange
 from jaxtyping import Float
+from torch import Tensor
+
 from longhaul.kernels.power.features import expand, multiplicity
 from longhaul.kernels.power.state import PowerState, denominator_floor
-from torch import Tensor
 
 
 def recurrent_step(

@@ -12,8 +12,9 @@ from math import factorial, prod
 
 import torch
 from jaxtyping import Float
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR, padded_width, tile_width
 from torch import Tensor
+
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR, padded_width, tile_width
 
 
 def layout(width: int, degree: int) -> tuple[Tensor, Tensor]:

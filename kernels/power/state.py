@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from torch import Tensor
+
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 
 class PowerState(NamedTuple):

@@ -1,0 +1,208 @@
+"""Backward of the chunked form by hand: two sweeps over the chunks, nothing of size T × P.
+
+Sweep 1 runs forward, rebuilds the state before each chunk and takes from it the gradient of q.
+Sweep 2 runs backward, carries the gradient of the state and takes from it those of k and v; the
+part inside the chunk, whose scores are recomputed, goes with it. README.md, section 5.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import reduce
+from torch import Tensor
+
+from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
+from longhaul.kernels.power.features import multiplicity
+from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
+
+
+class Saved(NamedTuple):
+    """What the forward pass kept."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_g: Tensor | None
+    initial_kv: Tensor | None
+    initial_norm: Tensor | None
+    out: Tensor
+    inverse: Tensor | None
+    is_live: Tensor | None
+    kv: Tensor | None
+    norm: Tensor | None
+
+
+Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def backward(
+    saved: Saved,
+    dout: Tensor | None,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    problem: Problem,
+) -> Grads:
+    """Gradients of q, k, v, log_g and the two parts of the initial state."""
+    return _Backward(saved, dout, dkv, dnorm, problem).run()
+
+
+class _Backward:
+    def __init__(
+        self,
+        saved: Saved,
+        dout: Tensor | None,
+        dkv: Tensor | None,
+        dnorm: Tensor | None,
+        problem: Problem,
+    ) -> None:
+        self.saved, self.problem = saved, problem
+        like = saved.out
+        self.dout = torch.zeros_like(like) if dout is None else dout.to(like.dtype)
+        self.dkv, self.dnorm = dkv, dnorm
+        self.decay = Decay.of(saved.log_g, problem, like.dtype)
+        self.workspaces = Workspaces(problem, like)
+        self.times = multiplicity(problem.K, problem.degree, like)  # (P,)
+        self.carry = Carry(problem, self.times, like)
+        # Σ_v dout · out, the part of every gradient that goes through the denominator.
+        self.delta = torch.linalg.vecdot(self.dout, like)[..., None]  # (B, T, H, 1)
+        self.ddenominator: Tensor | None = None
+        if saved.inverse is not None and saved.is_live is not None:
+            self.ddenominator = (self.delta * saved.inverse * saved.is_live).neg_()
+        self.dq = torch.empty_like(saved.q, dtype=like.dtype)
+        self.dk = torch.empty_like(saved.k, dtype=like.dtype)
+        self.dv = torch.empty_like(saved.v, dtype=like.dtype)
+        self.dinitial_kv = self.dinitial_norm = None
+        if saved.initial_kv is not None:
+            B, G, P, V = (getattr(problem, name) for name in "BGPV")
+            self.dinitial_kv, self.dinitial_norm = (
+                like.new_zeros(B, G, P, V),
+                like.new_zeros(B, G, P),
+            )
+
+    def run(self) -> Grads:
+        """Both sweeps, block of rows by block of rows."""
+        saved, problem = self.saved, self.problem
+        for rows in problem.row_blocks:
+            self.carry.load(saved.initial_kv, saved.initial_norm, rows)
+            for chunk in problem.chunks:
+                self._read_chunk(rows, chunk)
+            self.carry.load(self.dkv, self.dnorm, rows)
+            if not self.carry.is_zero:
+                # The gradient is carried without the multiplicity, as the state is.
+                self.carry.sums.div_(self.times)
+            for chunk in reversed(problem.chunks):
+                self._write_chunk(rows, chunk)
+            self._store_dinitial(rows)
+        self.dq.mul_(problem.scale)
+        dlog_g = None if saved.log_g is None else self._dlog_g(saved.log_g)
+        return self.dq, self.dk, self.dv, dlog_g, self.dinitial_kv, self.dinitial_norm
+
+    def _store_dinitial(self, rows: Rows) -> None:
+        if self.dinitial_kv is None or self.dinitial_norm is None or self.carry.is_zero:
+            return
+        self.carry.sums.mul_(self.times)
+        self.carry.store(self.dinitial_kv, self.dinitial_norm, rows)
+
+    def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
+        """Gradients of the numerators, and in row V of the denominator, eq. (14)."""
+        work.load(work.dnum, self.dout, heads, chunk)
+        dden = work.dnum[:, -1:]
+        if self.saved.inverse is None or self.ddenominator is None:
+            dden.zero_()
+            return
+        work.load(dden, self.saved.inverse, heads, chunk)
+        work.dnum[:, :-1].mul_(dden)
+        work.load(dden, self.ddenominator, heads, chunk)
+
+    def _read_chunk(self, rows: Rows, chunk: Chunk) -> None:
+        """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (15), then the state."""
+        saved, problem, state = self.saved, self.problem, self.carry
+        is_last = chunk.end == problem.T
+        if state.is_zero and is_last:
+            return
+        work = self.workspaces.of(chunk)
+        decay = self.decay.take(rows, chunk)
+        if not state.is_zero:
+            read = state.to_read()
+            for rep in range(problem.R):
+                heads = rows.query_heads(rep, problem.R)
+                work.load(work.q, saved.q, heads, chunk).mul_(problem.scale)
+                self._load_dnum(work, heads, chunk)
+                dnum = work.scaled(work.dnum, decay.from_start)
+                for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
+                    torch.bmm(read.transpose(1, 2), dnum[:, :, piece], out=q_map.dfeatures())
+                    q_map.contract()
+                work.store(work.dq, self.dq, heads, chunk)
+        if not is_last:
+            work.load(work.k, saved.k, rows, chunk)
+            work.load(work.v, saved.v, rows, chunk)
+            update_state(work, state, decay)
+
+    def _write_chunk(self, rows: Rows, chunk: Chunk) -> None:
+        """Sweep 2: gradients of k and v from the carried gradient, and all inside the chunk."""
+        saved, problem, dstate = self.saved, self.problem, self.carry
+        has_read = chunk.number > 0 or saved.initial_kv is not None
+        work = self.workspaces.of(chunk)
+        decay = self.decay.take(rows, chunk)
+        work.inside.set_decay(decay.log_decay)
+        work.load(work.k, saved.k, rows, chunk)
+        work.load(work.v, saved.v, rows, chunk)
+        if dstate.is_zero:
+            work.dk.zero_()
+            work.dv.zero_()
+        else:
+            self._through_update(work, decay)
+            if decay.total is not None:
+                dstate.sums.mul_(decay.total)
+        for rep in range(problem.R):
+            heads = rows.query_heads(rep, problem.R)
+            work.load(work.q, saved.q, heads, chunk).mul_(problem.scale)
+            self._load_dnum(work, heads, chunk)
+            work.inside.backward(work.q, work.k, work.v, work.dnum, (work.dq, work.dk, work.dv))
+            work.store(work.dq, self.dq, heads, chunk, add=has_read)
+            if has_read:
+                dnum = work.scaled(work.dnum, decay.from_start)
+                for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
+                    dstate.add(dnum[:, :, piece], q_map.features())
+        work.store(work.dk, self.dk, rows, chunk)
+        work.store(work.dv, self.dv, rows, chunk)
+
+    def _through_update(self, work: Workspace, decay: Decay) -> None:
+        """dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (16)."""
+        dread = self.carry.to_read()
+        values = work.scaled(work.v, decay.to_end)
+        for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
+            torch.bmm(dread, k_map.features(), out=work.dv[:, :, piece])
+            torch.bmm(dread.transpose(1, 2), values[:, :, piece], out=k_map.dfeatures())
+            k_map.contract()
+        if decay.to_end is not None:
+            work.dv.mul_(decay.to_end)
+
+    def _dlog_g(self, log_g: Tensor) -> Tensor:
+        """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (17), in float64.
+
+        The first sum is dout·out where the output is not normalised and 0 where it is, because
+        then q_t only rotates through a mean; the second is k·dk / p, because weights are
+        homogeneous in k. A suffix stops at a reset: nothing after it depends on gates before it.
+        """
+        saved, problem = self.saved, self.problem
+        by_query = self.delta[..., 0]  # (B, T, H)
+        if saved.is_live is not None:
+            by_query = by_query * ~saved.is_live[..., 0]
+        by_query = reduce(by_query.double(), "b t (g r) -> b t g", "sum", g=problem.G)
+        by_key = torch.linalg.vecdot(saved.k.to(self.dk.dtype), self.dk).double() / problem.degree
+        change = by_query - by_key  # (B, T, G)
+        if self.dkv is not None and saved.kv is not None:
+            change[:, -1] += (self.dkv * saved.kv).sum(dim=(2, 3))
+        if self.dnorm is not None and saved.norm is not None:
+            change[:, -1] += (self.dnorm * saved.norm).sum(dim=2)
+        suffix = change.flip(1).cumsum(dim=1).flip(1)
+        is_reset = log_g.to(self.dk.dtype).exp() == 0
+        T = problem.T
+        time = torch.arange(T, device=log_g.device)[None, :, None]
+        next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)
+        after = suffix.gather(1, next_reset.clamp(max=T - 1)).masked_fill(next_reset == T, 0)
+        dlog_g: Tensor = (suffix - after).masked_fill(is_reset, 0)
+        return dlog_g

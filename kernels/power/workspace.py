@@ -1,0 +1,135 @@
+"""Memory for one block of rows and one chunk length, allocated once and used for every chunk.
+
+The views that the inner loops need are made once as well: at these sizes making a view costs as
+much as the arithmetic on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longhaul.kernels.power.attention import InsideChunk
+from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
+from longhaul.kernels.power.features import FeatureMap, FeatureScratch
+from longhaul.kernels.shapes import padded_width
+
+# Tokens whose features exist at one time; a longer chunk is expanded piece by piece.
+_FEATURE_TOKENS = 512
+
+
+class Workspace:
+    """Buffers (rows, width, tokens) of a chunk; values and their gradients have V + 1 rows."""
+
+    def __init__(self, problem: Problem, tokens: int, like: Tensor) -> None:
+        self._rows = problem.rows_per_block
+        rows = self._rows[0] * self._rows[1]
+        width = padded_width(problem.K, problem.degree)
+        self.q, self.k, self.dq, self.dk = like.new_zeros(4, rows, width, tokens).unbind(0)
+        self.v, self.num, self.dnum, self.dv = like.new_ones(4, rows, problem.V + 1, tokens)
+        self._scaled = like.new_empty(rows, problem.V + 1, tokens)
+        self.inside = InsideChunk(rows, tokens, problem.V, problem.degree, like)
+        piece = min(tokens, _FEATURE_TOKENS)
+        scratch = FeatureScratch(rows, problem.K, piece, problem.degree, like)
+        self.pieces = [slice(a, min(a + piece, tokens)) for a in range(0, tokens, piece)]
+        self.q_maps = [FeatureMap(self.q[:, :, s], self.dq[:, :, s], scratch) for s in self.pieces]
+        self.k_maps = [FeatureMap(self.k[:, :, s], self.dk[:, :, s], scratch) for s in self.pieces]
+
+    def _by_head(self, x: Tensor, width: int) -> Tensor:
+        """(rows, padded width, tokens) as (batch, heads, width, tokens)."""
+        return x[:, :width].view(*self._rows, width, -1)
+
+    def load(self, into: Tensor, source: Tensor, rows: Rows, chunk: Chunk) -> Tensor:
+        """Copy the block's part of a (B, T, heads, width) into a buffer, tokens innermost."""
+        part = source[rows.at(chunk)].permute(0, 2, 3, 1)
+        self._by_head(into, part.shape[2]).copy_(part)
+        return into
+
+    def store(
+        self, x: Tensor, into: Tensor, rows: Rows, chunk: Chunk, *, add: bool = False
+    ) -> None:
+        """The way back, into a (B, T, heads, width)."""
+        target = into[rows.at(chunk)].permute(0, 2, 3, 1)
+        part = self._by_head(x, target.shape[2])
+        if add:
+            target.add_(part)
+        else:
+            target.copy_(part)
+
+    def scaled(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        """x (rows, V + 1, tokens) times a factor per token; the next call overwrites it."""
+        return x if factor is None else self._scaled.copy_(x).mul_(factor)
+
+
+class Workspaces:
+    """One workspace for full chunks and one for the last, shorter chunk."""
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self._problem, self._like = problem, like
+        self._made: dict[int, Workspace] = {}
+
+    def of(self, chunk: Chunk) -> Workspace:
+        """The workspace for the chunk's length."""
+        tokens = chunk.end - chunk.start
+        if tokens not in self._made:
+            self._made[tokens] = Workspace(self._problem, tokens, self._like)
+        return self._made[tokens]
+
+
+class Carry:
+    """A state between chunks, (rows, V + 1, P): the norm is row V. Also its gradient."""
+
+    def __init__(self, problem: Problem, times: Tensor, like: Tensor) -> None:
+        self._rows, self._times, self._V = problem.rows_per_block, times, problem.V
+        rows = self._rows[0] * self._rows[1]
+        self.sums, self._read = like.new_empty(2, rows, problem.V + 1, problem.P).unbind(0)
+        self.is_zero = True
+
+    def load(self, kv: Tensor | None, norm: Tensor | None, rows: Rows) -> None:
+        """Start from a state (B, G, P, V) and (B, G, P), or from nothing."""
+        self.is_zero = kv is None and norm is None
+        if self.is_zero:
+            return
+        by_head = self.sums.view(*self._rows, *self.sums.shape[1:])
+        self.sums.zero_()
+        if kv is not None:
+            by_head[:, :, : self._V].copy_(kv[rows.batch, rows.heads].mT)
+        if norm is not None:
+            by_head[:, :, self._V].copy_(norm[rows.batch, rows.heads])
+
+    def store(self, kv: Tensor, norm: Tensor, rows: Rows) -> None:
+        """Write it where a state (B, G, P, V) and (B, G, P) is wanted."""
+        by_head = self.sums.view(*self._rows, *self.sums.shape[1:])
+        kv[rows.batch, rows.heads] = by_head[:, :, : self._V].mT
+        norm[rows.batch, rows.heads] = by_head[:, :, self._V]
+
+    def to_read(self) -> Tensor:
+        """The sums with the multiplicity that every feature has on the query side, eq. (7)."""
+        return torch.mul(self.sums, self._times, out=self._read)
+
+    def add(self, values: Tensor, features: Tensor) -> None:
+        """Add Σ values featuresᵀ over tokens."""
+        if self.is_zero:
+            torch.bmm(values, features.transpose(1, 2), out=self.sums)
+            self.is_zero = False
+        else:
+            self.sums.baddbmm_(values, features.transpose(1, 2))
+
+
+def read_state(work: Workspace, read: Tensor, from_start: Tensor | None) -> None:
+    """num += exp(G_t) (multiplicity · S) φ(q_t), eq. (10)."""
+    for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
+        num = work.num[:, :, piece]
+        if from_start is None:
+            num.baddbmm_(read, q_map.features())
+        else:
+            num.addcmul_(torch.bmm(read, q_map.features()), from_start[:, :, piece])
+
+
+def update_state(work: Workspace, state: Carry, decay: Decay) -> None:
+    """S ← exp(G_C) S + Σ_i exp(G_C − G_i) v_i φ(k_i)ᵀ, eq. (9)."""
+    values = work.scaled(work.v, decay.to_end)
+    if decay.total is not None and not state.is_zero:
+        state.sums.mul_(decay.total)
+    for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
+        state.add(values[:, :, piece], k_map.features())
