@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -55,9 +55,10 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=False)
-        self.blocks = nn.ModuleList(
+        blocks = [
             Block(config.attention.build(config.width, config.heads)) for _ in range(config.layers)
-        )
+        ]
+        self.blocks = nn.ModuleList(blocks)
         self.final_norm = nn.LayerNorm(config.width, bias=False)
         self.reset_parameters()
 
@@ -138,7 +139,7 @@ class LanguageModel(nn.Module):
         """Logits after one more token, at constant cost for linear kinds."""
         x = self.embedding_norm(self.embedding(token[:, None]))
         states = []
-        for block, layer_state in zip(self.blocks, state, strict=True):
+        for block, layer_state in zip(self._blocks(), state, strict=True):
             x, new_state = block.step(x, layer_state)
             states.append(new_state)
         return self._logits(self.final_norm(x[:, 0])), states
@@ -151,7 +152,10 @@ class LanguageModel(nn.Module):
         """Forward FLOPs a token at context T; training takes three times as many."""
         head = 2 * self.config.vocabulary * self.config.width
         mlp = 16 * self.config.width**2
-        return head + sum(mlp + block.attention.flops_per_token(T) for block in self.blocks)
+        return head + sum(mlp + block.attention.flops_per_token(T) for block in self._blocks())
+
+    def _blocks(self) -> list[Block]:
+        return [cast(Block, block) for block in self.blocks]
 
     def _logits(self, hidden: Float[Tensor, "B D"]) -> Float[Tensor, "B V"]:
         hidden, weight = self._head_operands(hidden)

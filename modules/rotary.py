@@ -17,7 +17,7 @@ def frequencies(width: int, longest_document: int, device: torch.device) -> Floa
 
 
 def frequencies_from_base(width: int, base: float, device: torch.device) -> Float64[Tensor, "J"]:
-    """Turns per token of the usual rotary embedding, theta_j = base^(-2 (j - 1) / width) radians."""
+    """Turns per token of the usual rotary embedding, theta_j = base^(-2 (j - 1) / width)."""
     pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
     return base ** (-2 * pairs / width) / (2 * math.pi)
 

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
-from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.tokenizer import build_tokenizer
+from torch import Tensor
+
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.load import load_trained_model
-from torch import Tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +32,8 @@ def main(args: argparse.Namespace) -> int:
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")
     trained = load_trained_model(args.run)
-    manifest = Manifest.load(trained.config.data.manifest)
-    tokenizer = build_tokenizer(manifest.tokenizer)
+    manifest = load_manifest(trained.config.data.manifest)
+    tokenizer = tokenizer_of(manifest)
     prompt = torch.tensor([[manifest.bos_id, *tokenizer.encode(args.prompt)]])
     generator = torch.Generator(trained.device).manual_seed(args.seed)
     decoder = tokenizer.stream_decoder()
@@ -41,15 +42,15 @@ def main(args: argparse.Namespace) -> int:
         trained.model,
         prompt.to(trained.device),
         num_tokens=args.tokens,
-        vocabulary=manifest.vocabulary_size,
+        vocabulary=manifest.vocab_size,
         temperature=args.temperature,
         top_k=args.top_k,
         generator=generator,
     ):
         if token == tokenizer.eot_id:
             break
-        print(decoder.decode(token), end="", flush=True)
-    print(decoder.finish())
+        print(decoder.push(token), end="", flush=True)
+    print(decoder.flush())
     return 0
 
 

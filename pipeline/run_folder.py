@@ -1,11 +1,9 @@
-"""The folder of one run, ROOT/NAME, and who may write to it."""
+"""The folder of one run, ROOT/NAME."""
 
 import dataclasses
-import fcntl
 import json
 import os
 from pathlib import Path
-from types import TracebackType
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
@@ -23,44 +21,32 @@ _FIXED = (
 
 
 class RunFolder:
-    """Paths of a run, its lock, and its finished mark."""
+    """Paths of a run, its config, and its finished mark."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.yaml"
+        self.environment_file = path / "environment.json"
         self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
+        self.log_file = path / "logs" / "train.log"
         self.done_file = path / "DONE"
-        self._lock: int | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunFolder":
         return cls(Path(config.root) / config.name)
 
-    def open(self, config: RunConfig) -> None:
-        """Create or adopt the folder for this config, alone.
+    def adopt(self, config: RunConfig) -> None:
+        """Write what the run is and runs on; the caller holds the journal, and so the folder.
 
         Raises:
             ConfigError: the folder belongs to a run that differs in what decides its numbers.
-            OSError: the folder cannot be written, or another process trains in it.
+            OSError: the folder cannot be written.
         """
-        try:
-            self.logs.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            if self.config_file.exists():
-                self._check_same_run(config)
-            write_atomically(self.config_file, to_yaml(config))
-            write_atomically(
-                self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n"
-            )
-        except PermissionError as error:
-            raise OSError(f"run folder {self.path}: cannot be written: {error.strerror}") from error
-        except (FileExistsError, NotADirectoryError) as error:
-            raise OSError(f"run folder {self.path}: found a file in its place") from error
-        except OSError as error:
-            if error.errno is None:
-                raise
-            raise OSError(f"run folder {self.path}: cannot be written: {error.strerror}") from error
+        if self.config_file.exists():
+            self._check_same_run(config)
+        write_atomically(self.config_file, to_yaml(config))
+        environment = json.dumps(describe_environment(), indent=2)
+        write_atomically(self.environment_file, environment + "\n")
 
     def finished_tokens(self) -> int | None:
         """Tokens of a finished run, None while it is not finished."""
@@ -70,34 +56,6 @@ class RunFolder:
 
     def mark_finished(self, step: int, tokens: int) -> None:
         write_atomically(self.done_file, json.dumps({"step": step, "tokens": tokens}) + "\n")
-
-    def __enter__(self) -> "RunFolder":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _take_lock(self) -> None:
-        # The kernel drops the lock with the process, so kill -9 leaves nothing to clean up.
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(lock, 32).decode() or "unknown"
-            os.close(lock)
-            raise OSError(
-                f"run folder {self.path}: process {owner} is training in it, wanted it free"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.write(lock, str(os.getpid()).encode())
-        self._lock = lock
 
     def _check_same_run(self, config: RunConfig) -> None:
         before = flatten(to_dict(load_run_config(self.config_file)))

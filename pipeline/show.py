@@ -2,9 +2,11 @@
 
 import sys
 import time
+from typing import NoReturn
+
+from tqdm import tqdm
 
 from longhaul.modules.pretraining import Progress, Update
-from tqdm import tqdm
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -15,7 +17,7 @@ class ProgressLine:
     def __init__(self, name: str, num_updates: int) -> None:
         self.name = name
         self.num_updates = num_updates
-        self._bar: tqdm[None] | None = None
+        self._bar: tqdm[NoReturn] | None = None
         self._first_step = 0
         self._began = 0.0
         self._last_line = 0.0

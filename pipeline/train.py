@@ -3,26 +3,31 @@
 import argparse
 import logging
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
+from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
-from longhaul.pipeline.tracking import Tracker
-from longhaul.pipeline.updates import Updates
+from longhaul.pipeline.tracking import Status, Tracker
+from longhaul.pipeline.updates import Books, Updates
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_TO_DRAIN = 120.0
+# A server that is away when a run ends gets this long; what is left is sent at the next start.
+_SECONDS_TO_DRAIN = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,37 +35,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
 
 
-def main(args: argparse.Namespace) -> int:
-    train(load_run_config(args.config, args.overrides))
-    return 0
-
-
 class Killed(BaseException):
     """The process was asked to end; not an Exception, so that nothing on the way swallows it."""
 
 
+def main(args: argparse.Namespace) -> int:
+    try:
+        train(load_run_config(args.config, args.overrides))
+    except Killed:
+        print("longhaul: ended by SIGTERM; the same command goes on", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    return 0
+
+
 def train(config: RunConfig) -> None:
-    """Train to the config's budget, from the newest checkpoint of its run folder if there is one."""
+    """Train to the config's budget, from the newest checkpoint of its run if there is one."""
     seed_everything(config.trainer.seed, verbose=False)
     _quieten_lightning()
     trainer = _build_trainer(config)
+    folder = RunFolder.of(config)
     if not trainer.is_global_zero:
-        _fit(trainer, config, RunFolder.of(config), None)
+        _fit(trainer, config, folder, None)
         return
-    with RunFolder.of(config) as folder:
-        finished = folder.finished_tokens()
-        if finished is not None and finished >= config.trainer.max_tokens:
-            print(f"run {folder.path} is finished: {finished:,} tokens")
-            return
-        folder.open(config)
-        with _logging_to(folder), _tracking(config, folder) as tracker:
-            module = _fit(trainer, config, folder, tracker)
-            folder.mark_finished(module.progress.step, module.progress.tokens)
-        print(f"run {folder.path} is finished: {module.progress.tokens:,} tokens")
+    finished = folder.finished_tokens()
+    if finished is not None and finished >= config.trainer.max_tokens:
+        print(f"run {folder.path} is finished: {finished:,} tokens")
+        return
+    with _tracking(config, folder) as tracker, _logging_to(folder.log_file):
+        show = ProgressLine(config.name, config.num_updates)
+        module = _fit(trainer, config, folder, Books(tracker, show))
+        folder.mark_finished(module.progress.step, module.progress.tokens)
+    print(f"run {folder.path} is finished: {module.progress.tokens:,} tokens")
 
 
 def _fit(
-    trainer: Trainer, config: RunConfig, folder: RunFolder, tracker: Tracker | None
+    trainer: Trainer, config: RunConfig, folder: RunFolder, books: Books | None
 ) -> Pretraining:
     data = TokenDataModule(
         config.data,
@@ -69,10 +78,9 @@ def _fit(
         micro_batch=config.trainer.micro_batch,
         rank=trainer.global_rank,
         world_size=config.trainer.world_size,
-        num_samples=config.num_updates * config.samples_per_update,
         pin_memory=torch.cuda.is_available(),
     )
-    vocabulary = data.manifest.vocabulary_size
+    vocabulary = data.manifest.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "
@@ -85,13 +93,12 @@ def _fit(
         samples_per_update=config.samples_per_update,
         max_tokens=config.trainer.max_tokens,
     )
-    show = ProgressLine(config.name, config.num_updates) if tracker else None
-    trainer.callbacks.append(Updates(config, folder, data, tracker, show))
+    trainer.callbacks.append(Updates(config, folder, data, books))  # type: ignore[attr-defined]
     try:
         trainer.fit(module, datamodule=data)
     finally:
-        if show:
-            show.end()
+        if books:
+            books.show.end()
     return module
 
 
@@ -123,22 +130,28 @@ def _build_trainer(config: RunConfig) -> Trainer:
 @contextmanager
 def _tracking(config: RunConfig, folder: RunFolder) -> Iterator[Tracker]:
     """A tracker whose run ends as FINISHED, FAILED or KILLED, whichever is true."""
+    # Its journal is locked while it is open, so only one process trains in a folder.
     tracker = Tracker(
         folder.path,
         uri=config.tracking.uri,
         experiment=config.tracking.experiment,
         run_name=config.name,
         params={key: str(value) for key, value in flatten(to_dict(config)).items()},
-        tags={"longhaul.attention": config.model.attention.kind},
-        artifacts=[folder.config_file, folder.path / "environment.json"],
+        tags={
+            "longhaul.attention": config.model.attention.kind,
+            "longhaul.commit": str(source_commit()),
+        },
+        artifacts=[folder.config_file, folder.environment_file],
     )
-    tracker.start()
-    status = "FAILED"
+    status: Status | None = None
     previous = signal.signal(signal.SIGTERM, _raise_killed)
     try:
+        folder.adopt(config)
+        status = "FAILED"
+        tracker.start()
         yield tracker
         status = "FINISHED"
-    except (Killed, KeyboardInterrupt):
+    except (Killed, KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:
@@ -151,26 +164,20 @@ def _raise_killed(number: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def _logging_to(folder: RunFolder) -> Iterator[None]:
-    """Everything logged, and the traceback of a failure, also in logs/train.log."""
-    handler = logging.FileHandler(folder.logs / "train.log")
+def _logging_to(file: Path) -> Iterator[None]:
+    """Everything logged, and the traceback of a failure, also in a file."""
+    handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     try:
         yield
-    except Exception as error:
-        handler.handle(
-            logger.makeRecord(
-                logger.name,
-                logging.ERROR,
-                __file__,
-                0,
-                "the run failed",
-                (),
-                (type(error), error, error.__traceback__),
-            )  # fmt: skip
-        )
+    except Exception:
+        # The user sees one line; who looks for the cause finds it here.
+        root.removeHandler(handler)
+        quiet = logging.Logger("longhaul.failure")
+        quiet.addHandler(handler)
+        quiet.exception("the run failed")
         raise
     finally:
         root.removeHandler(handler)

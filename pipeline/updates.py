@@ -1,13 +1,16 @@
 """What happens after each update: record, validate, save, show; and how a run is picked up."""
 
 import dataclasses
+import hashlib
 import resource
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
@@ -18,6 +21,14 @@ from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class Books:
+    """Where rank 0 writes down how the run goes."""
+
+    tracker: Tracker
+    show: ProgressLine
 
 
 class Updates(Callback):
@@ -32,15 +43,13 @@ class Updates(Callback):
         config: RunConfig,
         folder: RunFolder,
         data: TokenDataModule,
-        tracker: Tracker | None,
-        show: ProgressLine | None,
+        books: Books | None,
     ) -> None:
-        """`tracker` and `show` belong to rank 0; the other ranks pass None."""
+        """`books` belong to rank 0; the other ranks pass None."""
         self.config = config
-        self.folder = folder
         self.data = data
-        self.tracker = tracker
-        self.show = show
+        self.books = books
+        self._validation_batches = data.val_dataloader()
         self.checkpoint_updates = max(
             1, config.checkpoint.every_tokens // config.optim.tokens_per_update
         )
@@ -69,9 +78,11 @@ class Updates(Callback):
             )
             restore_rng(tensors["rng"])
             module.progress = Progress(**state["progress"])
-        self.data.first_sample = module.progress.samples
-        if self.show:
-            self.show.begin(module.progress)
+            self._check_same_data(state["data"])
+        total = self.config.num_updates * self.config.samples_per_update
+        self.data.start_at(module.progress.samples, total - module.progress.samples)
+        if self.books:
+            self.books.show.begin(module.progress)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle_since = self._update_began = time.perf_counter()
@@ -107,11 +118,11 @@ class Updates(Callback):
         self._data_wait = 0.0
 
     def _record(self, progress: Progress, update: Update) -> None:
-        if self.tracker is None or self.show is None:
+        if self.books is None:
             return
         seconds = time.perf_counter() - self._update_began
         tokens_per_second = self.config.optim.tokens_per_update / seconds
-        self.show.update(progress, update, tokens_per_second)
+        self.books.show.update(progress, update, tokens_per_second)
         every = self.config.tracking.every_updates
         if progress.step % every and progress.step < self.config.num_updates:
             return
@@ -126,43 +137,55 @@ class Updates(Callback):
             "train/data_wait_seconds": self._data_wait,
             "train/peak_memory_bytes": _peak_memory(),
         }
-        self.tracker.log("train", progress.step, values)
+        self.books.tracker.log("train", progress.step, values)
 
     def _validate(self, trainer: Trainer, module: Pretraining) -> None:
         metric = measure_positions(
             module.model,
-            self.data.val_dataloader(),
+            self._validation_batches,
             self.config.data.context,
             module.device,
             self.config.trainer.precision,
         )
         values = summarise(metric.compute()[0])
-        if self.tracker is not None and self.show is not None:
-            self.tracker.log("validation", module.progress.step, values)
-            self.show.validation(module.progress, values["validation/loss"])
+        if self.books is not None:
+            self.books.tracker.log("validation", module.progress.step, values)
+            self.books.show.validation(module.progress, values["validation/loss"])
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         tensors, optimizer = optimizer_tensors(module.model, trainer.optimizers[0])
-        if trainer.is_global_zero and self.tracker is not None:
+        if self.books is not None:
             # A checkpoint must never know more than the journal: a resumed run would not log again
             # what the journal lost.
-            self.tracker.sync()
+            self.books.tracker.sync()
             path = self.store.save(
                 module.progress.step,
                 {"model": module.model.state_dict(), "optimizer": tensors, "rng": capture_rng()},
                 {
                     "progress": dataclasses.asdict(module.progress),
                     "optimizer": optimizer,
-                    "data": {
-                        "manifest_sha256": self.data.manifest.sha256,
-                        "seed": self.config.trainer.seed,
-                    },
-                    "mlflow_run_id": self.tracker.run_id,
+                    "data": self._data_identity(),
+                    "mlflow_run_id": self.books.tracker.run_id,
                 },
             )
-            self.tracker.log_checkpoint(path, module.progress.step)
+            self.books.tracker.log_checkpoint(path, module.progress.step)
         if dist.is_initialized():
             trainer.strategy.barrier("checkpoint")
+
+    def _data_identity(self) -> dict[str, Any]:
+        """What makes the sample of an index the sample that it is."""
+        shards = "".join(shard.sha256 for shard in self.data.manifest.shards)
+        return {
+            "shards_sha256": hashlib.sha256(shards.encode()).hexdigest(),
+            "seed": self.config.trainer.seed,
+        }
+
+    def _check_same_data(self, stored: dict[str, Any]) -> None:
+        if stored != self._data_identity():
+            raise ValueError(
+                f"data.manifest: found other shards in {self.config.data.manifest} than this run "
+                "was trained on, wanted the same ones"
+            )
 
 
 def _pretraining(module: LightningModule) -> Pretraining:

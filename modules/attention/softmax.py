@@ -93,16 +93,17 @@ class Softmax(Attention):
                 raise ValueError("cu_seqlens: packed documents carry no key-value cache")
             lengths = cu_seqlens.diff().tolist()
             parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-            mixed = torch.cat(
-                [F.scaled_dot_product_attention(*part, is_causal=True) for part in parts], dim=2
-            )
+            documents = [
+                F.scaled_dot_product_attention(*part, is_causal=True)  # type: ignore[misc]
+                for part in parts
+            ]
+            mixed = torch.cat(documents, dim=2)
         elif state is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
-            # torch's own type stubs do not know that a causal bias is a tensor subclass.
             bias = causal_lower_right(q.shape[2], k.shape[2])
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)  # type: ignore[arg-type]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         new_state = KeyValueCache(k, v, rotation[:, -1]) if keep_state else None
         return self.out(rearrange(mixed, "b h t k -> b t (h k)")), new_state
 

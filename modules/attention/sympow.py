@@ -156,8 +156,8 @@ class Sympow(Attention):
         if log_g is not None:
             past = log_g.cumsum(dim=1).transpose(1, 2)  # (B, H, T)
             scores = scores * (past[..., :, None] - past[..., None, :]).tril().exp()
-        scores = scores.tril()
-        return scores / scores.sum(dim=-1, keepdim=True)
+        weights: Tensor = scores.tril()
+        return weights / weights.sum(dim=-1, keepdim=True)
 
     def flops_per_token(self, T: int) -> int:
         extra = sum(2 * module.weight.numel() for module in (self.gate, self.rate) if module)

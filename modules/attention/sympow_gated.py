@@ -16,7 +16,7 @@ class SympowGatedConfig(SympowConfig):
 
 
 class SympowGated(Sympow):
-    """Sympow with weights w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t + b).
+    """Sympow with w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t + b).
 
     The gate is one scalar a head and token; the normaliser is gated alike.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.1.

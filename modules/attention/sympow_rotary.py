@@ -16,7 +16,7 @@ class SympowRotaryConfig(SympowConfig):
 
 
 class SympowRotary(Sympow):
-    """Sympow whose q_t and k_t are rotated by mu_t = mu_(t-1) + beta_t theta, beta_t = 1 + tanh(W x_t).
+    """Sympow rotated by mu_t = mu_(t-1) + beta_t theta, with beta_t = 1 + tanh(W x_t).
 
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.2.
     """

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Float64
-from longhaul.modules.language_model import LanguageModel
 from torch import Tensor
 from torchmetrics import Metric
+
+from longhaul.modules.language_model import LanguageModel
 
 
 class PositionLoss(Metric):

@@ -1,0 +1,91 @@
+"""`longhaul evaluate`: measure a checkpoint on the validation samples of its run."""
+
+import argparse
+import json
+from pathlib import Path
+
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
+from longhaul.pipeline.evaluation.positions import draw, measure_positions, summarise, write_table
+from longhaul.pipeline.load import TrainedModel, load_trained_model
+from longhaul.pipeline.run_folder import write_atomically
+from longhaul.pipeline.tracking import Tracker
+
+TASKS = ("positions", "bigram")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    parser.add_argument(
+        "--tasks",
+        default="positions",
+        help="comma-separated: positions (loss at each position, CSV and PNG), bigram (the loss of "
+        "a bigram model counted on the same training text); default %(default)s",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    tasks = args.tasks.split(",")
+    for task in tasks:
+        if task not in TASKS:
+            raise ValueError(f"--tasks: found {task!r}, wanted some of {','.join(TASKS)}")
+    trained = load_trained_model(args.run)
+    destination = trained.folder.path / "evaluation" / trained.checkpoint.name
+    destination.mkdir(parents=True, exist_ok=True)
+    evaluate(trained, tasks, destination)
+    return 0
+
+
+def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None:
+    """Run the tasks, write what they found, and show it in MLflow with the checkpoint."""
+    config = trained.config
+    data = TokenDataModule(
+        config.data,
+        seed=config.trainer.seed,
+        samples_per_update=config.trainer.micro_batch,
+        micro_batch=config.trainer.micro_batch,
+        rank=0,
+        world_size=1,
+    )
+    values: dict[str, float] = {}
+    files: list[Path] = []
+    baseline: float | None = None
+    if "bigram" in tasks:
+        bigram = count_bigrams(data.training_shards(), data.manifest)
+        baseline = values["bigram/loss"] = bigram_loss(bigram, data.val_dataloader())
+    if "positions" in tasks:
+        metric = measure_positions(
+            trained.model,
+            data.val_dataloader(),
+            config.data.context,
+            trained.device,
+            config.trainer.precision,
+        )
+        values |= summarise(metric.compute()[0])
+        files = [destination / "positions.csv", destination / "positions.png"]
+        write_table(files[0], metric)
+        draw(files[1], metric, f"{config.name}, {trained.checkpoint.name}", baseline)
+    results = destination / "results.json"
+    write_atomically(results, json.dumps(values, indent=2) + "\n")
+    for name, value in values.items():
+        print(f"{name:<30} {value:.4f} nats a token")
+    for file in files:
+        print(f"written: {file}")
+    _log(trained, values, [results, *files])
+
+
+def _log(trained: TrainedModel, values: dict[str, float], files: list[Path]) -> None:
+    """The results in MLflow: files with the run, numbers with the checkpoint they belong to."""
+    folder, tracking = trained.folder, trained.config.tracking
+    tracker = Tracker(
+        folder.path,
+        uri=tracking.uri,
+        experiment=tracking.experiment,
+        run_name=trained.config.name,
+        is_training=False,
+    )
+    tracker.start()
+    tracker.log_checkpoint(trained.checkpoint, trained.step, values)
+    for file in files:
+        tracker.log_artifact(file, f"evaluation/{trained.checkpoint.name}")
+    tracker.finish(None, timeout_s=60.0)

@@ -1,0 +1,241 @@
+"""A run from its start, over every interruption, to its end."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+def final_weights(run: Run) -> dict[str, torch.Tensor]:
+    return load_file(max((run.path / "small" / "checkpoints").iterdir()) / "model.safetensors")
+
+
+def assert_same_weights(found: Run, wanted: Run) -> None:
+    one, other = final_weights(found), final_weights(wanted)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def samples_of(run: Run) -> dict[tuple[int, int], int]:
+    """Checksum of the tokens of every micro-batch, by step and first sample index."""
+    seen: dict[tuple[int, int], int] = {}
+    for line in run.trace.read_text().splitlines():
+        entry = json.loads(line)
+        key = entry["step"], entry["index"][0]
+        assert seen.setdefault(key, entry["crc"]) == entry["crc"], "a repeated step differs"
+    return seen
+
+
+def mlflow_runs(run: Run) -> tuple[MlflowClient, list[mlflow.entities.Run]]:
+    client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    return client, list(client.search_runs([experiment.experiment_id]))
+
+
+def assert_one_clean_run(run: Run, num_updates: int = 30) -> None:
+    """One MLflow run, finished, with every step in it once."""
+    client, runs = mlflow_runs(run)
+    assert [tracked.info.status for tracked in runs] == ["FINISHED"]
+    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert sorted(metric.step for metric in history) == list(range(1, num_updates + 1))
+    history = client.get_metric_history(runs[0].info.run_id, "validation/loss")
+    assert sorted(metric.step for metric in history) == list(range(10, num_updates + 1, 10))
+
+
+def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
+    folder = uninterrupted.path / "small"
+    assert json.loads((folder / "DONE").read_text()) == {"step": 30, "tokens": 30 * 512}
+    assert (folder / "environment.json").is_file()
+    assert_one_clean_run(uninterrupted)
+    client, (tracked,) = mlflow_runs(uninterrupted)
+    assert (folder / "mlflow_run_id").read_text().strip() == tracked.info.run_id
+    assert tracked.data.params["model.attention.kind"] == "conformal_sympow"
+    for name in (
+        "train/gradient_norm",
+        "train/learning_rate",
+        "train/tokens",
+        "train/tokens_per_second",
+        "train/step_seconds",
+        "train/data_wait_seconds",
+        "train/peak_memory_bytes",
+        "train/skipped_updates",
+        "validation/loss_at_000001",
+        "validation/loss_at_000064",
+    ):
+        assert name in tracked.data.metrics, name
+    losses = [m.value for m in client.get_metric_history(tracked.info.run_id, "validation/loss")]
+    assert losses[-1] < losses[0] < 5.7
+    samples = samples_of(uninterrupted)
+    assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
+
+
+def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
+    before = uninterrupted.trace.read_bytes()
+    result = uninterrupted.longhaul("train", "small.yaml")
+    assert "is finished: 15,360 tokens" in result.stdout
+    assert uninterrupted.trace.read_bytes() == before
+
+
+def wait_for_steps(run: Run, process: "subprocess.Popen[str]", count: int) -> None:
+    """Until the process has begun `count` more micro-batches, or ended."""
+    before = run.trace.read_bytes().count(b"\n") if run.trace.exists() else 0
+    while process.poll() is None:
+        if run.trace.exists() and run.trace.read_bytes().count(b"\n") >= before + count:
+            return
+        time.sleep(0.002)
+
+
+def kill_at_random_moments(run: Run, times: int, most_steps: int) -> None:
+    """kill -9 a run and its workers `times` times: in a step, a save, a validation."""
+    chance = random.Random(times)
+    killed = 0
+    for _ in range(times):
+        process = run.start("train", "small.yaml")
+        wait_for_steps(run, process, 1 + chance.randrange(most_steps))
+        time.sleep(chance.random() * 0.1)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            killed += 1
+        process.communicate()
+    assert killed == times
+
+
+def test_kill_9_leaves_no_trace(run: Run, uninterrupted: Run) -> None:
+    kill_at_random_moments(run, times=4, most_steps=20)
+    run.longhaul("train", "small.yaml")
+    assert_same_weights(run, uninterrupted)
+    assert samples_of(run) == samples_of(uninterrupted)
+    assert_one_clean_run(run)
+
+
+@pytest.mark.soak
+def test_kill_9_twenty_times_leaves_no_trace(make_run: Callable[[int], Run]) -> None:
+    whole, run = make_run(500), make_run(500)
+    whole.longhaul("train", "small.yaml")
+    kill_at_random_moments(run, times=20, most_steps=80)
+    run.longhaul("train", "small.yaml")
+    assert_same_weights(run, whole)
+    assert samples_of(run) == samples_of(whole)
+    assert_one_clean_run(run, num_updates=500)
+
+
+def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> None:
+    run.longhaul("train", "small.yaml", "trainer.strategy=ddp", "trainer.devices=2")
+    assert samples_of(run) == samples_of(uninterrupted)
+    one, other = final_weights(run), final_weights(uninterrupted)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
+    assert_one_clean_run(run)
+    ours, theirs = (
+        mlflow_runs(each)[1][0].data.metrics["validation/loss"] for each in (run, uninterrupted)
+    )
+    assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_set_aside(damage: str, run: Run) -> None:
+    run.longhaul("train", "small.yaml", f"trainer.max_tokens={12 * 512}")
+    checkpoints = run.path / "small" / "checkpoints"
+    newest = max(checkpoints.iterdir())
+    file = newest / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    if damage == "truncated":
+        file.write_bytes(content[:-100])
+    elif damage == "flipped":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        file.unlink()
+    result = run.longhaul("train", "small.yaml", f"trainer.max_tokens={12 * 512 + 512}")
+    assert f"{newest.name}" in result.stderr
+    assert "model.safetensors" in result.stderr
+    assert "resumed at step 8" in result.stdout
+    assert (checkpoints / f"{newest.name}.damaged").is_dir()
+
+
+def test_sigterm_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:
+    process = run.start("train", "small.yaml")
+    wait_for_steps(run, process, 20)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 143, error
+    assert [run.info.status for run in mlflow_runs(run)[1]] == ["KILLED"]
+    run.longhaul("train", "small.yaml")
+    assert_same_weights(run, uninterrupted)
+    assert_one_clean_run(run)
+
+
+def expect_one_line(result: Any, status: int, *parts: str) -> None:
+    assert result.returncode == status, result.stderr
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert len(lines) == 1, result.stderr
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_another_config_for_the_same_folder_is_refused(run: Run) -> None:
+    run.longhaul("train", "small.yaml", "trainer.max_tokens=1024")
+    before = {path: path.read_bytes() for path in (run.path / "small").glob("*.*")}
+    result = run.longhaul("train", "small.yaml", "model.width=64", check=False)
+    expect_one_line(result, 2, "model.width: found 64, wanted 32 as in")
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_folder_in_use_is_refused(run: Run) -> None:
+    process = run.start("train", "small.yaml")
+    wait_for_steps(run, process, 1)
+    result = run.longhaul("train", "small.yaml", check=False)
+    process.communicate(timeout=120)
+    assert process.returncode == 0
+    expect_one_line(result, 1, f"process {process.pid} is training in it")
+
+
+def test_a_run_folder_that_cannot_be_written(run: Run) -> None:
+    # root may write anywhere but into /sys, and under a file.
+    result = run.longhaul("train", "small.yaml", "root=/sys/kernel", check=False)
+    expect_one_line(result, 1, "run folder /sys/kernel/small: cannot be written")
+    result = run.longhaul("train", "small.yaml", f"root={run.path}/small.yaml", check=False)
+    expect_one_line(result, 1, f"run folder {run.path}/small.yaml/small: ")
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:
+    result = run.longhaul("train", "small.yaml", "model.vocabulary=128", check=False)
+    expect_one_line(result, 2, "model.vocabulary: found 128, wanted at least 257")
+    assert not (run.path / "small" / "checkpoints").exists()
+
+
+def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:
+    copy = run.path / "damaged"
+    shutil.copytree(corpus, copy)
+    shard = min((copy / "train").glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    result = run.longhaul("train", "small.yaml", f"data.manifest={copy}/train", check=False)
+    expect_one_line(result, 2, shard.name)
+    assert [run.info.status for run in mlflow_runs(run)[1]] == ["FAILED"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "nowhere.yaml"], ["train", "run/demo.yaml", "optim.lr=1"], ["evaluate", "."], ["x"]],
+)
+def test_bad_commands_are_one_line(arguments: list[str], run: Run) -> None:
+    result = run.longhaul(*arguments, check=False)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("longhaul: ")

@@ -1,0 +1,41 @@
+"""`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
+
+Not a test; started by tests as a process, so that they can kill it.
+"""
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def trace(file: Path) -> None:
+    from longhaul.modules.pretraining import Pretraining
+
+    original = Pretraining.training_step
+
+    def training_step(self: Pretraining, batch: dict[str, Any], batch_idx: int) -> None:
+        line = {
+            "step": self.progress.step,
+            "index": batch["index"].tolist(),
+            "crc": zlib.crc32(batch["input"].numpy().tobytes() + batch["target"].numpy().tobytes()),
+        }
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, (json.dumps(line) + "\n").encode())
+        os.close(descriptor)
+        original(self, batch, batch_idx)
+
+    Pretraining.training_step = training_step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "train":
+        trace(Path("trace.jsonl"))
+    from longhaul.pipeline.cli import main
+
+    sys.exit(main())
