@@ -1,0 +1,203 @@
+"""Texts out of files: plain text, .jsonl, .jsonl.gz and parquet, streamed, in a fixed order."""
+
+import gzip
+import hashlib
+import io
+import json
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+_log = logging.getLogger(__name__)
+
+# Characters tokenized at a time: what a tokenizer allocates is some hundred times that.
+PIECE_CHARACTERS = 1 << 18
+_SNIFF_BYTES = 8192
+_PARQUET_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text, read when its pieces are asked for."""
+
+    name: str
+    """The file's path below its source; in a file of records, with `#` and the record's number."""
+    pieces: Callable[[], Iterator[str]]
+    """The text in order, at most about `PIECE_CHARACTERS` at a time."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A list of files in the order in which they are read: that of the hashes of their names.
+
+    Neighbours in a folder are alike; ordered by hash, any stretch of the corpus is a mixture.
+    """
+
+    description: str
+    """What the files are, for the manifest."""
+    files: tuple[tuple[str, Path], ...]
+    """Names, relative to the source, and paths."""
+
+    def fingerprint(self) -> str:
+        """Hash of the names and sizes of all files."""
+        lines = [f"{name}\0{path.stat().st_size}\n" for name, path in self.files]
+        return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+    def texts(self) -> Iterator[Text]:
+        """All texts: a file of plain text is one, every record of the other kinds is one."""
+        for name, path in self.files:
+            yield from _texts_of(name, path)
+
+
+def open_corpus(sources: list[str]) -> Corpus:
+    """The files and folders named; no name at all is Python's own standard library."""
+    if not sources:
+        return _standard_library()
+    found: list[tuple[str, Path]] = []
+    binary = 0
+    for source in map(Path, sources):
+        if source.is_file():
+            if _is_binary(source):
+                raise ValueError(f"{source}: found a binary file, wanted text, .jsonl or .parquet")
+            found.append((source.name, source))
+        elif source.is_dir():
+            for path in _walk(source):
+                if _is_binary(path):
+                    binary += 1
+                else:
+                    found.append((path.relative_to(source).as_posix(), path))
+        else:
+            raise FileNotFoundError(f"{source}: no such file or folder")
+    if binary:
+        _log.warning("%d binary files in the folders are left out", binary)
+    if not found:
+        raise ValueError(f"{', '.join(sources)}: no text in it")
+    return Corpus("files", _ordered(found))
+
+
+def _standard_library() -> Corpus:
+    root = Path(sysconfig.get_path("stdlib"))
+    foreign = {"site-packages", "dist-packages"}
+    found = [
+        (path.relative_to(root).as_posix(), path)
+        for path in _walk(root)
+        if path.suffix == ".py" and not foreign & set(path.relative_to(root).parts)
+    ]
+    if not found:
+        raise ValueError(f"{root}: Python's standard library has no sources here; name a source")
+    return Corpus("the Python standard library", _ordered(found))
+
+
+def _ordered(files: list[tuple[str, Path]]) -> tuple[tuple[str, Path], ...]:
+    return tuple(sorted(files, key=lambda item: (_digest(item[0]), str(item[1]))))
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+
+
+def in_validation(name: str, fraction: float) -> bool:
+    """Whether the text of this name is of the `fraction` that validates, by its hash."""
+    # Not the bytes that decide the order, or validation would be its beginning.
+    return int.from_bytes(_digest(name)[-8:], "big") < fraction * 2**64
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
+        yield from (Path(parent, name) for name in names if name[0] != ".")
+
+
+def _is_binary(path: Path) -> bool:
+    if path.name.endswith((".jsonl.gz", ".parquet")):
+        return False
+    with path.open("rb") as file:
+        return b"\0" in file.read(_SNIFF_BYTES)
+
+
+def _texts_of(name: str, path: Path) -> Iterator[Text]:
+    if path.name.endswith(".jsonl"):
+        with path.open("rb") as file:
+            yield from _json_lines(name, path, file)
+    elif path.name.endswith(".jsonl.gz"):
+        with gzip.open(path, "rb") as packed:
+            yield from _json_lines(name, path, packed)
+    elif path.name.endswith(".parquet"):
+        yield from _parquet_rows(name, path)
+    else:
+        yield Text(name, partial(_plain_pieces, path))
+
+
+def _plain_pieces(path: Path) -> Iterator[str]:
+    with path.open("r", encoding="utf-8", errors="replace", newline="") as file:
+        yield from _cut_up(file)
+
+
+def _json_lines(name: str, path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[Text]:
+    try:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield Text(f"{name}#{number}", partial(_json_pieces, line, f"{path}:{number}"))
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: damaged, {error}") from None
+
+
+def _json_pieces(line: bytes, where: str) -> Iterator[str]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON, {error}") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: no `text`, wanted an object with a string of that name")
+    return _cut_up(io.StringIO(text, newline=""))
+
+
+def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
+    # Imported here: takes long, and only this kind of file needs it.
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            schema = file.schema_arrow
+            kinds = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+            if "text" not in schema.names or schema.field("text").type not in kinds:
+                raise ValueError(f"{path}: columns {schema.names}, wanted a `text` of strings")
+            number = 0
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False):
+                for value in batch.column(0):
+                    number += 1
+                    if (text := value.as_py()) is not None:
+                        pieces = partial(_cut_up, io.StringIO(text, newline=""))
+                        yield Text(f"{name}#{number}", pieces)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not readable as parquet, {error}") from None
+
+
+def _cut_up(file: IO[str]) -> Iterator[str]:
+    """A text in pieces, cut between lines where no tokenizer joins what is before and after."""
+    text = ""
+    while block := file.read(PIECE_CHARACTERS):
+        text += block
+        if len(text) >= PIECE_CHARACTERS:
+            cut = _place_to_cut(text)
+            yield text[:cut]
+            text = text[cut:]
+    if text:
+        yield text
+
+
+def _place_to_cut(text: str) -> int:
+    """After the last line break that has no other white space beside it, or the end if far off."""
+    at = text.rfind("\n", 0, len(text) - 1)
+    while at > len(text) // 2:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at + 1
+        at = text.rfind("\n", 0, at)
+    return len(text)

@@ -1,0 +1,193 @@
+"""Turning documents into shards and a manifest, so that a stop costs one shard at most."""
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, Any, Protocol, TypeAlias
+
+from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
+from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
+
+PROGRESS_NAME = ".progress.jsonl"
+
+Cursor: TypeAlias = list[int]
+Progress: TypeAlias = Callable[[int], None]
+
+
+class DocumentSource(Protocol):
+    """Documents in a fixed order that can be taken up again in the middle."""
+
+    dropped_tokens: int
+    """Tokens at the end that filled no document; known once `documents` is exhausted."""
+
+    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+        """Documents after `cursor`, None being the start, each with the cursor after it."""
+        ...
+
+
+def prepare_shards(
+    folder: Path,
+    template: Manifest,
+    source: DocumentSource,
+    *,
+    docs_per_shard: int,
+    prefix: str,
+    progress: Progress,
+    beside: Mapping[str, bytes] | None = None,
+) -> Manifest:
+    """Write the documents of `source` and their manifest into `folder`, or finish doing so.
+
+    A shard is written under a temporary name, read back, entered in `.progress.jsonl`, and renamed;
+    a restart keeps every shard that has its name and goes on at the cursor entered with the last.
+
+    Args:
+        folder: empty, new, or left by a stopped preparation with the same `template.source`.
+        template: the manifest but for its shards.
+        prefix: shards are called `PREFIX-000000.tar` and so on.
+        progress: is told the tokens written so far, those of earlier starts included.
+        beside: other files for the folder, by name.
+    """
+    if docs_per_shard < 1:
+        raise ValueError(f"docs_per_shard: found {docs_per_shard}, wanted 1 or more")
+    finished = _finished_before(folder, template)
+    if finished is not None:
+        progress(finished.num_tokens)
+        return finished
+    check_destination(folder, {PROGRESS_NAME})
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / PROGRESS_NAME).open("a+b") as file:
+        _lock(file, folder)
+        shards, cursor = _read_progress(file, folder, template)
+        for leftover in folder.glob(".*.tmp"):
+            leftover.unlink()
+        documents = source.documents(cursor)
+        done = sum(shard.documents for shard in shards)
+        progress(done * template.document_tokens)
+        while (first := next(documents, None)) is not None:
+            batch = _Counting(
+                chain([first], islice(documents, docs_per_shard - 1)),
+                partial(_report, progress, done, template.document_tokens),
+            )
+            path = folder / f"{prefix}-{len(shards):06d}.tar"
+            entry = write_shard(path, done, batch)
+            record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
+            _append(file, record)
+            temporary_name(path).replace(path)
+            shards.append(entry)
+            done += entry.documents
+        if not shards:
+            raise ValueError(
+                f"{folder}: the source has {source.dropped_tokens} tokens, less than one document "
+                f"of {template.document_tokens}; wanted a larger source or shorter documents"
+            )
+        manifest = dataclasses.replace(
+            template, shards=tuple(shards), dropped_tokens=source.dropped_tokens
+        )
+        for name, content in (beside or {}).items():
+            (folder / name).write_bytes(content)
+        manifest.save(folder)
+        (folder / PROGRESS_NAME).unlink()
+    return load_manifest(folder)
+
+
+def check_destination(folder: Path, known: set[str]) -> None:
+    """Refuse a folder that holds something else: the user may have named the wrong one."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: found a file, wanted a folder to write into")
+    names = {item.name for item in folder.iterdir()} if folder.exists() else set()
+    if names and not names & known:
+        raise ValueError(
+            f"{folder}: holds other files ({min(names)}), wanted a new or an empty folder"
+        )
+
+
+def _finished_before(folder: Path, template: Manifest) -> Manifest | None:
+    if not (folder / MANIFEST_NAME).exists():
+        return None
+    manifest = load_manifest(folder)
+    _check_same_job(folder, manifest.source, template.source)
+    for shard in manifest.shards:
+        path = folder / shard.name
+        if not path.exists() or path.stat().st_size != shard.bytes:
+            raise ValueError(
+                f"{path}: missing or short, though {MANIFEST_NAME} lists it; "
+                f"prepare into another folder, or empty this one"
+            )
+    return manifest
+
+
+def _check_same_job(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for key in sorted(found.keys() | wanted.keys()):
+        if found.get(key) != wanted.get(key):
+            raise ValueError(
+                f"{folder}: holds a preparation with {key} {found.get(key)!r}, this one has "
+                f"{wanted.get(key)!r}; wanted another folder, or the same source and options"
+            )
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{folder}: another preparation is writing into it") from None
+
+
+def _read_progress(
+    file: IO[bytes], folder: Path, template: Manifest
+) -> tuple[list[ShardEntry], Cursor | None]:
+    """Shards that are there, and the cursor after them; what was written later is cut off."""
+    file.seek(0)
+    lines = file.read().splitlines(keepends=True)
+    if not lines or not lines[0].endswith(b"\n"):
+        file.truncate(0)
+        _append(file, {"source": template.source})
+        return [], None
+    _check_same_job(folder, json.loads(lines[0])["source"], template.source)
+    shards: list[ShardEntry] = []
+    cursor = None
+    kept = len(lines[0])
+    for line in lines[1:]:
+        if not line.endswith(b"\n"):
+            break
+        record = json.loads(line)
+        entry = ShardEntry(**record["shard"])
+        path = folder / entry.name
+        if not path.exists() or path.stat().st_size != entry.bytes:
+            break
+        shards.append(entry)
+        cursor = record["cursor"]
+        kept += len(line)
+    file.truncate(kept)
+    return shards, cursor
+
+
+def _append(file: IO[bytes], record: dict[str, Any]) -> None:
+    file.write(json.dumps(record).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _report(progress: Progress, done: int, document_tokens: int, count: int) -> None:
+    progress((done + count) * document_tokens)
+
+
+class _Counting:
+    """The documents of one shard; remembers the cursor after the last one taken."""
+
+    def __init__(
+        self, pairs: Iterator[tuple[Tokens, Cursor]], progress: Callable[[int], None]
+    ) -> None:
+        self._pairs = pairs
+        self._progress = progress
+        self.cursor: Cursor = []
+
+    def __iter__(self) -> Iterator[Tokens]:
+        for count, (document, cursor) in enumerate(self._pairs, start=1):
+            self.cursor = cursor
+            yield document
+            self._progress(count)

@@ -1,0 +1,168 @@
+"""One shard: a webdataset tar file of fixed-length documents, written, checked, and mapped."""
+
+import hashlib
+import mmap
+import os
+import tarfile
+from collections.abc import Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhaul.datamodules.manifest import ShardEntry
+
+MEMBER_SUFFIX = ".tokens.npy"
+_BLOCK_BYTES = 1 << 20
+
+Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
+
+
+class ShardError(ValueError):
+    """A shard that is missing, short or damaged; the message names it."""
+
+    def __init__(self, message: str) -> None:
+        # torch raises a worker's exception again with the worker's traceback as its message. The
+        # last line of that is what the worker said.
+        last_line = message.strip().splitlines()[-1]
+        super().__init__(last_line.removeprefix(f"{type(self).__module__}.ShardError: "))
+
+
+def sha256_of(path: Path) -> str:
+    """Hash of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _HashingFile:
+    """A file to write to that knows the hash and size of what it was given."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.sha256 = hashlib.sha256()
+        self.bytes = 0
+
+    def write(self, block: bytes) -> int:
+        self.sha256.update(block)
+        self.bytes += len(block)
+        return self._file.write(block)
+
+
+def temporary_name(path: Path) -> Path:
+    """Where a shard is written before it is checked; a dot keeps it out of `*.tar`."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) -> ShardEntry:
+    """Write documents to the temporary name of `path`, read them back, and return the entry.
+
+    The caller renames. Bytes are a pure function of the arguments: times and owners are fixed.
+    """
+    # Imported here: webdataset loads torch, and a bad source should be refused without that wait.
+    from webdataset.writer import TarWriter
+
+    temporary = temporary_name(path)
+    count = 0
+    tokens = 0
+    try:
+        with temporary.open("wb") as file:
+            hashing = _HashingFile(file)
+            writer = TarWriter(hashing, mtime=0)
+            for count, document in enumerate(documents, start=1):
+                key = f"{first_document + count - 1:09d}"
+                writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
+                tokens = document.size
+            writer.close()
+            file.flush()
+            os.fsync(file.fileno())
+        entry = ShardEntry(
+            name=path.name, bytes=hashing.bytes, documents=count, sha256=hashing.sha256.hexdigest()
+        )
+        check_file(temporary, entry)
+        Shard(temporary, entry, tokens).close()
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return entry
+
+
+def check_file(path: Path, entry: ShardEntry) -> None:
+    """Raise a ShardError unless the file has the size and the hash that the manifest states."""
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")
+        found = sha256_of(path)
+    except OSError as error:
+        raise ShardError(f"shard {path}: cannot be read, {error.strerror or error}") from None
+    if found != entry.sha256:
+        raise ShardError(f"shard {path}: sha256 is {found}, wanted {entry.sha256}")
+
+
+class Shard:
+    """A shard's documents, mapped and not read: a window costs only the pages it lies on."""
+
+    def __init__(self, path: Path, entry: ShardEntry, document_tokens: int) -> None:
+        try:
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            dtype, offsets = _index_members(path, self._map, document_tokens)
+        except (OSError, tarfile.TarError) as error:
+            raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
+        if len(offsets) != entry.documents:
+            raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")
+        if any(offset % dtype.itemsize for offset in offsets):
+            raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
+        count = len(self._map) // dtype.itemsize
+        self.tokens: Tokens = np.frombuffer(self._map, dtype, count)
+        """The whole file seen as tokens."""
+        self.starts = [offset // dtype.itemsize for offset in offsets]
+        """Where in `tokens` each document starts."""
+
+    def close(self) -> None:
+        """Give the mapping back; arrays sliced from it must be gone."""
+        del self.tokens
+        self._map.close()
+
+
+def _index_members(
+    path: Path, content: mmap.mmap, document_tokens: int
+) -> tuple[np.dtype[Any], list[int]]:
+    """Type of the tokens, and the byte at which each document's tokens start."""
+    offsets = []
+    dtype = np.dtype(np.uint16)
+    known_header = b""
+    with tarfile.open(path, mode="r:") as tar:
+        for member in tar:
+            if not member.name.endswith(MEMBER_SUFFIX):
+                continue
+            start = member.offset_data
+            # All headers of a shard are alike, and parsing one costs more than a window.
+            header = content[start : start + len(known_header)]
+            if not known_header or header != known_header:
+                dtype, known_header = _parse_header(
+                    content[start : start + min(member.size, 4096)],
+                    f"shard {path}: {member.name}",
+                    document_tokens,
+                )
+            if member.size != len(known_header) + document_tokens * dtype.itemsize:
+                raise ShardError(f"shard {path}: {member.name} has {member.size} bytes")
+            offsets.append(start + len(known_header))
+    return dtype, offsets
+
+
+def _parse_header(content: bytes, where: str, document_tokens: int) -> tuple[np.dtype[Any], bytes]:
+    stream = BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"npy version {version}")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    except ValueError as error:
+        raise ShardError(f"{where} is no npy array, {error}") from None
+    if shape != (document_tokens,) or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
+        wanted = f"({document_tokens},) of uint16 or uint32"
+        raise ShardError(f"{where} has shape {shape} of {dtype}, wanted {wanted}")
+    return dtype, content[: stream.tell()]

