@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
+_KIND = re.compile("[a-z_]+")  # It becomes part of names that MLflow is particular about.
 
 
 class JournalError(OSError):
@@ -106,6 +108,10 @@ class Journal:
                 self._file = -1
 
     def _write(self, line: dict[str, Any]) -> None:
+        if self._file < 0:
+            raise JournalError(f"{self.path} is closed")
+        if not _KIND.fullmatch(line["kind"]):
+            raise ValueError(f"kind: found {line['kind']!r}, wanted lower-case letters and _")
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._file).st_size
         try:

@@ -11,12 +11,15 @@ Found by trying mlflow 3.17.2, on sqlite and through `mlflow server`, and relied
 - A run that finished and is set to RUNNING again keeps its old end time until the next end.
 """
 
+import fcntl
 import getpass
 import importlib
 import os
 import re
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +51,8 @@ os.register_at_fork(
     after_in_child=_importing.release,
 )
 
+_finding = threading.Lock()
+
 
 def load_mlflow(uri: str) -> None:
     """Import MLflow: a second or more, hence not at the top and not before somebody needs it."""
@@ -56,6 +61,20 @@ def load_mlflow(uri: str) -> None:
         if uri.startswith(_SQLITE):
             importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
             importlib.import_module("sqlalchemy.dialects.sqlite")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other threads, and other processes that use the same file, out of the block.
+
+    A POSIX lock does nothing between threads, but unlike flock it is not inherited by workers.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _finding, path.open("w") as file:
+        # Some network file systems have no locks.
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
 
 
 def absolute_uri(uri: str) -> str:
@@ -92,20 +111,22 @@ def open_run(
     """
     from mlflow.tracking import MlflowClient  # See load_mlflow.
 
-    key = _run_key(run_dir)
-    if uri.startswith(_SQLITE):
-        _make_sqlite(Path(uri.removeprefix(_SQLITE)), key)
-    client = MlflowClient(uri)
-    run = _find(client, run_dir, experiment, key)
-    if run is None:
-        run = client.create_run(
-            _experiment_id(client, uri, experiment),
-            start_time=start_ms,
-            tags={KEY_TAG: key, "mlflow.user": _user()},
-            run_name=run_name,
-        )
-    check_active(run)
-    _replace(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
+    # A training and an evaluation that start together must not each create a run.
+    with _alone(run_dir / "logs" / "run_key.lock"):
+        key = _run_key(run_dir)
+        if uri.startswith(_SQLITE):
+            _make_sqlite(Path(uri.removeprefix(_SQLITE)), key)
+        client = MlflowClient(uri)
+        run = _find(client, run_dir, experiment, key)
+        if run is None:
+            run = client.create_run(
+                _experiment_id(client, uri, experiment),
+                start_time=start_ms,
+                tags={KEY_TAG: key, "mlflow.user": _user()},
+                run_name=run_name,
+            )
+        check_active(run)
+        _replace(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
     return client, run
 
 

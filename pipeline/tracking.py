@@ -203,7 +203,7 @@ class Tracker:
                 if is_last:
                     return
             if is_last:
-                rest = min(1.0, self._deadline - time.monotonic())
+                rest = min(1.0, backoff, self._deadline - time.monotonic())
                 if rest <= 0:
                     return
                 time.sleep(rest)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from longhaul.pipeline import checkpoint
 from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
-from torch import Tensor
 
 Tensors = dict[str, dict[str, Tensor]]
 

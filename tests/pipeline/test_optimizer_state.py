@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from longhaul.pipeline.optimizer_state import optimizer_tensors, restore_optimizer
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from longhaul.pipeline.optimizer_state import optimizer_tensors, restore_optimizer
 
 
 class _Model(nn.Module):

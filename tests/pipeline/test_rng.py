@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
+
 from longhaul.pipeline.rng import capture_rng, restore_rng
 
 
