@@ -1,0 +1,255 @@
+"""Preparing LongCrawl64: a Zarr v2 array of ids, a document a row, read by rows of chunks."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation import Cursor, Progress, prepare_shards
+from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
+
+WHOLE = "whole"
+LARGEST_ID = 50_256
+# A row of LongCrawl64's chunks is 256 MiB. It is held once; more would break the promise of 1 GiB.
+_MAX_ROW_OF_CHUNKS_BYTES = 512 << 20
+_RANGES_NAMED = 20
+
+RowRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class ZarrStore:
+    """A local Zarr v2 store that holds one two-dimensional array of uint16."""
+
+    path: Path
+    rows: int
+    columns: int
+    chunk_rows: int
+    chunk_columns: int
+    separator: str
+    """Between the two numbers in the name of a chunk's file."""
+
+    @cached_property
+    def missing(self) -> list[str]:
+        """Chunks with no file, or an empty one, in order. Zarr would read them as zeros."""
+        present = self._chunk_files()
+        return [
+            name
+            for row in range(-(-self.rows // self.chunk_rows))
+            for name in self._chunks_of(row)
+            if name not in present
+        ]
+
+    def whole_ranges(self) -> list[RowRange]:
+        """Ranges of rows whose chunks all have a file, as long as can be."""
+        holes = {int(name.split(self.separator)[0]) for name in self.missing}
+        ranges: list[RowRange] = []
+        for row in range(-(-self.rows // self.chunk_rows)):
+            if row in holes:
+                continue
+            start = row * self.chunk_rows
+            end = min(start + self.chunk_rows, self.rows)
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, end))
+        return ranges
+
+    def require_whole(self, ranges: list[RowRange]) -> None:
+        """Raise unless every chunk of these rows has a file; tells which rows could be taken."""
+        taken = {
+            row
+            for start, end in ranges
+            for row in range(start // self.chunk_rows, -(-end // self.chunk_rows))
+        }
+        missing = [n for n in self.missing if int(n.split(self.separator)[0]) in taken]
+        if not missing:
+            return
+        total = len(taken) * len(self._chunks_of(0))
+        whole = self.whole_ranges()
+        named = ",".join(f"{start}:{end}" for start, end in whole[:_RANGES_NAMED])
+        rest = len(whole) - _RANGES_NAMED
+        more = f" and {rest} more ranges" if rest > 0 else ""
+        raise ValueError(
+            f"{self.path}: {len(missing)} of {total} chunk files are missing, the first is "
+            f"{missing[0]}; whole rows: {named or 'none'}{more} "
+            f"(--rows takes such ranges, or `{WHOLE}` for all of them)"
+        )
+
+    def _chunks_of(self, row: int) -> list[str]:
+        columns = range(-(-self.columns // self.chunk_columns))
+        return [f"{row}{self.separator}{column}" for column in columns]
+
+    def _chunk_files(self) -> set[str]:
+        if self.separator == ".":
+            return {item.name for item in os.scandir(self.path) if item.stat().st_size}
+        return {
+            f"{folder.name}/{item.name}"
+            for folder in os.scandir(self.path)
+            if folder.is_dir()
+            for item in os.scandir(folder)
+            if item.stat().st_size
+        }
+
+
+def open_store(path: Path) -> ZarrStore:
+    """Check that a folder is a store of LongCrawl64's layout, and tell its sizes."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such folder, wanted a Zarr v2 store")
+    if not (path / ".zarray").is_file():
+        found = "a Zarr group" if (path / ".zgroup").is_file() else "no .zarray"
+        raise ValueError(f"{path}: found {found}, wanted a Zarr v2 store of one top-level array")
+    try:
+        meta = json.loads((path / ".zarray").read_text())
+        shape, chunks, dtype = meta["shape"], meta["chunks"], meta["dtype"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/.zarray: not the description of an array, {error!r}") from None
+    if dtype != "<u2":
+        raise ValueError(f"{path}: dtype is {dtype}, wanted <u2 (token ids as uint16)")
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"{path}: shape is {tuple(shape)}, wanted (documents, tokens)")
+    if chunks[0] * shape[1] * 2 > _MAX_ROW_OF_CHUNKS_BYTES:
+        limit = _MAX_ROW_OF_CHUNKS_BYTES >> 20
+        raise ValueError(
+            f"{path}: chunks are {tuple(chunks)}, wanted rows of chunks of at most {limit} MiB"
+        )
+    return ZarrStore(
+        path=path,
+        rows=shape[0],
+        columns=shape[1],
+        chunk_rows=chunks[0],
+        chunk_columns=chunks[1],
+        separator=meta.get("dimension_separator", "."),
+    )
+
+
+def parse_rows(store: ZarrStore, rows: str | None) -> list[RowRange]:
+    """Ranges of rows out of `A:B`, `A:B,C:D`, `whole` or None, which is all rows."""
+    if rows is None:
+        return [(0, store.rows)]
+    if rows == WHOLE:
+        return store.whole_ranges()
+    ranges: list[RowRange] = []
+    for part in rows.split(","):
+        match = re.fullmatch(r"(\d*):(\d*)", part.strip())
+        start = int(match[1] or 0) if match else -1
+        end = int(match[2] or store.rows) if match else -1
+        if not 0 <= start < end <= store.rows:
+            raise ValueError(
+                f"rows: found {part!r}, wanted A:B with 0 <= A < B <= {store.rows}, several with "
+                f"commas between, or `{WHOLE}`"
+            )
+        ranges.append((start, end))
+    for (_, end), (start, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False):
+        if start < end:
+            raise ValueError(f"rows: found {rows!r}, wanted ranges that do not overlap")
+    return ranges
+
+
+def prepare_longcrawl64(
+    store: ZarrStore,
+    destination: Path,
+    ranges: list[RowRange],
+    *,
+    docs_per_shard: int = 256,
+    progress: Progress = lambda tokens: None,
+) -> Manifest:
+    """Shards of these rows of the store, in this order; memory is that of one row of chunks.
+
+    Raises:
+        ValueError: chunks are missing or damaged, an id is too large, or the destination is taken.
+    """
+    if not ranges:
+        raise ValueError(f"{store.path}: no row of chunks is whole")
+    store.require_whole(ranges)
+    tokenizer = LongCrawl64Tokenizer()
+    template = Manifest(
+        tokenizer=tokenizer.name,
+        tokenizer_sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        bos_id=tokenizer.bos_id,
+        eot_id=tokenizer.eot_id,
+        document_tokens=store.columns,
+        dtype="uint16",
+        source={
+            "kind": "longcrawl64",
+            "store": store.path.resolve().name,
+            "shape": [store.rows, store.columns],
+            "rows": [list(pair) for pair in ranges],
+            "docs_per_shard": docs_per_shard,
+        },
+        shards=(),
+    )
+    return prepare_shards(
+        destination,
+        template,
+        _Rows(store, ranges),
+        docs_per_shard=docs_per_shard,
+        prefix="train",
+        progress=progress,
+    )
+
+
+class _Rows:
+    """Rows of the store as documents; a cursor is [documents before]."""
+
+    dropped_tokens = 0
+
+    def __init__(self, store: ZarrStore, ranges: list[RowRange]) -> None:
+        self._store = store
+        self._ranges = ranges
+
+    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+        # Imported here: a store that is refused should not wait for it.
+        import zarr
+
+        array: Any = zarr.open_array(str(self._store.path), mode="r", zarr_format=2)
+        store = self._store
+        buffer = np.empty((store.chunk_rows, store.columns), np.uint16)
+        done = cursor[0] if cursor else 0
+        passed = 0
+        for start, end in self._ranges:
+            row = start + max(0, done - passed)
+            passed += end - start
+            while row < end:
+                chunk_row = row // store.chunk_rows
+                last = min(end, (chunk_row + 1) * store.chunk_rows)
+                rows = slice(
+                    row - chunk_row * store.chunk_rows, last - chunk_row * store.chunk_rows
+                )
+                self._read_row_of_chunks(array, chunk_row, buffer)
+                self._check_ids(buffer[rows], row)
+                for document in buffer[rows]:
+                    done += 1
+                    yield document, [done]
+                row = last
+
+    def _read_row_of_chunks(self, array: Any, chunk_row: int, buffer: NDArray[np.uint16]) -> None:
+        """One chunk at a time: zarr would hold the decoded chunks and their assembly together."""
+        store = self._store
+        first = chunk_row * store.chunk_rows
+        last = min(first + store.chunk_rows, store.rows)
+        for left in range(0, store.columns, store.chunk_columns):
+            right = min(left + store.chunk_columns, store.columns)
+            try:
+                buffer[: last - first, left:right] = array[first:last, left:right]
+            except (RuntimeError, ValueError, OSError) as error:
+                name = f"{chunk_row}{store.separator}{left // store.chunk_columns}"
+                raise ValueError(f"{store.path}: chunk {name} is damaged, {error}") from None
+
+    def _check_ids(self, rows: NDArray[np.uint16], first_row: int) -> None:
+        if rows.max() <= LARGEST_ID:
+            return
+        row, column = (int(place[0]) for place in np.nonzero(rows > LARGEST_ID))
+        raise ValueError(
+            f"{self._store.path}: id {rows[row, column]} at row {first_row + row}, column "
+            f"{column}, wanted ids up to {LARGEST_ID}"
+        )
