@@ -65,7 +65,7 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
 
     temporary = temporary_name(path)
     count = 0
-    tokens = 0
+    document: Tokens | None = None
     try:
         with temporary.open("wb") as file:
             hashing = _HashingFile(file)
@@ -73,7 +73,6 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
             for count, document in enumerate(documents, start=1):
                 key = f"{first_document + count - 1:09d}"
                 writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
-                tokens = document.size
             writer.close()
             file.flush()
             os.fsync(file.fileno())
@@ -81,7 +80,8 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
             name=path.name, bytes=hashing.bytes, documents=count, sha256=hashing.sha256.hexdigest()
         )
         check_file(temporary, entry)
-        Shard(temporary, entry, tokens).close()
+        assert document is not None, "a shard has at least one document"
+        Shard(temporary, entry, document.size, document.dtype)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -104,35 +104,32 @@ def check_file(path: Path, entry: ShardEntry) -> None:
 class Shard:
     """A shard's documents, mapped and not read: a window costs only the pages it lies on."""
 
-    def __init__(self, path: Path, entry: ShardEntry, document_tokens: int) -> None:
+    def __init__(
+        self, path: Path, entry: ShardEntry, document_tokens: int, dtype: np.dtype[Any]
+    ) -> None:
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            dtype, offsets = _index_members(path, self._map, document_tokens)
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            offsets = _index_members(path, content, document_tokens, dtype)
         except (OSError, tarfile.TarError) as error:
             raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
         if len(offsets) != entry.documents:
             raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
-        count = len(self._map) // dtype.itemsize
-        self.tokens: Tokens = np.frombuffer(self._map, dtype, count)
+        self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
         """The whole file seen as tokens."""
+        self.memory = memoryview(self.tokens)
+        """The same, for slices that cost less than numpy's."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
         """Where in `tokens` each document starts."""
 
-    def close(self) -> None:
-        """Give the mapping back; arrays sliced from it must be gone."""
-        del self.tokens
-        self._map.close()
-
 
 def _index_members(
-    path: Path, content: mmap.mmap, document_tokens: int
-) -> tuple[np.dtype[Any], list[int]]:
-    """Type of the tokens, and the byte at which each document's tokens start."""
+    path: Path, content: mmap.mmap, document_tokens: int, dtype: np.dtype[Any]
+) -> list[int]:
+    """The byte at which each document's tokens start."""
     offsets = []
-    dtype = np.dtype(np.uint16)
     known_header = b""
     with tarfile.open(path, mode="r:") as tar:
         for member in tar:
@@ -142,27 +139,29 @@ def _index_members(
             # All headers of a shard are alike, and parsing one costs more than a window.
             header = content[start : start + len(known_header)]
             if not known_header or header != known_header:
-                dtype, known_header = _parse_header(
+                known_header = _check_header(
                     content[start : start + min(member.size, 4096)],
                     f"shard {path}: {member.name}",
                     document_tokens,
+                    dtype,
                 )
             if member.size != len(known_header) + document_tokens * dtype.itemsize:
                 raise ShardError(f"shard {path}: {member.name} has {member.size} bytes")
             offsets.append(start + len(known_header))
-    return dtype, offsets
+    return offsets
 
 
-def _parse_header(content: bytes, where: str, document_tokens: int) -> tuple[np.dtype[Any], bytes]:
+def _check_header(content: bytes, where: str, document_tokens: int, dtype: np.dtype[Any]) -> bytes:
+    """The bytes in front of the tokens of an npy array, which must have this length and type."""
     stream = BytesIO(content)
     try:
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):
             raise ValueError(f"npy version {version}")
-        shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        shape, _, found = np.lib.format.read_array_header_1_0(stream)
     except ValueError as error:
         raise ShardError(f"{where} is no npy array, {error}") from None
-    if shape != (document_tokens,) or dtype not in (np.dtype("<u2"), np.dtype("<u4")):
-        wanted = f"({document_tokens},) of uint16 or uint32"
-        raise ShardError(f"{where} has shape {shape} of {dtype}, wanted {wanted}")
-    return dtype, content[: stream.tell()]
+    if shape != (document_tokens,) or found != dtype:
+        wanted = f"({document_tokens},) of {dtype}"
+        raise ShardError(f"{where} has shape {shape} of {found}, wanted {wanted}")
+    return content[: stream.tell()]

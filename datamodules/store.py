@@ -1,9 +1,9 @@
 """The shards of a manifest: fetched, checked once a process, mapped, and replaced if bad."""
 
 import logging
-from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from longhaul.datamodules.manifest import Manifest, ShardEntry
@@ -26,7 +26,7 @@ class ShardStore:
         cache_dir: where copies of remote shards are kept; needed for a remote manifest only.
         replaces_bad: whether a bad shard is replaced instead of raised.
         max_bad_fraction: share of the shards that may be replaced before that raises after all.
-        keep_open: shards mapped at a time.
+        keep_open: shards mapped at a time; the one opened first is closed first.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class ShardStore:
         self._keep_open = keep_open
         self._is_bad = torch.zeros(len(manifest.shards), dtype=torch.uint8)
         self._is_bad.share_memory_()
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._open: dict[int, Shard] = {}
         self._checked: dict[int, tuple[int, int, int]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # Mappings stay behind when a worker process gets a copy.
-        return {**self.__dict__, "_open": OrderedDict(), "_checked": {}}
+        return {**self.__dict__, "_open": {}, "_checked": {}}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
@@ -67,11 +67,9 @@ class ShardStore:
         shard = self._open.get(position)
         if shard is None:
             shard = self._open_good(position)
+            if len(self._open) >= self._keep_open:
+                del self._open[next(iter(self._open))]
             self._open[position] = shard
-            if len(self._open) > self._keep_open:
-                self._open.popitem(last=False)
-        else:
-            self._open.move_to_end(position)
         return shard
 
     def _open_good(self, position: int) -> Shard:
@@ -109,7 +107,7 @@ class ShardStore:
         if self._checked.get(position) != identity:
             check_file(path, entry)
             self._checked[position] = identity
-        return Shard(path, entry, self.manifest.document_tokens)
+        return Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
 
     def _local_copy(self, entry: ShardEntry) -> Path:
         url = self.manifest.url_of(entry.name)

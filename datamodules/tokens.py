@@ -3,7 +3,7 @@
 import atexit
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -16,7 +16,13 @@ from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import DocumentOrder, SampleOrder
 from longhaul.datamodules.shards import Shard
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.stream import Batch, RankBatches, TokenWindows, ValidationBatches
+from longhaul.datamodules.stream import (
+    Batch,
+    BatchLoader,
+    RankBatches,
+    TokenWindows,
+    ValidationBatches,
+)
 
 _PREFETCH_BATCHES = 4
 
@@ -131,12 +137,12 @@ class TokenDataModule(LightningDataModule):
         """Names of the training shards this rank replaced so far; grows as the loader is read."""
         return self._store.bad_shards
 
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> BatchLoader:
         """This rank's micro-batches, from `first_sample` on."""
         dataset = TokenWindows(self._store, self.order, self.config.context)
-        return self._loader(dataset, self._batches)
+        return self._loader(dataset, self._batches, self.manifest)
 
-    def val_dataloader(self) -> Iterable[Batch]:
+    def val_dataloader(self) -> BatchLoader | list[Batch]:
         """This rank's share of the validation samples; an empty list where there are none."""
         if self.validation_manifest is None:
             return []
@@ -148,7 +154,7 @@ class TokenDataModule(LightningDataModule):
             world_size=self._world_size,
         )
         dataset = TokenWindows(self._validation_store, order, self.config.context)
-        return self._loader(dataset, batches)
+        return self._loader(dataset, batches, self.validation_manifest)
 
     def _open_store(self, manifest: Manifest) -> ShardStore:
         return ShardStore(
@@ -160,9 +166,11 @@ class TokenDataModule(LightningDataModule):
             keep_open=2 * self.config.shuffle_shards,
         )
 
-    def _loader(self, dataset: TokenWindows, batches: Sampler[Sequence[int]]) -> DataLoader[Batch]:
+    def _loader(
+        self, dataset: TokenWindows, batches: Sampler[Sequence[int]], manifest: Manifest
+    ) -> BatchLoader:
         workers = self.config.workers
-        return DataLoader(
+        loader = DataLoader(
             dataset,
             # torch's annotation wants lists; it hands on whatever the sampler yields.
             batch_sampler=cast(Sampler[list[int]], batches),
@@ -171,8 +179,8 @@ class TokenDataModule(LightningDataModule):
             persistent_workers=workers > 0,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
             worker_init_fn=partial(_leave_signals_to_trainer, self._is_exiting),
-            pin_memory=self._pin_memory,
         )
+        return BatchLoader(loader, manifest.bos_id, pin_memory=self._pin_memory)
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -1,0 +1,123 @@
+"""Our token stream against stock webdataset reading the same shards in the same run."""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import webdataset
+from torch.utils.data import DataLoader
+
+from longhaul.datamodules.manifest import Manifest, load_manifest
+from longhaul.datamodules.preparation import Cursor, prepare_shards
+from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+
+_VOCABULARY = 50_257
+_DOCUMENTS = 256
+_DOCUMENT_TOKENS = 65_536
+_DOCS_PER_SHARD = 64
+_CONTEXTS = (1024, 8192)
+# As many as stock webdataset hands over at a time: a document.
+_TOKENS_PER_BATCH = 65_536
+_WORKERS = (0, 1)
+_ROUNDS = 5
+
+
+def run(manifest: str | None = None) -> None:
+    """Print tokens/s of both, best of several interleaved rounds, and the ratio.
+
+    Args:
+        manifest: what to read once per round; None writes 17 million random tokens to a temporary
+            folder. Either way the files are in the page cache: the readers are measured, no disk.
+    """
+    if manifest is not None:
+        _compare(load_manifest(manifest))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _compare(_write_shards(Path(folder) / "shards"))
+
+
+class _RandomDocuments:
+    dropped_tokens = 0
+
+    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+        generator = np.random.default_rng(0)
+        for number in range(_DOCUMENTS):
+            yield generator.integers(0, _VOCABULARY, _DOCUMENT_TOKENS, np.uint16), [number + 1]
+
+
+def _write_shards(folder: Path) -> Manifest:
+    template = Manifest(
+        tokenizer="gpt2",
+        tokenizer_sha256="",
+        vocab_size=_VOCABULARY,
+        bos_id=_VOCABULARY - 1,
+        eot_id=_VOCABULARY - 1,
+        document_tokens=_DOCUMENT_TOKENS,
+        dtype="uint16",
+        shards=(),
+    )
+    return prepare_shards(
+        folder,
+        template,
+        _RandomDocuments(),
+        docs_per_shard=_DOCS_PER_SHARD,
+        prefix="train",
+        progress=lambda tokens: None,
+    )
+
+
+def _compare(manifest: Manifest) -> None:
+    readers: dict[tuple[str, int], Callable[[], int]] = {}
+    for workers in _WORKERS:
+        readers["stock webdataset, documents", workers] = _stock_reader(manifest, workers)
+        for context in _CONTEXTS:
+            if manifest.document_tokens % context == 0:
+                name = f"longhaul, windows of {context}"
+                readers[name, workers] = _our_reader(manifest, context, workers)
+    best = dict.fromkeys(readers, 0.0)
+    first: dict[tuple[str, int], float] = {}
+    for _ in range(_ROUNDS):
+        for key, read in readers.items():
+            start = time.perf_counter()
+            tokens = read()
+            rate = tokens / (time.perf_counter() - start)
+            first.setdefault(key, rate)
+            best[key] = max(best[key], rate)
+    print(f"{manifest.num_tokens:,} tokens a round, best of {_ROUNDS} rounds, hot cache")
+    print("the first round opens the shards and, ours, checks their sha256\n")
+    print(f"{'reader':<30} {'workers':>7} {'first':>14} {'best':>14}   {'of stock':>8}")
+    for (name, workers), rate in best.items():
+        ratio = rate / best["stock webdataset, documents", workers]
+        rates = f"{first[name, workers] / 1e6:>7.1f} Mtok/s {rate / 1e6:>7.1f} Mtok/s"
+        print(f"{name:<30} {workers:>7} {rates}   {ratio:>7.2f}x")
+
+
+def _stock_reader(manifest: Manifest, workers: int) -> Callable[[], int]:
+    urls = [manifest.url_of(shard.name) for shard in manifest.shards]
+    dataset = webdataset.WebDataset(urls, shardshuffle=False).decode()
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_array_of)
+    return lambda: sum(array.size for array in loader)
+
+
+def _array_of(sample: Any) -> Any:
+    return sample["tokens.npy"]
+
+
+def _our_reader(manifest: Manifest, context: int, workers: int) -> Callable[[], int]:
+    windows = manifest.num_tokens // context
+    micro_batch = max(1, _TOKENS_PER_BATCH // context)
+    data = TokenDataModule(
+        DataConfig(manifest=manifest.location, context=context, workers=workers),
+        seed=0,
+        samples_per_update=micro_batch,
+        micro_batch=micro_batch,
+        rank=0,
+        world_size=1,
+        num_samples=windows // micro_batch * micro_batch,
+    )
+    loader = data.train_dataloader()
+    return lambda: sum(batch["target"].numel() for batch in loader)
