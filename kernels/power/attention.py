@@ -8,128 +8,183 @@ a row of ones at index V, so that index V of every product is the denominator.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # Queries per block. Scores of a block stay in cache, and the wasted half of the diagonal is small.
-_BLOCK = 128
+QUERIES_PER_BLOCK = 128
+# A decay below 2^−126, the smallest normal float32, is 0.
+LOG2_SMALLEST = -126.0
+
+
+class Buffers(NamedTuple):
+    """A chunk's tensors and their gradients: (rows, K or V + 1, tokens)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    num: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dnum: Tensor
+
+
+class _Scratch:
+    """Memory that all blocks of queries use in turn."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        rows, width, tokens = buffers.v.shape
+        size = min(QUERIES_PER_BLOCK, tokens)
+        like = buffers.v
+        self.scores = like.new_empty(3, rows * tokens * size)
+        self.values = like.new_empty(rows, width, tokens)
+        self.dnum = like.new_empty(rows, width, size)
+        self.log_pair = like.new_empty(rows, size, size, dtype=torch.float64)
+        # Added to a difference of logs, −inf turns the future into 2^−inf = 0 before it can
+        # overflow.
+        self.future = torch.full_like(like[0, 0, :size].expand(size, size), -torch.inf).tril_(-1)
+        self.causal = torch.ones_like(like[0, 0, :size]).expand(size, size).triu()
+
+
+class _Block:
+    """Queries start to end of the chunk against all its keys up to end, eq. (4)."""
+
+    def __init__(self, buffers: Buffers, start: int, end: int, scratch: _Scratch) -> None:
+        rows, size = buffers.v.shape[0], end - start
+        # The inner loops run many times over the same memory: every view is made once, here.
+        self.has_past = start > 0
+        self.start, self.end = start, end
+        shape = (rows, end, size)
+        self.weights, self.dscores, self.power = scratch.scores[:, : rows * end * size].view(
+            3, *shape
+        )
+        self.weights_own, self.dscores_own = self.weights[:, start:], self.dscores[:, start:]
+        self.weights_past, self.dscores_past = self.weights[:, :start], self.dscores[:, :start]
+        q, k, v, num, dq, dk, dv, dnum = buffers
+        self.q, self.num, self.dq, self.dnum = (x[:, :, start:end] for x in (q, num, dq, dnum))
+        self.k, self.v, self.dk, self.dv = (x[:, :, :end] for x in (k, v, dk, dv))
+        self.v_own, self.dv_own = v[:, :, start:end], dv[:, :, start:end]
+        self.v_past, self.dv_past = v[:, :, :start], dv[:, :, :start]
+        self.scaled_past = scratch.values[:, :, :start]
+        self.scaled_dnum = scratch.dnum[:, :, :size]
+        self.log_pair = scratch.log_pair[:, :size, :size]
+        self.future = scratch.future[:size, :size]
+        self.causal = scratch.causal[:size, :size]
+        self.is_gated = False
+        self.pair = torch.empty_like(self.causal).repeat(rows, 1, 1)
+        self.before = v.new_empty(rows, 1, start)
+        self.after = v.new_empty(rows, 1, size)
+
+    def set_decay(self, log_decay: Tensor | None) -> None:
+        """Decays between the block's own tokens as a matrix, of earlier keys as two factors.
+
+        The two factors ≤ 1 meet at the block's first token, eq. (5): neither can overflow, and
+        where one underflows the weight itself does.
+        """
+        self.is_gated = log_decay is not None
+        if log_decay is None:
+            return
+        own = log_decay[:, :, self.start : self.end]  # (rows, 1, queries)
+        torch.sub(own, own.transpose(1, 2), out=self.log_pair)
+        exp2_flushed_(self.pair.copy_(self.log_pair).add_(self.future))
+        if self.has_past:
+            exp2_flushed_(self.before.copy_(own[:, :, :1] - log_decay[:, :, : self.start]))
+            exp2_flushed_(self.after.copy_(own - own[:, :, :1]))
+
+    def forward(self, degree: int) -> None:
+        """Write the block's numerators and denominators."""
+        torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
+        _raise(self.weights, degree)
+        if not self.is_gated:
+            self.weights_own.mul_(self.causal)
+            torch.bmm(self.v, self.weights, out=self.num)
+            return
+        self.weights_own.mul_(self.pair)
+        if not self.has_past:
+            torch.bmm(self.v, self.weights, out=self.num)
+            return
+        torch.mul(self.v_past, self.before, out=self.scaled_past)
+        torch.bmm(self.scaled_past, self.weights_past, out=self.num)
+        self.num.mul_(self.after).baddbmm_(self.v_own, self.weights_own)
+
+    def backward(self, degree: int) -> None:
+        """Write the block's dq and add to dk and dv; scores are recomputed."""
+        dnum, v_past = self.dnum, self.v_past
+        if self.is_gated and self.has_past:
+            dnum = torch.mul(self.dnum, self.after, out=self.scaled_dnum)
+            v_past = torch.mul(self.v_past, self.before, out=self.scaled_past)
+        torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
+        torch.bmm(self.v_own.transpose(1, 2), self.dnum, out=self.dscores_own)
+        if self.has_past:
+            torch.bmm(v_past.transpose(1, 2), dnum, out=self.dscores_past)
+        own_decay = self.pair if self.is_gated else self.causal
+        self.dscores_own.mul_(own_decay)
+        if degree == 2:
+            self.dscores.mul_(self.weights)
+            self.weights.square_()
+        elif degree > 2:
+            # s^(p−1) rather than s^p / s: a score may be 0.
+            torch.pow(self.weights, degree - 1, out=self.power)
+            self.dscores.mul_(self.power)
+            self.weights.mul_(self.power)
+        self.weights_own.mul_(own_decay)
+        torch.bmm(self.k, self.dscores, out=self.dq)
+        self.dq.mul_(degree)
+        self.dk.baddbmm_(self.q, self.dscores.transpose(1, 2), alpha=degree)
+        self.dv_own.baddbmm_(self.dnum, self.weights_own.transpose(1, 2))
+        if not self.has_past:
+            return
+        if self.is_gated:
+            torch.bmm(dnum, self.weights_past.transpose(1, 2), out=self.scaled_past)
+            self.dv_past.addcmul_(self.scaled_past, self.before)
+        else:
+            self.dv_past.baddbmm_(dnum, self.weights_past.transpose(1, 2))
 
 
 class InsideChunk:
-    """Scratch memory and the arithmetic for `rows` rows of `tokens` tokens, eq. (4)."""
+    """Attention among the tokens of one chunk, bound to the buffers it reads and writes."""
 
-    def __init__(self, rows: int, tokens: int, v_dim: int, degree: int, like: Tensor) -> None:
-        self.degree = degree
-        edges = [*range(0, tokens, _BLOCK), tokens]
-        self.blocks = list(pairwise(edges))
-        block = min(_BLOCK, tokens)
-        self._scores = like.new_empty(2, rows * tokens * block)
-        self._v = like.new_empty(rows, v_dim + 1, tokens)
-        self._dnum = like.new_empty(rows, v_dim + 1, block)
-        self._rows = rows
-        self._causal = like.new_ones(block, block).triu_()  # (keys, queries)
-        # Added to a float64 difference of logs, it turns the future into exp(−inf) = 0 before exp
-        # can overflow.
-        self._future = torch.zeros(block, block, dtype=torch.float64, device=like.device)
-        self._future.masked_fill_(self._causal == 0, -torch.inf)
-        self._decay: list[tuple[Tensor, Tensor, Tensor]] | None = None
+    def __init__(self, buffers: Buffers, degree: int) -> None:
+        tokens = buffers.v.shape[2]
+        scratch = _Scratch(buffers)
+        edges = [*range(0, tokens, QUERIES_PER_BLOCK), tokens]
+        self._blocks = [_Block(buffers, start, end, scratch) for start, end in pairwise(edges)]
+        self._degree = degree
 
     def set_decay(self, log_decay: Tensor | None) -> None:
-        """Take the running sums of log_g in this chunk, (rows, 1, tokens) float64, None without gates.
+        """Take the chunk's running sums of log2 γ, (rows, 1, tokens) float64, or None: no gates."""
+        for block in self._blocks:
+            block.set_decay(log_decay)
 
-        A block's own tokens get exp(G_t − G_i) as a matrix. All keys before the block get it as a
-        product of two factors ≤ 1 that meet at the block's first token, eq. (5): neither can
-        overflow, and where one underflows the weight itself does.
-        """
-        if log_decay is None:
-            self._decay = None
-            return
-        dtype = self._scores.dtype
-        self._decay = []
-        for start, end in self.blocks:
-            own = log_decay[:, :, start:end]  # (rows, 1, queries)
-            first = own[:, :, :1]
-            matrix = own - own.transpose(1, 2)
-            matrix += self._future[: end - start, : end - start]
-            before = (first - log_decay[:, :, :start]).to(dtype).exp_()
-            self._decay.append((matrix.to(dtype).exp_(), before, (own - first).to(dtype).exp_()))
+    def forward(self) -> None:
+        """Write num from q, k and v."""
+        for block in self._blocks:
+            block.forward(self._degree)
 
-    def _score_views(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        size = self._rows * end * (end - start)
-        shape = (self._rows, end, end - start)
-        return self._scores[0, :size].view(shape), self._scores[1, :size].view(shape)
+    def backward(self) -> None:
+        """Write dq, and add to dk and dv, from q, k, v and dnum."""
+        for block in self._blocks:
+            block.backward(self._degree)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num: Tensor) -> None:
-        """Write numerators and denominators (rows, V + 1, tokens) into num."""
-        for index, (start, end) in enumerate(self.blocks):
-            weights, _ = self._score_views(start, end)
-            torch.bmm(k[:, :, :end].transpose(1, 2), q[:, :, start:end], out=weights)
-            _raise(weights, self.degree)
-            own = weights[:, start:]
-            num_block = num[:, :, start:end]
-            if self._decay is None:
-                own.mul_(self._causal[: end - start, : end - start])
-                torch.bmm(v[:, :, :end], weights, out=num_block)
-                continue
-            matrix, before, after = self._decay[index]
-            own.mul_(matrix)
-            if start == 0:
-                torch.bmm(v[:, :, :end], own, out=num_block)
-                continue
-            v_before = torch.mul(v[:, :, :start], before, out=self._v[:, :, :start])
-            torch.bmm(v_before, weights[:, :start], out=num_block)
-            num_block.mul_(after)
-            num_block.baddbmm_(v[:, :, start:end], own)
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dnum: Tensor, grads: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Write dq and add to dk and dv; scores are recomputed."""
-        dq, dk, dv = grads
-        p = self.degree
-        for index, (start, end) in enumerate(self.blocks):
-            weights, dscores = self._score_views(start, end)
-            q_block, dnum_block = q[:, :, start:end], dnum[:, :, start:end]
-            torch.bmm(k[:, :, :end].transpose(1, 2), q_block, out=weights)
-            if self._decay is None:
-                matrix = self._causal[: end - start, : end - start]
-                dnum_before, v_before = dnum_block, v[:, :, :start]
-            else:
-                matrix, before, after = self._decay[index]
-                dnum_before = torch.mul(dnum_block, after, out=self._dnum[:, :, : end - start])
-                v_before = torch.mul(v[:, :, :start], before, out=self._v[:, :, :start])
-            if start:
-                torch.bmm(v_before.transpose(1, 2), dnum_before, out=dscores[:, :start])
-            own = dscores[:, start:]
-            torch.bmm(v[:, :, start:end].transpose(1, 2), dnum_block, out=own)
-            own.mul_(matrix)
-            if p == 2:
-                dscores.mul_(weights)
-                weights.square_()
-            elif p > 2:
-                power = weights.pow(p - 1)
-                dscores.mul_(power)
-                weights.mul_(power)
-            weights[:, start:].mul_(matrix)
-            torch.bmm(k[:, :, :end], dscores, out=dq[:, :, start:end])
-            dk[:, :, :end].baddbmm_(q_block, dscores.transpose(1, 2), alpha=p)
-            dv[:, :, start:end].baddbmm_(dnum_block, weights[:, start:].transpose(1, 2))
-            if start and self._decay is None:
-                dv[:, :, :start].baddbmm_(dnum_block, weights[:, :start].transpose(1, 2))
-            elif start:
-                dv_before = self._v[:, :, :start]
-                torch.bmm(dnum_before, weights[:, :start].transpose(1, 2), out=dv_before)
-                dv[:, :, :start].addcmul_(dv_before, before)
-        dq.mul_(p)
+def exp2_flushed_(x: Tensor) -> Tensor:
+    """2^x in place, 0 for x below −126: denormal numbers slow a matrix product down many times.
+
+    exp2 rather than exp, whose vector version in torch takes ten times as long on −inf.
+    """
+    return torch.threshold_(x, LOG2_SMALLEST, -torch.inf).exp2_()
 
 
 def _raise(x: Tensor, degree: int) -> None:
     """x^degree in place; squares and cubes are plain products in torch, other powers are slow."""
-    if degree > 1:
+    if degree == 1:
+        return
+    x.square_()
+    while degree % 4 == 0:
         x.square_()
-        while degree % 4 == 0:
-            x.square_()
-            degree //= 2
-        if degree > 2:
-            x.pow_(degree // 2)
+        degree //= 2
+    if degree > 2:
+        x.pow_(degree // 2)

@@ -141,9 +141,9 @@ class _Forward:
         read = None if state.is_zero else state.to_read()
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
-            work.load(work.q, self.q, heads, chunk).mul_(problem.scale)
+            work.load(work.q, self.q, heads, chunk, problem.scale)
             # Step 1: attention inside the chunk. Step 2: what the state adds.
-            work.inside.forward(work.q, work.k, work.v, work.num)
+            work.inside.forward()
             if read is not None:
                 read_state(work, read, decay.from_start)
             if self.inverse is not None and self.is_live is not None:
@@ -161,7 +161,7 @@ class _Forward:
         """Divide num by its last row; the inverse and whether it is one, (rows, 1, tokens)."""
         degree = self.problem.degree
         denominator = work.num[:, -1:]
-        query_norm = (work.q**2).sum(dim=1, keepdim=True) ** (degree / 2)
+        query_norm = torch.linalg.vecdot(work.q, work.q, dim=1)[:, None] ** (degree / 2)
         state_norm = query_norm.new_zeros(())
         if read is not None:
             state_norm = (read[:, -1:] * self.state.sums[:, -1:]).sum(-1, keepdim=True).sqrt()

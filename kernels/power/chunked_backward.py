@@ -7,12 +7,14 @@ part inside the chunk, whose scores are recomputed, goes with it. README.md, sec
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 import torch
 from einops import reduce
 from torch import Tensor
 
+from longhaul.kernels.power.attention import LOG2_SMALLEST
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
 from longhaul.kernels.power.features import multiplicity
 from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
@@ -128,7 +130,7 @@ class _Backward:
             read = state.to_read()
             for rep in range(problem.R):
                 heads = rows.query_heads(rep, problem.R)
-                work.load(work.q, saved.q, heads, chunk).mul_(problem.scale)
+                work.load(work.q, saved.q, heads, chunk, problem.scale)
                 self._load_dnum(work, heads, chunk)
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
@@ -158,9 +160,9 @@ class _Backward:
                 dstate.sums.mul_(decay.total)
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
-            work.load(work.q, saved.q, heads, chunk).mul_(problem.scale)
+            work.load(work.q, saved.q, heads, chunk, problem.scale)
             self._load_dnum(work, heads, chunk)
-            work.inside.backward(work.q, work.k, work.v, work.dnum, (work.dq, work.dk, work.dv))
+            work.inside.backward()
             work.store(work.dq, self.dq, heads, chunk, add=has_read)
             if has_read:
                 dnum = work.scaled(work.dnum, decay.from_start)
@@ -199,7 +201,7 @@ class _Backward:
         if self.dnorm is not None and saved.norm is not None:
             change[:, -1] += (self.dnorm * saved.norm).sum(dim=2)
         suffix = change.flip(1).cumsum(dim=1).flip(1)
-        is_reset = log_g.to(self.dk.dtype).exp() == 0
+        is_reset = log_g / log(2) < LOG2_SMALLEST
         T = problem.T
         time = torch.arange(T, device=log_g.device)[None, :, None]
         next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log
 from typing import NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from longhaul.kernels.power.attention import QUERIES_PER_BLOCK, exp2_flushed_
 from longhaul.kernels.shapes import state_features
 
-# exp(−1024) is exactly 0 in float32 and float64, so a log gate clamped to it is still a full
-# reset; and differences of float64 sums of such terms keep every bit that matters, where
-# (−inf) − (−inf) would be NaN.
-_LOG_RESET = -1024.0
+# 2^−192 counts as 0 (exp2_flushed_), so a log gate clamped to it is still a full reset; and
+# differences of float64 sums of such terms keep every bit that matters, where (−inf) − (−inf)
+# would be NaN.
+_LOG2_RESET = -192.0
 # Bytes of features and scores that a block of rows may take: two cores' second-level caches.
 _CACHE_BYTES = 6 << 20
-_BLOCK_OF_QUERIES = 128
 
 
 class Chunk(NamedTuple):
@@ -83,7 +84,7 @@ class Problem:
         At least two where the sizes allow it, so that each of two cores has a row of its own.
         """
         C = self.chunk_size
-        bytes_per_row = 8 * C * min(C, _BLOCK_OF_QUERIES) + 16 * C * (self.K + self.V)
+        bytes_per_row = 8 * C * min(C, QUERIES_PER_BLOCK) + 16 * C * (self.K + self.V)
         if C < self.T:
             bytes_per_row += 4 * self.P * (C + self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]
@@ -104,10 +105,10 @@ class Problem:
 
 
 class Decay(NamedTuple):
-    """Running sums of log_g in every chunk, and what follows from them, eq. (3). None: no gates."""
+    """Running sums of log2 γ in every chunk and what follows, eq. (3). None: no gates."""
 
     log_decay: Tensor | None = None  # (B, G, N, C) float64, from the start of the chunk
-    from_start: Tensor | None = None  # (B, G, N, C) its exp: what is left of the state before
+    from_start: Tensor | None = None  # (B, G, N, C) what is left of the state before
     to_end: Tensor | None = None  # (B, G, N, C) what is left of a token at the end of the chunk
 
     @classmethod
@@ -118,11 +119,12 @@ class Decay(NamedTuple):
         C = problem.chunk_size
         # The padded tail neither decays nor is read, so the last column holds the chunk's total.
         padding = -problem.T % C
-        log_g = log_g.detach().to(dtype).clamp(min=_LOG_RESET).double()
-        log_g = torch.nn.functional.pad(log_g.permute(0, 2, 1), (0, padding))
-        log_decay = rearrange(log_g, "b g (n c) -> b g n c", c=C).cumsum(dim=3)  # (B, G, N, C)
-        to_end = (log_decay[..., -1:] - log_decay).to(dtype).exp_()
-        return cls(log_decay, log_decay.to(dtype).exp(), to_end)
+        log2_g = (log_g.detach().double() / log(2)).clamp_(min=_LOG2_RESET)
+        log2_g = torch.nn.functional.pad(log2_g.permute(0, 2, 1), (0, padding))
+        log_decay = rearrange(log2_g, "b g (n c) -> b g n c", c=C).cumsum(dim=3)  # (B, G, N, C)
+        from_start = exp2_flushed_(log_decay.to(dtype, copy=True))
+        to_end = exp2_flushed_((log_decay[..., -1:] - log_decay).to(dtype))
+        return cls(log_decay, from_start, to_end)
 
     def take(self, rows: Rows, chunk: Chunk) -> Decay:
         """The same for one block of rows and one chunk: (rows, 1, tokens)."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.attention import InsideChunk
+from longhaul.kernels.power.attention import Buffers, InsideChunk
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
 from longhaul.kernels.power.features import FeatureMap, FeatureScratch
 from longhaul.kernels.shapes import padded_width
 
 # Tokens whose features exist at one time; a longer chunk is expanded piece by piece.
-_FEATURE_TOKENS = 512
+_FEATURE_TOKENS = 256
 
 
 class Workspace:
@@ -27,8 +27,9 @@ class Workspace:
         width = padded_width(problem.K, problem.degree)
         self.q, self.k, self.dq, self.dk = like.new_zeros(4, rows, width, tokens).unbind(0)
         self.v, self.num, self.dnum, self.dv = like.new_ones(4, rows, problem.V + 1, tokens)
-        self._scaled = like.new_empty(rows, problem.V + 1, tokens)
-        self.inside = InsideChunk(rows, tokens, problem.V, problem.degree, like)
+        self.scratch = like.new_empty(rows, problem.V + 1, tokens)
+        buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
+        self.inside = InsideChunk(Buffers(*buffers), problem.degree)
         piece = min(tokens, _FEATURE_TOKENS)
         scratch = FeatureScratch(rows, problem.K, piece, problem.degree, like)
         self.pieces = [slice(a, min(a + piece, tokens)) for a in range(0, tokens, piece)]
@@ -39,11 +40,18 @@ class Workspace:
         """(rows, padded width, tokens) as (batch, heads, width, tokens)."""
         return x[:, :width].view(*self._rows, width, -1)
 
-    def load(self, into: Tensor, source: Tensor, rows: Rows, chunk: Chunk) -> Tensor:
+    def load(
+        self, into: Tensor, source: Tensor, rows: Rows, chunk: Chunk, scale: float = 1.0
+    ) -> None:
         """Copy the block's part of a (B, T, heads, width) into a buffer, tokens innermost."""
         part = source[rows.at(chunk)].permute(0, 2, 3, 1)
-        self._by_head(into, part.shape[2]).copy_(part)
-        return into
+        target = self._by_head(into, part.shape[2])
+        if scale == 1.0:
+            target.copy_(part)
+        elif part.dtype == target.dtype:
+            torch.mul(part, scale, out=target)
+        else:
+            target.copy_(part).mul_(scale)
 
     def store(
         self, x: Tensor, into: Tensor, rows: Rows, chunk: Chunk, *, add: bool = False
@@ -58,7 +66,7 @@ class Workspace:
 
     def scaled(self, x: Tensor, factor: Tensor | None) -> Tensor:
         """x (rows, V + 1, tokens) times a factor per token; the next call overwrites it."""
-        return x if factor is None else self._scaled.copy_(x).mul_(factor)
+        return x if factor is None else torch.mul(x, factor, out=self.scratch)
 
 
 class Workspaces:
@@ -123,7 +131,8 @@ def read_state(work: Workspace, read: Tensor, from_start: Tensor | None) -> None
         if from_start is None:
             num.baddbmm_(read, q_map.features())
         else:
-            num.addcmul_(torch.bmm(read, q_map.features()), from_start[:, :, piece])
+            from_state = torch.bmm(read, q_map.features(), out=work.scratch[:, :, piece])
+            num.addcmul_(from_state, from_start[:, :, piece])
 
 
 def update_state(work: Workspace, state: Carry, decay: Decay) -> None:
