@@ -71,10 +71,8 @@ class _ChunkedAttention(torch.autograd.Function):
         norm: Tensor | None,
         problem: Problem,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        # Autocast would turn the matrix products below into 16-bit ones.
-        with torch.autocast(q.device.type, enabled=False):
-            call = _Forward(q, k, v, log_g, problem)
-            call.run(kv, norm)
+        call = _Forward(q, k, v, log_g, problem)
+        call.run(kv, norm)
         out = call.out.to(q.dtype)
         # Saved: the inputs, the output and its denominators. Recomputed: scores, features, states.
         ctx.save_for_backward(
@@ -90,6 +88,7 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx: Any, dout: Tensor | None, dkv: Tensor | None, dnorm: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         saved = Saved(*ctx.saved_tensors)
+        # Someone may call backward under autocast, too.
         with torch.autocast(saved.q.device.type, enabled=False):
             grads = backward(saved, dout, dkv, dnorm, ctx.problem)
         inputs = (saved.q, saved.k, saved.v, saved.log_g, saved.initial_kv, saved.initial_norm)

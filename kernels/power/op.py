@@ -232,9 +232,11 @@ def power_attention(
         chunk_size=chunk_size,
         form="reference" if resolved == "reference" else form,
     )
-    if offsets is None:
-        return call.one_sequence(q, k, v, log_g, initial_state)
-    return call.packed(q, k, v, log_g, initial_state, offsets)
+    # Autocast would turn the matrix products inside into 16-bit ones.
+    with torch.autocast(q.device.type, enabled=False):
+        if offsets is None:
+            return call.one_sequence(q, k, v, log_g, initial_state)
+        return call.packed(q, k, v, log_g, initial_state, offsets)
 
 
 def power_attention_step(
@@ -261,14 +263,15 @@ def power_attention_step(
         raise ValueError(f"q: found {q.shape[1]} tokens, wanted 1")
     _check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out, after = recurrent_step(
-        PowerState(state.kv.to(dtype), state.norm.to(dtype)),
-        q[:, 0].to(dtype),
-        k[:, 0].to(dtype),
-        v[:, 0].to(dtype),
-        None if log_g is None else log_g[:, 0].to(dtype),
-        degree=degree,
-        scale=q.shape[3] ** -0.5 if scale is None else scale,
-        normalize=normalize,
-    )
+    with torch.autocast(q.device.type, enabled=False):
+        out, after = recurrent_step(
+            PowerState(state.kv.to(dtype), state.norm.to(dtype)),
+            q[:, 0].to(dtype),
+            k[:, 0].to(dtype),
+            v[:, 0].to(dtype),
+            None if log_g is None else log_g[:, 0].to(dtype),
+            degree=degree,
+            scale=q.shape[3] ** -0.5 if scale is None else scale,
+            normalize=normalize,
+        )
     return out[:, None].to(q.dtype), after
