@@ -119,7 +119,7 @@ class Shard:
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
         self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
         """The whole file seen as tokens."""
-        self.memory = memoryview(self.tokens)
+        self.memory: memoryview = self.tokens.data
         """The same, for slices that cost less than numpy's."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
         """Where in `tokens` each document starts."""

@@ -63,7 +63,7 @@ class TokenWindows(Dataset[Windows]):
         return Windows(tokens.reshape(len(indices), -1), indices)  # (b, context)
 
     def _locate(self, block: int) -> list[tuple[int, int, int]]:
-        """Shard, document, and first token in the document, of `_TABLE_SAMPLES` samples in a row."""
+        """Shard, document, and first token there, of `_TABLE_SAMPLES` samples in a row."""
         first = block * _TABLE_SAMPLES
         last = first + _TABLE_SAMPLES
         if isinstance(self._order, DocumentOrder):

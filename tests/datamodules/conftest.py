@@ -1,0 +1,59 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation import Cursor, prepare_shards
+from longhaul.datamodules.shards import Tokens
+
+DOCUMENT_TOKENS = 64
+MakeShards = Callable[..., Manifest]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class CountingDocuments:
+    """Document d holds the numbers from d * DOCUMENT_TOKENS on: a token tells where it is from."""
+
+    dropped_tokens = 0
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+        for number in range(cursor[0] if cursor else 0, self.count):
+            start = number * DOCUMENT_TOKENS
+            yield np.arange(start, start + DOCUMENT_TOKENS, dtype=np.uint32), [number + 1]
+
+
+@pytest.fixture
+def make_shards(tmp_path: Path) -> MakeShards:
+    def make(documents: int = 10, docs_per_shard: int = 3, name: str = "shards") -> Manifest:
+        vocab_size = documents * DOCUMENT_TOKENS + 1
+        template = Manifest(
+            tokenizer="bytes",
+            tokenizer_sha256=f"{vocab_size}",
+            vocab_size=vocab_size,
+            bos_id=vocab_size - 1,
+            eot_id=vocab_size - 1,
+            document_tokens=DOCUMENT_TOKENS,
+            dtype="uint32",
+            source={"documents": documents},
+            shards=(),
+        )
+        return prepare_shards(
+            tmp_path / name,
+            template,
+            CountingDocuments(documents),
+            docs_per_shard=docs_per_shard,
+            prefix="train",
+            progress=lambda tokens: None,
+        )
+
+    return make

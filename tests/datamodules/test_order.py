@@ -1,0 +1,132 @@
+import numpy as np
+import pytest
+
+from longhaul.datamodules.manifest import Manifest, ShardEntry
+from longhaul.datamodules.order import DocumentOrder, SampleOrder, permute
+
+
+def manifest_of(*documents: int, document_tokens: int = 64) -> Manifest:
+    return Manifest(
+        tokenizer="bytes",
+        tokenizer_sha256="",
+        vocab_size=257,
+        bos_id=256,
+        eot_id=256,
+        document_tokens=document_tokens,
+        dtype="uint16",
+        shards=tuple(
+            ShardEntry(name=f"train-{i}.tar", bytes=1, documents=count, sha256="")
+            for i, count in enumerate(documents)
+        ),
+    )
+
+
+def samples_of(order: SampleOrder, first: int, last: int) -> list[tuple[int, int, int, int]]:
+    found = order.locate_many(np.arange(first, last))
+    return list(
+        zip(
+            found.epoch.tolist(),
+            found.shard.tolist(),
+            found.document.tolist(),
+            found.window.tolist(),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize("shuffle_shards", [1, 2, 3, 100])
+@pytest.mark.parametrize("documents", [(1,), (5, 3), (4, 4, 4, 1, 7)])
+def test_an_epoch_is_every_window_once(documents: tuple[int, ...], shuffle_shards: int) -> None:
+    order = SampleOrder(manifest_of(*documents), 16, seed=3, shuffle_shards=shuffle_shards)
+    size = order.samples_per_epoch
+    assert size == sum(documents) * 4
+    every = {(s, d, w) for s, count in enumerate(documents) for d in range(count) for w in range(4)}
+    for epoch in range(3):
+        samples = samples_of(order, epoch * size, (epoch + 1) * size)
+        assert {sample[0] for sample in samples} == {epoch}
+        assert sorted(sample[1:] for sample in samples) == sorted(every)
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    manifest = manifest_of(8, 8, 8, 8)
+    order = SampleOrder(manifest, 16, seed=0, shuffle_shards=2)
+    other = SampleOrder(manifest, 16, seed=1, shuffle_shards=2)
+    size = order.samples_per_epoch
+    orders = [
+        [sample[1:] for sample in samples_of(order, 0, size)],
+        [sample[1:] for sample in samples_of(order, size, 2 * size)],
+        [sample[1:] for sample in samples_of(other, 0, size)],
+    ]
+    for i in range(3):
+        for j in range(i):
+            agreeing = sum(a == b for a, b in zip(orders[i], orders[j], strict=True))
+            assert agreeing < size / 8
+
+
+def test_a_block_mixes_its_own_shards_and_no_others() -> None:
+    order = SampleOrder(manifest_of(*[4] * 9), 16, seed=0, shuffle_shards=3)
+    blocks = [
+        [sample[1] for sample in samples_of(order, start, start + 48)] for start in (0, 48, 96)
+    ]
+    assert [len(set(block)) for block in blocks] == [3, 3, 3]
+    assert set().union(*blocks) == set(range(9))
+    # Mixed: within a block the shard changes from sample to sample most of the time.
+    for block in blocks:
+        assert sum(a != b for a, b in zip(block, block[1:], strict=False)) > 20
+
+
+def test_a_far_index_is_found_without_those_before_it() -> None:
+    manifest = manifest_of(*[256] * 3000, document_tokens=65_536)
+    index = 10**9
+    order = SampleOrder(manifest, 8192, seed=0, shuffle_shards=8)
+    near = samples_of(order, index - 3, index + 3)
+    fresh = SampleOrder(manifest, 8192, seed=0, shuffle_shards=8).locate(index)
+    assert tuple(fresh) == near[3]
+    assert fresh.epoch == index // order.samples_per_epoch == 162
+
+
+def test_the_order_is_that_of_runs_started_long_ago() -> None:
+    # Recorded once: a change of these numbers breaks the resumption of every run there is.
+    order = SampleOrder(manifest_of(5, 3, 7), 16, seed=42, shuffle_shards=2)
+    assert [tuple(order.locate(index)) for index in (0, 1, 2, 59, 60, 10**9)] == [
+        (0, 1, 1, 0),
+        (0, 2, 2, 1),
+        (0, 1, 1, 2),
+        (0, 0, 0, 1),
+        (1, 2, 1, 0),
+        (16666666, 2, 2, 3),
+    ]
+
+
+def test_documents_follow_each_other_in_validation() -> None:
+    order = DocumentOrder(manifest_of(1, 2), 32)
+    found = order.locate_many(np.arange(6))
+    assert found.shard.tolist() == [0, 0, 1, 1, 1, 1]
+    assert found.document.tolist() == [0, 0, 0, 0, 1, 1]
+    assert found.window.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_a_context_that_does_not_divide_a_document_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"data.context: 24 .* 64 tokens .* is 16"):
+        SampleOrder(manifest_of(1), 24, seed=0, shuffle_shards=1)
+    with pytest.raises(ValueError, match=r"data.context: 128 .* is 64"):
+        SampleOrder(manifest_of(1), 128, seed=0, shuffle_shards=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 65, 1000])
+def test_permute_is_a_permutation(size: int) -> None:
+    keys = np.array([11, 22, 33, 44, 55, 66], np.uint64)
+    assert sorted(permute(np.arange(size), size, keys).tolist()) == list(range(size))
+
+
+def test_permute_leaves_no_trace_of_the_order_before() -> None:
+    size, rounds = 2000, 50
+    generator = np.random.default_rng(0)
+    places = np.arange(size)
+    correlations = []
+    for _ in range(rounds):
+        keys = generator.integers(0, 2**63, 6).astype(np.uint64)
+        correlations.append(np.corrcoef(places, permute(places, size, keys))[0, 1])
+    # For random permutations these are normal with deviation 1 / sqrt(size).
+    assert abs(np.mean(correlations)) < 4 / np.sqrt(size * rounds)
+    assert 0.7 < np.std(correlations) * np.sqrt(size) < 1.4

@@ -1,0 +1,164 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from longhaul.datamodules.manifest import Manifest, load_manifest
+from longhaul.datamodules.shards import ShardError, sha256_of
+from longhaul.datamodules.store import ShardStore
+
+
+def store_of(manifest: Manifest, **options) -> ShardStore:
+    options = {"replaces_bad": False, "max_bad_fraction": 1.0, **options}
+    return ShardStore(manifest, cache_dir=None, keep_open=2, **options)
+
+
+def first_tokens(store: ShardStore, position: int) -> list[int]:
+    shard = store[position]
+    return [int(shard.tokens[start]) for start in shard.starts]
+
+
+def path_of(manifest: Manifest, position: int) -> Path:
+    return Path(manifest.url_of(manifest.shards[position].name))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "cut": (cut, "10239 bytes, wanted 10240"),
+    "flip": (flip, "sha256 is [0-9a-f]{64}, wanted [0-9a-f]{64}"),
+    "missing": (Path.unlink, "No such file or directory"),
+}
+
+
+def test_stock_webdataset_reads_the_same_tokens(make_shards) -> None:
+    manifest = make_shards(documents=10, docs_per_shard=4)
+    urls = [manifest.url_of(shard.name) for shard in manifest.shards]
+    samples = list(webdataset.WebDataset(urls, shardshuffle=False).decode())
+    assert [sample["__key__"] for sample in samples] == [f"{n:09d}" for n in range(10)]
+    stock = np.concatenate([sample["tokens.npy"] for sample in samples])
+    assert stock.dtype == np.uint32
+    assert stock.tolist() == list(range(640))
+    store = store_of(manifest)
+    ours = [
+        token
+        for position in range(len(manifest.shards))
+        for start in store[position].starts
+        for token in store[position].tokens[start : start + 64].tolist()
+    ]
+    assert ours == stock.tolist()
+
+
+def test_the_manifest_describes_the_files(make_shards) -> None:
+    manifest = load_manifest(make_shards(documents=10, docs_per_shard=4).location)
+    assert [shard.name for shard in manifest.shards] == [f"train-00000{n}.tar" for n in range(3)]
+    assert [shard.documents for shard in manifest.shards] == [4, 4, 2]
+    assert (manifest.num_documents, manifest.num_tokens) == (10, 640)
+    for position, shard in enumerate(manifest.shards):
+        path = path_of(manifest, position)
+        assert (path.stat().st_size, sha256_of(path)) == (shard.bytes, shard.sha256)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_shard_is_named(make_shards, damage: str) -> None:
+    manifest = make_shards()
+    harm, message = DAMAGES[damage]
+    harm(path_of(manifest, 1))
+    store = store_of(manifest)
+    assert first_tokens(store, 0) == [0, 64, 128]
+    with pytest.raises(ShardError, match=rf"^shard .*/train-000001.tar: .*{message}$"):
+        store[1]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_shard_is_replaced_by_the_next_good_one(make_shards, damage: str) -> None:
+    manifest = make_shards(documents=10, docs_per_shard=2)
+    for position in (1, 2, 4):
+        DAMAGES[damage][0](path_of(manifest, position))
+    expected = {0: 0, 1: 3, 2: 3, 3: 3, 4: 0}
+    # Whatever is asked for first: processes that read in other orders agree.
+    for positions in (range(5), reversed(range(5))):
+        store = store_of(manifest, replaces_bad=True)
+        for position in positions:
+            good = expected[position] * 128
+            assert first_tokens(store, position) == [good, good + 64]
+        assert store.bad_shards == tuple(f"train-00000{n}.tar" for n in (1, 2, 4))
+
+
+def test_too_many_bad_shards_stop_the_run(make_shards) -> None:
+    manifest = make_shards(documents=10, docs_per_shard=1)
+    store = store_of(manifest, replaces_bad=True, max_bad_fraction=0.2)
+    for position in (1, 4, 7):
+        path_of(manifest, position).unlink()
+    assert first_tokens(store, 1) == [2 * 64]
+    assert first_tokens(store, 4) == [5 * 64]
+    with pytest.raises(ShardError, match=r"3 of 10 shards are bad, .* allows 0.2 .*000007.tar"):
+        store[7]
+
+
+def test_no_good_shard_at_all_is_an_error(make_shards) -> None:
+    manifest = make_shards(documents=2, docs_per_shard=1)
+    for position in (0, 1):
+        path_of(manifest, position).unlink()
+    with pytest.raises(ShardError, match="all 2 shards are bad"):
+        store_of(manifest, replaces_bad=True)[0]
+
+
+def test_a_shard_is_hashed_again_only_when_it_changed(make_shards, monkeypatch) -> None:
+    manifest = make_shards(documents=4, docs_per_shard=1)
+    hashed = []
+    real = sha256_of
+
+    def spy(path: Path) -> str:
+        hashed.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr("longhaul.datamodules.shards.sha256_of", spy)
+    store = store_of(manifest)
+    for position in (0, 1, 2, 3, 0, 1):
+        store[position]
+    assert hashed == [f"train-00000{n}.tar" for n in range(4)]
+    flip(path_of(manifest, 2))
+    with pytest.raises(ShardError, match=r"train-000002.tar: sha256"):
+        store[2]
+
+
+def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> None:
+    good = Path(make_shards().location).read_text()
+    bad = tmp_path / "manifest.json"
+    for old, new, message in (
+        ('"format_version": 1', '"format_version": 9', "format_version is 9, wanted 1"),
+        ('"vocab_size": 641', '"vocab_size": "x"', "vocab_size is 'x', wanted int"),
+        ('"bos_id": 640', '"bos_id": 641', "bos_id is 641, wanted 0 to 640"),
+        ('"dtype": "uint32"', '"dtype": "int8"', "dtype is int8, wanted uint16 or uint32"),
+        (
+            '"name": "train-000001.tar"',
+            '"name": "../x.tar"',
+            "shards is '../x.tar', wanted a plain",
+        ),
+        ('"shards"', '"other"', "has no `shards`"),
+        ("{", "", "not a manifest, "),
+    ):
+        assert old in good
+        bad.write_text(good.replace(old, new, 1))
+        with pytest.raises(ValueError, match=f"^{bad}.*{message}[^\n]*$"):
+            load_manifest(tmp_path)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such manifest"):
+        load_manifest("nowhere")
+
+
+def test_a_manifest_of_another_token_type_is_refused(make_shards) -> None:
+    manifest = make_shards()
+    path = Path(manifest.location)
+    path.write_text(path.read_text().replace("uint32", "uint16"))
+    with pytest.raises(ShardError, match=r"of uint32, wanted \(64,\) of uint16"):
+        store_of(load_manifest(path))[0]

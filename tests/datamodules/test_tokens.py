@@ -1,0 +1,223 @@
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul.datamodules.order import SampleOrder
+from longhaul.datamodules.shards import ShardError
+from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+
+CONTEXT = 16
+UPDATE = 24
+
+
+def module_of(location: str, *, rank: int = 0, world_size: int = 1, **options) -> TokenDataModule:
+    config = {
+        name: options.pop(name) for name in list(options) if name in DataConfig.__dataclass_fields__
+    }
+    config = {"workers": 0, "shuffle_shards": 2, **config}
+    options = {"seed": 5, "samples_per_update": UPDATE, "micro_batch": 2, **options}
+    return TokenDataModule(
+        DataConfig(manifest=location, context=CONTEXT, **config),
+        rank=rank,
+        world_size=world_size,
+        **options,
+    )
+
+
+def updates_of(batches_of_ranks: list[list[dict]]) -> list[list[tuple[int, ...]]]:
+    """The samples of each update, in the order of their indices, as rows (index, *target)."""
+    rows = [
+        (int(index), *target.tolist())
+        for batches in batches_of_ranks
+        for batch in batches
+        for index, target in zip(batch["index"], batch["target"], strict=True)
+    ]
+    rows.sort()
+    return [rows[start : start + UPDATE] for start in range(0, len(rows), UPDATE)]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_number_of_ranks_and_workers_sees_the_same_updates(
+    make_shards, world_size: int, workers: int
+) -> None:
+    location = make_shards(documents=10).location
+    # 72 samples: past the end of the first epoch, which has 40.
+    expected = updates_of([list(module_of(location, num_samples=72).train_dataloader())])
+    found = [
+        list(
+            module_of(
+                location,
+                rank=rank,
+                world_size=world_size,
+                workers=workers,
+                micro_batch=3 if world_size == 2 else 2 if world_size == 3 else 1,
+                num_samples=72,
+            ).train_dataloader()
+        )
+        for rank in range(world_size)
+    ]
+    assert updates_of(found) == expected
+    assert [row[0] for update in expected for row in update] == list(range(72))
+
+
+def test_micro_steps_deal_samples_out_in_order_of_rank(make_shards) -> None:
+    location = make_shards().location
+    for rank in (0, 1):
+        module = module_of(location, rank=rank, world_size=2, micro_batch=4, num_samples=24)
+        starts = [batch["index"].tolist() for batch in module.train_dataloader()]
+        assert starts == [list(range(s, s + 4)) for s in range(4 * rank, 24, 8)]
+
+
+def test_a_batch_is_the_windows_of_the_order_with_bos_in_front(make_shards) -> None:
+    manifest = make_shards(documents=10, docs_per_shard=3)
+    module = module_of(manifest.location, num_samples=48)
+    order = SampleOrder(manifest, CONTEXT, 5, 2)
+    for batch in module.train_dataloader():
+        assert {name: t.dtype for name, t in batch.items()} == dict.fromkeys(batch, torch.int64)
+        for row, index in enumerate(batch["index"].tolist()):
+            at = order.locate(index)
+            first = (at.shard * 3 + at.document) * 64 + at.window * CONTEXT
+            assert batch["target"][row].tolist() == list(range(first, first + CONTEXT))
+            assert batch["input"][row, 0] == manifest.bos_id
+            assert batch["input"][row, 1:].equal(batch["target"][row, :-1])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_starting_later_gives_what_would_have_come(make_shards, workers: int) -> None:
+    location = make_shards().location
+    whole = list(module_of(location, num_samples=96).train_dataloader())
+    module = module_of(location, first_sample=48, num_samples=48, workers=workers)
+    for found, expected in zip(module.train_dataloader(), whole[24:], strict=True):
+        for name, tensor in expected.items():
+            assert found[name].equal(tensor)
+
+
+def test_the_stream_has_no_end_and_no_length_unless_told(make_shards) -> None:
+    loader = module_of(make_shards(documents=2).location).train_dataloader()
+    with pytest.raises(TypeError):
+        len(loader)
+    for expected, batch in zip(range(50), loader, strict=False):
+        assert batch["index"].tolist() == [2 * expected, 2 * expected + 1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_validation_is_dealt_out_and_filled_up(make_shards, world_size: int) -> None:
+    train = make_shards()
+    indices, lengths = [], set()
+    for rank in range(world_size):
+        module = module_of(
+            train.location,
+            rank=rank,
+            world_size=world_size,
+            validation_manifest=train.location,
+            validation_samples=7,
+        )
+        batches = list(module.val_dataloader())
+        lengths.add(len(batches))
+        for batch in batches:
+            assert batch["target"].shape == (2, CONTEXT)
+            for index, target in zip(batch["index"].tolist(), batch["target"], strict=True):
+                assert target[0] == max(index, 0) * CONTEXT
+                indices.append(index)
+    assert len(lengths) == 1
+    assert sorted(i for i in indices if i >= 0) == list(range(7))
+    assert len(indices) == lengths.pop() * 2 * world_size
+
+
+def test_validation_takes_what_there_is(make_shards) -> None:
+    small = make_shards(documents=1).location
+    module = module_of(small, validation_manifest=small, validation_samples=64)
+    assert [b["index"].tolist() for b in module.val_dataloader()] == [[0, 1], [2, 3]]
+    assert module_of(small).val_dataloader() == []
+
+
+def test_manifests_of_two_tokenizers_are_refused(make_shards) -> None:
+    train, other = make_shards(), make_shards(documents=3, name="other")
+    with pytest.raises(ValueError, match=r"data.validation_manifest: tokenizer_sha256 is 193 in"):
+        module_of(train.location, validation_manifest=other.location)
+
+
+def test_sizes_that_do_not_fit_are_refused(make_shards) -> None:
+    location = make_shards().location
+    with pytest.raises(ValueError, match=r"24 is no multiple of micro-batch 5 times 2 ranks = 10"):
+        module_of(location, micro_batch=5, world_size=2)
+    with pytest.raises(ValueError, match="first_sample: 25 is no multiple of 24"):
+        module_of(location, first_sample=25)
+    for name, value in (
+        ("workers", -1),
+        ("validation_samples", 0),
+        ("on_bad_shard", "ignore"),
+        ("max_bad_fraction", 1.5),
+    ):
+        with pytest.raises(ValueError, match=rf"data\.{name}: found {value!r}"):
+            module_of(location, **{name: value})
+
+
+def test_a_worker_reports_a_bad_shard_in_one_line(make_shards) -> None:
+    manifest = make_shards()
+    shard = Path(manifest.url_of("train-000001.tar"))
+    shard.write_bytes(shard.read_bytes()[:-10])
+    loader = module_of(manifest.location, workers=1, num_samples=72).train_dataloader()
+    with pytest.raises(ShardError) as caught:
+        list(loader)
+    # Left to the garbage collector, which the exception's frames leave it to, it takes 5 s.
+    loader._loader._iterator._shutdown_workers()
+    assert str(caught.value) == f"shard {shard}: 10230 bytes, wanted 10240"
+
+
+def test_the_caller_sees_what_workers_replaced(make_shards) -> None:
+    manifest = make_shards()
+    Path(manifest.url_of("train-000001.tar")).unlink()
+    module = module_of(
+        manifest.location,
+        workers=2,
+        num_samples=72,
+        on_bad_shard="replace",
+        max_bad_fraction=0.5,
+    )
+    assert module.bad_shards == ()
+    tokens = {t for batch in module.train_dataloader() for t in batch["target"].unique().tolist()}
+    assert module.bad_shards == ("train-000001.tar",)
+    assert not tokens & set(range(3 * 64, 6 * 64))
+
+
+def test_a_copy_for_another_process_reads_the_same(make_shards) -> None:
+    loader = module_of(make_shards().location).train_dataloader()
+    dataset = loader._loader.dataset
+    before = dataset[7].tokens.tolist()
+    assert pickle.loads(pickle.dumps(dataset))[7].tokens.tolist() == before
+
+
+def test_workers_leave_signals_to_the_trainer(make_shards) -> None:
+    loader = module_of(make_shards().location, workers=1).train_dataloader()
+    batches = iter(loader)
+    next(batches)
+    (worker,) = loader._loader._iterator._workers
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker.pid, number)
+    for expected in range(1, 20):
+        assert next(batches)["index"][0] == 2 * expected
+    assert worker.is_alive()
+
+
+def test_a_process_ends_with_its_loader_still_open(make_shards) -> None:
+    script = f"""
+        from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+        module = TokenDataModule(
+            DataConfig(manifest={make_shards().location!r}, context=16, workers=1),
+            seed=0, samples_per_update=2, micro_batch=2, rank=0, world_size=1,
+        )
+        batches = iter(module.train_dataloader())
+        next(batches)
+        raise SystemExit(3)
+    """
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
+    assert subprocess.run(command, timeout=50, check=False).returncode == 3
