@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Queries per block. Scores of a block stay in cache, and the wasted half of the diagonal is small.
-QUERIES_PER_BLOCK = 128
+# Queries per block: scores of a block stay in cache, and a chunk of this length is one block.
+QUERIES_PER_BLOCK = 256
 # A decay below 2^−126, the smallest normal float32, is 0.
 LOG2_SMALLEST = -126.0
 
@@ -41,6 +41,7 @@ class _Scratch:
         like = buffers.v
         self.scores = like.new_empty(3, rows * tokens * size)
         self.values = like.new_empty(rows, width, tokens)
+        self.products = like.new_empty(rows * max(width, buffers.k.shape[1]) * tokens)
         self.dnum = like.new_empty(rows, width, size)
         self.log_pair = like.new_empty(rows, size, size, dtype=torch.float64)
         # Added to a difference of logs, −inf turns the future into 2^−inf = 0 before it can
@@ -56,6 +57,7 @@ class _Block:
         rows, size = buffers.v.shape[0], end - start
         # The inner loops run many times over the same memory: every view is made once, here.
         self.has_past = start > 0
+        self._products = scratch.products
         self.start, self.end = start, end
         shape = (rows, end, size)
         self.weights, self.dscores, self.power = scratch.scores[:, : rows * end * size].view(
@@ -108,7 +110,8 @@ class _Block:
             return
         torch.mul(self.v_past, self.before, out=self.scaled_past)
         torch.bmm(self.scaled_past, self.weights_past, out=self.num)
-        self.num.mul_(self.after).baddbmm_(self.v_own, self.weights_own)
+        self.num.mul_(self.after)
+        self._add_product(self.num, self.v_own, self.weights_own)
 
     def backward(self, degree: int) -> None:
         """Write the block's dq and add to dk and dv; scores are recomputed."""
@@ -133,15 +136,21 @@ class _Block:
         self.weights_own.mul_(own_decay)
         torch.bmm(self.k, self.dscores, out=self.dq)
         self.dq.mul_(degree)
-        self.dk.baddbmm_(self.q, self.dscores.transpose(1, 2), alpha=degree)
-        self.dv_own.baddbmm_(self.dnum, self.weights_own.transpose(1, 2))
+        self._add_product(self.dk, self.q, self.dscores.transpose(1, 2), degree)
+        self._add_product(self.dv_own, self.dnum, self.weights_own.transpose(1, 2))
         if not self.has_past:
             return
         if self.is_gated:
             torch.bmm(dnum, self.weights_past.transpose(1, 2), out=self.scaled_past)
             self.dv_past.addcmul_(self.scaled_past, self.before)
         else:
-            self.dv_past.baddbmm_(dnum, self.weights_past.transpose(1, 2))
+            self._add_product(self.dv_past, dnum, self.weights_past.transpose(1, 2))
+
+    def _add_product(self, into: Tensor, a: Tensor, b: Tensor, times: int = 1) -> None:
+        """into += times · a b. torch's own baddbmm takes a part of a buffer row by row."""
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+        product = self._products[: a.shape[0] * a.shape[1] * b.shape[2]].view(shape)
+        into.add_(torch.bmm(a, b, out=product), alpha=times)
 
 
 class InsideChunk:

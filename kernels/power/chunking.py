@@ -17,8 +17,9 @@ from longhaul.kernels.shapes import state_features
 # differences of float64 sums of such terms keep every bit that matters, where (−inf) − (−inf)
 # would be NaN.
 _LOG2_RESET = -192.0
-# Bytes of features and scores that a block of rows may take: two cores' second-level caches.
-_CACHE_BYTES = 6 << 20
+# Bytes of features and scores that a block of rows may take. More than the second-level caches
+# hold, but below that the cost of starting each operation outweighs what the caches save.
+_BLOCK_BYTES = 16 << 20
 
 
 class Chunk(NamedTuple):
@@ -79,7 +80,7 @@ class Problem:
 
     @property
     def rows_per_block(self) -> tuple[int, int]:
-        """Batch entries and key heads of a block: as many rows as the cache holds.
+        """Batch entries and key heads of a block: as many rows as fit _BLOCK_BYTES.
 
         At least two where the sizes allow it, so that each of two cores has a row of its own.
         """
@@ -89,7 +90,7 @@ class Problem:
             bytes_per_row += 4 * self.P * (C + self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]
         shapes += [(batch, self.G) for batch in range(2, self.B + 1) if self.B % batch == 0]
-        return [(b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _CACHE_BYTES][
+        return [(b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _BLOCK_BYTES][
             -1
         ]
 

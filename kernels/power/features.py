@@ -143,10 +143,9 @@ class FeatureMap:
         ):
             for (lower, tile, _), (dlower, dtile, dout) in zip(level, dlevel, strict=True):
                 product = self._scratch.products[: dout.numel()].view(dout.shape)
-                torch.mul(dout, lower, out=product)
-                dtile += product.sum(dim=1, keepdim=True)
-                torch.mul(dout, tile, out=product)
-                dlower += product.sum(dim=2, keepdim=True)
+                dlower += torch.mul(dout, tile, out=product).sum(dim=2, keepdim=True)
+                # The last use of dout, so its memory takes the product.
+                dtile += dout.mul_(lower).sum(dim=1, keepdim=True)
 
 
 def expand(x: Float[Tensor, "*rows K"], degree: int) -> Float[Tensor, "*rows P"]:
