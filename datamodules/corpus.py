@@ -181,7 +181,7 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
 
 
 def _cut_up(file: IO[str]) -> Iterator[str]:
-    """A text in pieces, cut between lines where no tokenizer joins what is before and after."""
+    """A text in pieces, cut where no tokenizer joins what is before and after."""
     text = ""
     while block := file.read(PIECE_CHARACTERS):
         text += block
@@ -194,10 +194,13 @@ def _cut_up(file: IO[str]) -> Iterator[str]:
 
 
 def _place_to_cut(text: str) -> int:
-    """After the last line break that has no other white space beside it, or the end if far off."""
-    at = text.rfind("\n", 0, len(text) - 1)
+    """Before the last space that has no other white space beside it, or the end if far off.
+
+    Byte-pair tokenizers split there before they merge: a word takes the space in front along.
+    """
+    at = text.rfind(" ", 0, len(text) - 1)
     while at > len(text) // 2:
         if not text[at - 1].isspace() and not text[at + 1].isspace():
-            return at + 1
-        at = text.rfind("\n", 0, at)
+            return at
+        at = text.rfind(" ", 0, at)
     return len(text)

@@ -69,11 +69,10 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
     try:
         with temporary.open("wb") as file:
             hashing = _HashingFile(file)
-            writer = TarWriter(hashing, mtime=0)
-            for count, document in enumerate(documents, start=1):
-                key = f"{first_document + count - 1:09d}"
-                writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
-            writer.close()
+            with TarWriter(hashing, mtime=0) as writer:
+                for count, document in enumerate(documents, start=1):
+                    key = f"{first_document + count - 1:09d}"
+                    writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
             file.flush()
             os.fsync(file.fileno())
         entry = ShardEntry(

