@@ -14,12 +14,21 @@ Found by trying mlflow 3.17.2, on sqlite and through `mlflow server`, and relied
 """
 
 import logging
-import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longhaul.pipeline.journal import position, read_lines
+from longhaul.pipeline.mlflow_names import (
+    MAX_NAME_CHARACTERS,
+    MAX_PARAM_CHARACTERS,
+    MAX_TAG_CHARACTERS,
+    clean_name,
+    cut,
+    is_refusal,
+    one_line,
+)
 from longhaul.pipeline.mlflow_run import check_active, noted_run_id, open_run
 
 if TYPE_CHECKING:
@@ -27,23 +36,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_METRICS = 1000
-MAX_PARAMS = 100
-MAX_PARAM_CHARACTERS = 6000
-MAX_TAG_CHARACTERS = 8000
-MAX_NAME_CHARACTERS = 250
+# Metrics and tags of one request, 1,000 together and 100 tags at most. Of more, the client makes
+# several requests and sends the tags with the first: the position would be ahead of the metrics.
+MAX_METRICS = 900
 CHECKPOINT_TAG = "longhaul.checkpoint"
 CHANGED_TAG = "config_changed."
 UPLOADED_TAG = "longhaul.uploaded."
 
-# Answers that will be the same the next time. Everything else is worth trying again.
-_REFUSALS = {
-    "BAD_REQUEST",
-    "INVALID_PARAMETER_VALUE",
-    "INVALID_STATE",
-    "RESOURCE_ALREADY_EXISTS",
-    "RESOURCE_DOES_NOT_EXIST",
-}
 # An artifact store may fail in ways of its own, for ever, while the rest works.
 _MAX_ATTEMPTS = 5
 
@@ -116,7 +115,7 @@ class MlflowMirror:
             uri=self.uri,
             experiment=self.experiment,
             run_name=self.run_name,
-            start_ms=lines[0]["time_ms"] if lines else 0,
+            start_ms=lines[0]["time_ms"] if lines else time.time_ns() // 1_000_000,
         )
         self.run_id = run.info.run_id
         self._experiment_id = run.info.experiment_id
@@ -158,7 +157,7 @@ class MlflowMirror:
 
     def _is_final(self, error: Exception, line: dict[str, Any]) -> bool:
         """Whether sending this line again is pointless; raises if it is the run that is gone."""
-        if getattr(error, "error_code", None) not in _REFUSALS:
+        if not is_refusal(error):
             if line["kind"] not in ("artifact", "checkpoint"):
                 return False
             key = (line["kind"], position(line))
@@ -207,14 +206,11 @@ class MlflowMirror:
         from mlflow.entities import Param
 
         data = self._client.get_run(self.run_id).data
-        cut = {
-            clean_name(name): _cut(value, MAX_PARAM_CHARACTERS) for name, value in values.items()
-        }
-        fresh = [Param(name, value) for name, value in cut.items() if name not in data.params]
-        for begin in range(0, len(fresh), MAX_PARAMS):
-            self._client.log_batch(self.run_id, params=fresh[begin : begin + MAX_PARAMS])
+        wanted = {clean_name(k): cut(v, MAX_PARAM_CHARACTERS) for k, v in values.items()}
+        fresh = [Param(name, value) for name, value in wanted.items() if name not in data.params]
+        self._client.log_batch(self.run_id, params=fresh)
         changed = {}
-        for name, value in cut.items():
+        for name, value in wanted.items():
             tag = f"{CHANGED_TAG}{name}"[:MAX_NAME_CHARACTERS]
             if value != data.tags.get(tag, data.params.get(name, value)):
                 changed[tag] = value
@@ -223,9 +219,8 @@ class MlflowMirror:
     def _set_tags(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        tags = [RunTag(clean_name(k), _cut(v, MAX_TAG_CHARACTERS)) for k, v in values.items()]
-        for begin in range(0, len(tags), MAX_PARAMS):
-            self._client.log_batch(self.run_id, tags=tags[begin : begin + MAX_PARAMS])
+        tags = [RunTag(clean_name(k), cut(v, MAX_TAG_CHARACTERS)) for k, v in values.items()]
+        self._client.log_batch(self.run_id, tags=tags)
 
     def _send_artifact(self, line: dict[str, Any]) -> None:
         path = self.run_dir / line["path"]
@@ -279,19 +274,6 @@ class MlflowMirror:
         self._client.log_batch(self.run_id, tags=self._positions(group))
 
 
-def clean_name(name: str) -> str:
-    """The nearest name MLflow takes: letters, digits and `_-.: /`, as a plain relative path."""
-    allowed = re.sub(r"[^\w.\-/ :]", "_", name)
-    parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:MAX_NAME_CHARACTERS].rstrip("/") or "_"
-
-
-def one_line(error: BaseException) -> str:
-    """An error's first words; some of MLflow's hold whole statements in SQL."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}"
-
-
 def _is_event(line: Mapping[str, Any]) -> bool:
     return "number" in line
 
@@ -312,7 +294,3 @@ def _grouped(lines: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             size += added
     if group:
         yield group
-
-
-def _cut(value: str, limit: int) -> str:
-    return value if len(value) <= limit else f"{value[: limit - 3]}..."

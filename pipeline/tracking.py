@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longhaul.pipeline.journal import Journal, plain_values, position
-from longhaul.pipeline.mlflow_mirror import MlflowMirror, one_line
+from longhaul.pipeline.mlflow_mirror import MlflowMirror
+from longhaul.pipeline.mlflow_names import one_line
 from longhaul.pipeline.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longhaul.pipeline import checkpoint
+from longhaul.pipeline import checkpoint, checkpoint_files
 from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -170,12 +170,12 @@ def test_what_does_not_read_back_is_not_kept(
 ) -> None:
     store = _store(tmp_path)
     store.save(1, _tensors(), {})
-    real = checkpoint.save_file
+    real = checkpoint_files.save_file
 
     def lossy(tensors: dict[str, Tensor], path: Path) -> None:
         real({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", lossy)
+    monkeypatch.setattr(checkpoint_files, "save_file", lossy)
     with pytest.raises(CheckpointError, match=r"step 2 .*does not read back"):
         store.save(2, _tensors(), {})
     assert _names(store) == ["step-000000001"]

@@ -64,7 +64,8 @@ def test_training_continues_to_the_bit(kind: str, steps: int) -> None:
     _train(model, optimizer, steps)
     tensors, rest = _save(model, optimizer)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    _train(model, optimizer, 3, first=steps)
+    never_saved = _Model()
+    _train(never_saved, OPTIMIZERS[kind](never_saved), steps + 3)
 
     resumed = _Model()
     resumed.load_state_dict(weights)
@@ -74,8 +75,12 @@ def test_training_continues_to_the_bit(kind: str, steps: int) -> None:
     assert rest_again == rest
     assert again.keys() == tensors.keys()
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+    for before, after in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert {**after, "params": 0} == {**before, "params": 0}
+    _train(model, optimizer, 3, first=steps)
     _train(resumed, other, 3, first=steps)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in never_saved.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 

@@ -2,10 +2,8 @@
 
 import logging
 import math
-import os
-import random
 import shutil
-import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -17,7 +15,7 @@ import pytest
 
 from longhaul.pipeline import tracking
 from longhaul.pipeline.journal import JournalError, read_lines
-from longhaul.pipeline.mlflow_mirror import clean_name
+from longhaul.pipeline.mlflow_names import clean_name
 from longhaul.pipeline.mlflow_run import _make_sqlite, absolute_uri, load_mlflow
 from longhaul.pipeline.tracking import Tracker
 
@@ -25,6 +23,7 @@ from longhaul.pipeline.tracking import Tracker
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "COPY_EVERY_S", 0.05)
+    monkeypatch.setattr(tracking, "MAX_BACKOFF_S", 0.1)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +121,35 @@ def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) 
     assert run.info.artifact_uri.startswith(store.removeprefix("sqlite:///").rsplit("/", 1)[0])
 
 
+def test_no_request_notes_a_position_that_its_metrics_have_not_reached(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # Slow to import.
+
+    real = SqlAlchemyStore.log_batch
+    sent: Counter[int] = Counter()
+    sizes = {1: 900, 2: 899, 3: 1, 4: 1000, 5: 1901, 6: 450, 7: 450}
+    noted: list[int] = []
+    missing: list[int] = []
+
+    def spy(self: Any, run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        real(self, run_id, metrics, params, tags)
+        sent.update(metric.step for metric in metrics if metric.key.startswith("v"))
+        for tag in tags:
+            if tag.key == "longhaul.uploaded.metrics.train":
+                noted.append(int(tag.value))
+                missing.extend(s for s in range(1, noted[-1] + 1) if sent[s] != sizes[s])
+
+    monkeypatch.setattr(SqlAlchemyStore, "log_batch", spy)
+    tracker = Tracker(run_dir, uri=store, experiment="tests", run_name="x")
+    for step, size in sizes.items():
+        tracker.log("train", step, {f"v{i}": 1.0 for i in range(size)})
+    tracker.start()
+    assert tracker.finish("FINISHED", timeout_s=60)
+    assert noted == [1, 3, 4, 5, 7]
+    assert missing == []
+
+
 def test_the_machines_load_is_logged_while_training(store: str, run_dir: Path) -> None:
     tracker = _tracker(run_dir, store)
     journal = run_dir / "logs" / "metrics.jsonl"
@@ -189,7 +217,18 @@ def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
     assert list(copied) == []
 
 
-def test_an_evaluation_works_beside_a_training_process(store: str, run_dir: Path) -> None:
+def test_an_evaluation_works_beside_a_training_process(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient  # Slow to import.
+
+    real = MlflowClient.create_run
+
+    def slow(*args: Any, **rest: Any) -> Any:
+        time.sleep(0.3)  # so that both find no run before either has made one
+        return real(*args, **rest)
+
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
     training = _tracker(run_dir, store)
     evaluation = _tracker(run_dir, store, is_training=False)
     training.log("train", 1, {"loss": 1.0})
@@ -243,7 +282,6 @@ def test_an_artifact_store_that_fails_does_not_hold_up_the_rest_for_ever(
         raise PermissionError("no credentials")
 
     monkeypatch.setattr(MlflowClient, "log_artifact", fail)
-    monkeypatch.setattr(tracking, "MAX_BACKOFF_S", 0.1)
     (run_dir / "a.csv").write_text("1")
     tracker = _tracker(run_dir, store, artifacts=[run_dir / "a.csv"])
     tracker.log("train", 1, {"loss": 1.0})
@@ -265,6 +303,26 @@ def test_a_deleted_run_is_waited_for_and_loses_nothing(
     client.restore_run(run_id)
     assert _tracker(run_dir, store).finish(None, timeout_s=30)
     assert _history(store, run_dir, "loss") == [(1, 1.0)]
+
+
+def test_a_run_that_vanishes_is_made_again_with_its_whole_history(
+    empty_store: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    uri = _copied(empty_store, tmp_path)
+    tracker = _tracker(run_dir, uri)
+    tracker.log("train", 1, {"loss": 1.0})
+    for _ in range(600):
+        if tracker.run_id and _history(uri, run_dir, "loss"):
+            break
+        time.sleep(0.05)
+    first = tracker.run_id
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+            database.execute(f"delete from {table} where run_uuid = ?", (first,))
+    tracker.log("train", 2, {"loss": 2.0})
+    assert tracker.finish("FINISHED", timeout_s=30)
+    assert tracker.run_id != first
+    assert _history(uri, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
 
 
 def test_another_store_gets_the_whole_history(
@@ -353,135 +411,3 @@ def test_names_become_what_mlflow_takes(name: str, wanted: str) -> None:
 
     assert clean_name(name) == wanted
     _validate_metric_name(clean_name(name))
-
-
-# A training process logs steps 1, 2, ..., repeats a few after each restart, and kills itself at the
-# moments that matter. All are forked from one that has imported MLflow, which takes longest.
-TRAINING = """
-import os, signal, sys, threading, time
-from pathlib import Path
-from longhaul.pipeline import mlflow_run, tracking
-from longhaul.pipeline.tracking import Tracker
-import alembic.command
-from mlflow.tracking import MlflowClient
-import mlflow.store.tracking.sqlalchemy_store
-
-run_dir, uri, *deaths = Path(sys.argv[1]), *sys.argv[2:]
-tracking.COPY_EVERY_S = 0.05
-
-def die(*args, **kwargs):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def prepare(death):
-    if death == "store half made":
-        real_upgrade = alembic.command.upgrade
-        def upgrade(*args, **kwargs):
-            threading.Timer(0.3, die).start()
-            real_upgrade(*args, **kwargs)
-            die()
-        alembic.command.upgrade = upgrade
-    elif death == "store made, not linked":
-        os.link = die
-    elif death == "run created, id not noted":
-        real = mlflow_run._replace
-        mlflow_run._replace = lambda p, t: die() if p.name == "mlflow_run_id" else real(p, t)
-    elif death == "metrics sent, position not":
-        real_batch = MlflowClient.log_batch
-        def log_batch(self, run_id, metrics=(), params=(), tags=(), **rest):
-            real_batch(self, run_id, metrics, params, () if metrics else tags, **rest)
-            if metrics:
-                die()
-        MlflowClient.log_batch = log_batch
-    elif death:
-        threading.Timer(float(death), die).start()
-
-def train(death):
-    prepare(death)
-    noted = run_dir / "step"
-    first = int(noted.read_text()) + 1 if noted.exists() else 1
-    tracker = Tracker(run_dir, uri=uri, experiment="killed", run_name="x", params={"a": "1"})
-    tracker.start()
-    for step in range(first, (10_000 if death else first + 100)):
-        tracker.log("train", step, {"loss": 1 / step, "nan": float("nan")})
-        if step % 10 == 0:
-            tracker.log("validation", step, {"validation": float(step)})
-            tracker.sync()
-            noted.write_text(str(step))
-        time.sleep(0.005 if death else 0)
-    os._exit(0 if tracker.finish("FINISHED", timeout_s=60) else 1)
-
-for death in [*deaths, ""]:
-    pid = os.fork()
-    if pid == 0:
-        train(death)
-    print(death, os.waitpid(pid, 0)[1], sep=": ")
-"""
-
-DEATHS = [
-    "store half made",
-    "store made, not linked",
-    "run created, id not noted",
-    "metrics sent, position not",
-]
-
-
-def test_killed_at_any_moment_every_step_is_in_mlflow_once(run_dir: Path, tmp_path: Path) -> None:
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
-    moments = [f"{random.uniform(0.3, 1.0):.3f}" for _ in range(3)]
-    deaths = [*DEATHS, *moments]
-    result = subprocess.run(
-        [sys.executable, "-c", TRAINING, str(run_dir), uri, *deaths],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    expected_ends = [f"{death}: {int(signal.SIGKILL)}" for death in deaths] + [": 0"]
-    assert result.stdout.splitlines() == expected_ends, result.stderr
-
-    journaled = read_lines(run_dir / "logs" / "metrics.jsonl")[0]
-    steps = [line["step"] for line in journaled if line["kind"] == "train"]
-    assert steps == list(range(1, steps[-1] + 1))
-    for name in ("loss", "nan"):
-        found = _history(uri, run_dir, name)
-        assert Counter(step for step, _ in found) == Counter(steps), name
-    assert dict(_history(uri, run_dir, "loss")) == {step: 1 / step for step in steps}
-    expected = [(step, float(step)) for step in steps if step % 10 == 0]
-    assert _history(uri, run_dir, "validation") == expected
-    client = _client(uri)
-    experiment = client.get_experiment_by_name("killed")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert not list(tmp_path.glob(".mlflow.db*"))
-
-
-# The module that is being imported while the process forks stands for any of MLflow's.
-FORK = """
-import importlib, os, sys, threading, time
-from longhaul.pipeline import mlflow_run
-
-real = importlib.import_module
-mlflow_run.importlib = type("", (), {"import_module": staticmethod(lambda name: real("slow"))})
-thread = threading.Thread(target=mlflow_run.load_mlflow, args=("http://x",))
-thread.start()
-while "slow" not in sys.modules:
-    time.sleep(0.001)
-child = os.fork()
-if child == 0:
-    import slow
-    os._exit(0 if slow.DONE else 1)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_a_worker_forked_while_mlflow_is_imported_does_not_hang(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.5)\nDONE = True\n")
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORK],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        start_new_session=True,
-    )
-    try:
-        assert process.wait(20) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
