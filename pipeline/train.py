@@ -187,4 +187,4 @@ def _logging_to(file: Path) -> Iterator[None]:
 def _quieten_lightning() -> None:
     """Lightning's advice about parts of it that this trainer does not use."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"lightning\..*")
+    warnings.filterwarnings("ignore", module=r"lightning\..*")

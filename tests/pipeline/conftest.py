@@ -76,14 +76,14 @@ MakeRun = Callable[..., RunFolder]
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of this project's own sources, in short documents."""
-    folder = tmp_path_factory.mktemp("corpus")
-    source = folder / "source"
-    source.mkdir()
-    for index, file in enumerate(sorted((CHECKOUT / "modules").rglob("*.py"))):
-        (source / f"{index:03d}.txt").write_text(file.read_text())
-    RunFolder(folder).longhaul("prepare", "text", "source", "shards", "--doc-tokens", "1024")
-    return folder / "shards"
+    """Shards of this project's own sources, in short documents; other files for validation."""
+    run = RunFolder(tmp_path_factory.mktemp("corpus"))
+    for name, source in (("train", "modules"), ("validation", "configs")):
+        (run.path / source).mkdir()
+        for index, file in enumerate(sorted((CHECKOUT / source).glob("*.py"))):
+            (run.path / source / f"{index:03d}.txt").write_text(file.read_text())
+        run.longhaul("prepare", "text", source, f"shards/{name}", "--doc-tokens", "1024")
+    return run.path / "shards"
 
 
 @pytest.fixture(scope="session")

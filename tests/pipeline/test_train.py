@@ -200,18 +200,20 @@ def test_another_config_for_the_same_folder_is_refused(run: Run) -> None:
 def test_a_folder_in_use_is_refused(run: Run) -> None:
     process = run.start("train", "small.yaml")
     wait_for_steps(run, process, 1)
+    process.send_signal(signal.SIGSTOP)
     result = run.longhaul("train", "small.yaml", check=False)
+    process.send_signal(signal.SIGCONT)
     process.communicate(timeout=120)
     assert process.returncode == 0
-    expect_one_line(result, 1, f"process {process.pid} is training in it")
+    expect_one_line(result, 1, "is being written by another process", f"pid {process.pid}")
 
 
 def test_a_run_folder_that_cannot_be_written(run: Run) -> None:
     # root may write anywhere but into /sys, and under a file.
     result = run.longhaul("train", "small.yaml", "root=/sys/kernel", check=False)
-    expect_one_line(result, 1, "run folder /sys/kernel/small: cannot be written")
+    expect_one_line(result, 1, "/sys/kernel/small/logs/metrics.jsonl cannot be opened")
     result = run.longhaul("train", "small.yaml", f"root={run.path}/small.yaml", check=False)
-    expect_one_line(result, 1, f"run folder {run.path}/small.yaml/small: ")
+    expect_one_line(result, 1, f"{run.path}/small.yaml/small/logs/metrics.jsonl cannot be opened")
 
 
 def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:

@@ -1,0 +1,137 @@
+"""One update: its average, its clipping, and what happens when the gradient is not finite."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.pretraining import OptimConfig, Pretraining, TooManySkippedUpdates
+
+CONTEXT, SAMPLES = 16, 8
+
+
+def batches(num_updates: int, micro_batch: int) -> DataLoader[dict[str, Tensor]]:
+    tokens = torch.randint(64, (num_updates * SAMPLES, CONTEXT), generator=torch.Generator())
+    rows = [{"input": row.roll(1), "target": row} for row in tokens]
+    return DataLoader(rows, batch_size=micro_batch)  # type: ignore[arg-type]
+
+
+def build(micro_batch: int, **optim: object) -> Pretraining:
+    torch.manual_seed(0)
+    attention = attention_config("sympow_gated")()
+    model = LanguageModelConfig(layers=1, width=16, heads=2, vocabulary=64, attention=attention)
+    return Pretraining(
+        model,
+        OptimConfig(tokens_per_update=SAMPLES * CONTEXT, **optim),  # type: ignore[arg-type]
+        accumulation=SAMPLES // micro_batch,
+        samples_per_update=SAMPLES,
+        max_tokens=10_000,
+    )
+
+
+def fit(
+    module: Pretraining,
+    num_updates: int,
+    micro_batch: int,
+    spoil: Callable[[int], bool] = lambda update: False,
+) -> None:
+    """Train on fixed random tokens; updates chosen by `spoil` get a gradient with a NaN in it."""
+
+    def hook(gradient: Tensor) -> Tensor:
+        return gradient * math.nan if spoil(module.progress.step) else gradient
+
+    module.model.final_norm.weight.register_hook(hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, batches(num_updates, micro_batch))
+
+
+def test_micro_batches_average_to_the_whole_batch() -> None:
+    whole, parts = build(8), build(2)
+    fit(whole, 3, 8)
+    fit(parts, 3, 2)
+    assert parts.progress == whole.progress
+    assert (parts.progress.step, parts.progress.samples) == (3, 3 * SAMPLES)
+    assert parts.progress.tokens == 3 * SAMPLES * CONTEXT
+    for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert parts.last_update is not None
+    assert whole.last_update is not None
+    assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
+    spoiled = build(4)
+    before = copy.deepcopy(spoiled.model.state_dict())
+    fit(spoiled, 2, 4, spoil=lambda update: True)
+    for name, value in spoiled.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not spoiled.optimizers().state_dict()["state"]
+    assert spoiled.progress.step == spoiled.progress.skipped_updates == 2
+    assert spoiled.progress.samples == 2 * SAMPLES
+
+
+def test_training_goes_on_after_a_skipped_update() -> None:
+    module = build(4, max_skipped_updates=2)
+    fit(module, 6, 4, spoil=lambda update: update in (1, 3, 4, 5)[:2])
+    assert module.progress.skipped_updates == 2
+    assert module.progress.skipped_in_a_row == 0
+    assert module.last_update is not None
+    assert not module.last_update.skipped
+
+
+def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
+    module = build(4, max_skipped_updates=3)
+    with pytest.raises(
+        TooManySkippedUpdates, match="nan in 3 updates in a row, .* step 5"
+    ):
+        fit(module, 10, 4, spoil=lambda update: update >= 2)
+    assert module.progress.step == 5
+
+
+def test_gradients_are_clipped_to_the_global_norm() -> None:
+    free, clipped = build(8, gradient_clip=None, name="adam"), build(8, gradient_clip=1e-3)
+    fit(free, 1, 8)
+    fit(clipped, 1, 8)
+    assert free.last_update is not None
+    assert clipped.last_update is not None
+    # The norm that is reported is the one before clipping.
+    assert clipped.last_update.gradient_norm == pytest.approx(free.last_update.gradient_norm)
+    moments = [state["exp_avg"] for state in clipped.optimizers().state_dict()["state"].values()]
+    norm = torch.stack([moment.norm() for moment in moments]).norm() / (1 - 0.9)
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_only_matrices_decay() -> None:
+    groups = build(8, weight_decay=0.1).configure_optimizers().param_groups
+    assert {p.ndim for p in groups[0]["params"]} == {2}
+    assert groups[0]["weight_decay"] == 0.1
+    assert {p.ndim for p in groups[1]["params"]} == {1}
+    assert groups[1]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"name": "sgd"}, "name"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+        ({"beta2": 1.0}, "beta2"),
+        ({"gradient_clip": 0.0}, "gradient_clip"),
+        ({"name": "adam", "weight_decay": 0.1}, "weight_decay"),
+    ],
+)
+def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
+    with pytest.raises(ValueError, match=f"optim.{field}: found"):
+        OptimConfig(tokens_per_update=1, **options)  # type: ignore[arg-type]

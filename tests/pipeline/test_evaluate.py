@@ -1,0 +1,162 @@
+"""Positions, the bigram baseline, and sampling, against plain loops."""
+
+import csv
+import itertools
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mlflow.tracking import MlflowClient
+
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.pipeline.evaluation.bigram import Bigram
+from longhaul.pipeline.evaluation.positions import PositionLoss, summarise
+from longhaul.pipeline.generate import choose, sample_tokens
+from longhaul.pipeline.load import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+@pytest.fixture(scope="module")
+def evaluated(uninterrupted: Run) -> Run:
+    uninterrupted.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    return uninterrupted
+
+
+def test_position_loss_is_the_mean_and_its_error() -> None:
+    losses = torch.randn(7, 5).square()
+    metric = PositionLoss(5)
+    metric.update(losses[:3])
+    metric.update(losses[3:])
+    mean, error = metric.compute()
+    torch.testing.assert_close(mean, losses.double().mean(0))
+    torch.testing.assert_close(error, losses.double().std(0) / math.sqrt(7))
+
+
+def test_position_loss_sums_in_float64() -> None:
+    # In float32 the millionth sample would add nothing to the sum of the others.
+    metric = PositionLoss(1)
+    metric.update(torch.full((1, 1), 2.0**25))
+    for _ in range(10):
+        metric.update(torch.ones(1, 1))
+    assert metric.loss_sum.item() == 2**25 + 10
+
+
+def test_summary_names_powers_of_two() -> None:
+    values = summarise(torch.arange(1.0, 11.0, dtype=torch.float64))
+    assert values["validation/loss"] == 5.5
+    at = {key: value for key, value in values.items() if "_at_" in key}
+    assert at == {f"validation/loss_at_{p:06d}": float(p) for p in (1, 2, 4, 8)}
+
+
+def test_bigram_is_the_smoothed_count() -> None:
+    text = [0, 1, 0, 1, 2, 0, 1]
+    bigram = Bigram(4)
+    bigram.add(torch.tensor(text).numpy())
+    table = bigram.log_probabilities().exp()
+    pairs, lefts = Counter(itertools.pairwise(text)), Counter(text[:-1])
+    single = Counter(text[1:])
+    total = sum(single.values()) + 4
+    for a in range(4):
+        assert table[a].sum().item() == pytest.approx(1)
+        for b in range(4):
+            prior = (single[b] + 1) / total
+            assert table[a, b].item() == pytest.approx((pairs[a, b] + prior) / (lefts[a] + 1))
+
+
+def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader((folder / "positions.csv").open()))
+    trained = load_trained_model(evaluated.path / "small")
+    data = TokenDataModule(
+        trained.config.data, seed=0, samples_per_update=1, micro_batch=1, rank=0, world_size=1
+    )
+    losses = []
+    for batch in data.val_dataloader():
+        hidden, _ = trained.model(batch["input"])
+        logits = hidden[0] @ trained.model.embedding.weight.T
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, batch["target"][0], reduction="none")
+        )
+    wanted = torch.stack(losses).double().mean(0)
+    assert len(losses) == 6
+    assert [int(row["position"]) for row in rows] == list(range(1, 65))
+    found = torch.tensor([float(row["loss_nats"]) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["validation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)
+    assert 1 < results["bigram/loss"] < math.log(257)
+
+
+def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
+    client = MlflowClient(f"sqlite:///{evaluated.path}/mlflow.db")
+    run_id = (evaluated.path / "small" / "mlflow_run_id").read_text().strip()
+    tracked = client.get_run(run_id)
+    assert tracked.info.status == "FINISHED"
+    artifacts = {item.path for item in client.list_artifacts(run_id, "evaluation/step-000000030")}
+    assert {path.rsplit("/", 1)[-1] for path in artifacts} >= {"positions.csv", "positions.png"}
+    assert "bigram/loss" in tracked.data.metrics
+
+
+def test_generation_streams_the_likeliest_tokens(evaluated: Run) -> None:
+    trained = load_trained_model(evaluated.path / "small" / "checkpoints" / "step-000000030")
+    prompt = torch.tensor([[256, *b"def "]])
+    found = list(
+        sample_tokens(
+            trained.model,
+            prompt,
+            num_tokens=20,
+            vocabulary=257,
+            temperature=0,
+            top_k=None,
+            generator=torch.Generator(),
+        )
+    )
+    # Recurrent steps must agree with a full pass over everything so far.
+    tokens = prompt
+    for token in found:
+        hidden, _ = trained.model(tokens)
+        logits = hidden[0, -1] @ trained.model.embedding.weight.T
+        assert int(logits[:257].argmax()) == token
+        tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
+    result = evaluated.longhaul(
+        "generate", "small", "--prompt", "def ", "--tokens", "20", "--temperature", "0"
+    )
+    assert result.stdout.startswith("def ")
+
+
+def test_the_same_seed_gives_the_same_text(evaluated: Run) -> None:
+    arguments = ("generate", "small", "--prompt", "é", "--tokens", "30", "--seed")
+    one, two = (evaluated.longhaul(*arguments, "5").stdout for _ in range(2))
+    assert one == two
+    assert evaluated.longhaul(*arguments, "6").stdout != one
+
+
+def test_top_k_leaves_only_the_k_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
+    generator = torch.Generator().manual_seed(0)
+    drawn = {int(choose(logits, 5.0, 2, generator)) for _ in range(100)}
+    assert drawn == {1, 2}
+    assert int(choose(logits, 0, None, generator)) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "small", "--tasks", "positons"], "--tasks: found 'positons'"),
+        (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
+        (["generate", "small", "--prompt", "a", "--tokens", "0"], "--tokens: found 0"),
+        (["generate", "small", "--prompt", "a", "--temperature", "-1"], "--temperature: found"),
+        (["generate", "small", "--prompt", "a", "--top-k", "0"], "--top-k: found 0"),
+    ],
+)
+def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], message: str) -> None:
+    result = evaluated.longhaul(*arguments, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"longhaul: {message}")
+    assert len(result.stderr.splitlines()) == 1
