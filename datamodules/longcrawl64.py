@@ -22,6 +22,8 @@ LARGEST_ID = 50_256
 # A row of LongCrawl64's chunks is 256 MiB. It is held once; more would break the promise of 1 GiB.
 _MAX_ROW_OF_CHUNKS_BYTES = 512 << 20
 _RANGES_NAMED = 20
+# Versions and flags, then the sizes decoded, of a block, and of the whole as it is stored.
+_BLOSC_HEADER_BYTES = 16
 
 RowRange = tuple[int, int]
 
@@ -37,6 +39,8 @@ class ZarrStore:
     chunk_columns: int
     separator: str
     """Between the two numbers in the name of a chunk's file."""
+    is_blosc: bool
+    """Whether the chunks start with blosc's header."""
 
     @cached_property
     def missing(self) -> list[str]:
@@ -84,6 +88,21 @@ class ZarrStore:
             f"(--rows takes such ranges, or `{WHOLE}` for all of them)"
         )
 
+    def check_length(self, name: str) -> None:
+        """Raise where a chunk's file is cut short: blosc would decode what lies beyond its end."""
+        if not self.is_blosc:
+            return
+        path = self.path / name
+        with path.open("rb") as file:
+            header = file.read(_BLOSC_HEADER_BYTES)
+        found = path.stat().st_size
+        wanted = int.from_bytes(header[-4:], "little")
+        if len(header) < _BLOSC_HEADER_BYTES or found != wanted:
+            raise ValueError(f"{found} bytes, wanted {wanted}")
+        decoded = int.from_bytes(header[4:8], "little")
+        if decoded != self.chunk_rows * self.chunk_columns * 2:
+            raise ValueError(f"{decoded} bytes when decoded")
+
     def _chunks_of(self, row: int) -> list[str]:
         columns = range(-(-self.columns // self.chunk_columns))
         return [f"{row}{self.separator}{column}" for column in columns]
@@ -128,6 +147,7 @@ def open_store(path: Path) -> ZarrStore:
         chunk_rows=chunks[0],
         chunk_columns=chunks[1],
         separator=meta.get("dimension_separator", "."),
+        is_blosc=(meta.get("compressor") or {}).get("id") == "blosc",
     )
 
 
@@ -239,10 +259,11 @@ class _Rows:
         last = min(first + store.chunk_rows, store.rows)
         for left in range(0, store.columns, store.chunk_columns):
             right = min(left + store.chunk_columns, store.columns)
+            name = f"{chunk_row}{store.separator}{left // store.chunk_columns}"
             try:
+                store.check_length(name)
                 buffer[: last - first, left:right] = array[first:last, left:right]
             except (RuntimeError, ValueError, OSError) as error:
-                name = f"{chunk_row}{store.separator}{left // store.chunk_columns}"
                 raise ValueError(f"{store.path}: chunk {name} is damaged, {error}") from None
 
     def _check_ids(self, rows: NDArray[np.uint16], first_row: int) -> None:

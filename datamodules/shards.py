@@ -81,8 +81,11 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
         check_file(temporary, entry)
         assert document is not None, "a shard has at least one document"
         Shard(temporary, entry, document.size, document.dtype)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            # A failing write names no file.
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     return entry
 

@@ -1,6 +1,5 @@
-"""Tokenizers by name, all offline, and decoding that never shows half a character."""
+"""Tokenizers by name, all of them offline."""
 
-import codecs
 import functools
 import hashlib
 import importlib.util
@@ -8,11 +7,18 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from longhaul.datamodules.decoding import (
+    REPLACEMENT,
+    BytesDecoder,
+    FileDecoder,
+    StreamDecoder,
+    UnescapingDecoder,
+)
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
@@ -21,21 +27,8 @@ END_OF_TEXT = "<|endoftext|>"
 # The names under which published tokenizer.json files hold these two, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Ids = NDArray[np.int64]
-
-
-class StreamDecoder(Protocol):
-    """Text of a sequence of ids that arrive one by one."""
-
-    def push(self, token: int) -> str:
-        """The text that this id completes; "" while a character or an escape is unfinished."""
-        ...
-
-    def flush(self) -> str:
-        """What is left at the end, unfinished characters replaced."""
-        ...
 
 
 class Tokenizer(ABC):
@@ -113,12 +106,12 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(content, np.uint8).astype(np.int64)
 
     def stream_decoder(self) -> StreamDecoder:
-        return _BytesDecoder(self._bytes_of)
+        return BytesDecoder(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])
-        return (END_OF_TEXT if token == self.eot_id else _REPLACEMENT).encode()
+        return (END_OF_TEXT if token == self.eot_id else REPLACEMENT).encode()
 
 
 class Gpt2Tokenizer(Tokenizer):
@@ -135,12 +128,12 @@ class Gpt2Tokenizer(Tokenizer):
         return np.array(self._encoding.encode_ordinary(text), np.int64)
 
     def stream_decoder(self) -> StreamDecoder:
-        return _BytesDecoder(self._bytes_of)
+        return BytesDecoder(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
         # A model may have more rows than ids, to fill its matrices up.
         if token >= self.vocab_size:
-            return _REPLACEMENT.encode()
+            return REPLACEMENT.encode()
         content: bytes = self._encoding.decode_single_token_bytes(token)
         return content
 
@@ -158,7 +151,7 @@ class LongCrawl64Tokenizer(Gpt2Tokenizer):
         return super().encode(json.dumps(text)[1:-1])
 
     def stream_decoder(self) -> StreamDecoder:
-        return _UnescapingDecoder(super().stream_decoder())
+        return UnescapingDecoder(super().stream_decoder())
 
 
 class FileTokenizer(Tokenizer):
@@ -203,97 +196,7 @@ class FileTokenizer(Tokenizer):
         return text
 
     def stream_decoder(self) -> StreamDecoder:
-        return _FileDecoder(self._tokenizer)
-
-
-class _BytesDecoder:
-    def __init__(self, bytes_of: Any) -> None:
-        self._bytes_of = bytes_of
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._utf8.decode(self._bytes_of(token))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _UnescapingDecoder:
-    """Undoes JSON's escapes in what another decoder says; what is no escape stays as it is."""
-
-    _SHORT: ClassVar = {
-        "b": "\b",
-        "f": "\f",
-        "n": "\n",
-        "r": "\r",
-        "t": "\t",
-        '"': '"',
-        "\\": "\\",
-        "/": "/",
-    }
-
-    def __init__(self, inner: StreamDecoder) -> None:
-        self._inner = inner
-        self._escape = ""
-        self._high = ""
-
-    def push(self, token: int) -> str:
-        return "".join(map(self._take, self._inner.push(token)))
-
-    def flush(self) -> str:
-        text = "".join(map(self._take, self._inner.flush()))
-        text += self._whole(self._escape)
-        self._escape = ""
-        return text
-
-    def _take(self, char: str) -> str:
-        if not self._escape and char != "\\":
-            return self._whole(char)
-        self._escape += char
-        escape = self._escape
-        if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
-            return ""
-        self._escape = ""
-        if escape[1] != "u":
-            return self._whole(self._SHORT.get(escape[1], escape))
-        try:
-            return self._whole(chr(int(escape[2:], 16)))
-        except ValueError:
-            return self._whole(escape)
-
-    def _whole(self, text: str) -> str:
-        """`text`, joined with a waiting half of a surrogate pair; a half alone is U+FFFD."""
-        high, self._high = self._high, ""
-        if high and "\udc00" <= text <= "\udfff":
-            return (high + text).encode("utf-16", "surrogatepass").decode("utf-16")
-        before = _REPLACEMENT if high else ""
-        if len(text) == 1 and "\ud800" <= text <= "\udbff":
-            self._high = text
-            return before
-        if len(text) == 1 and "\udc00" <= text <= "\udfff":
-            return before + _REPLACEMENT
-        return before + text
-
-
-class _FileDecoder:
-    def __init__(self, tokenizer: Any) -> None:
-        # Imported here: optional, and needed by this decoder only.
-        from tokenizers.decoders import DecodeStream
-
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._ids: list[int] = []
-        self._shown = 0
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        text = self._stream.step(self._tokenizer, token) or ""
-        self._shown += len(text)
-        return text
-
-    def flush(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        return text[self._shown :]
+        return FileDecoder(self._tokenizer)
 
 
 @functools.cache

@@ -1,0 +1,113 @@
+"""Text out of ids that arrive one by one, never half a character."""
+
+import codecs
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class StreamDecoder(Protocol):
+    """Text of a sequence of ids that arrive one by one."""
+
+    def push(self, token: int) -> str:
+        """The text that this id completes; "" while a character or an escape is unfinished."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end, unfinished characters replaced."""
+        ...
+
+
+class BytesDecoder:
+    """Text of tokens that are bytes each: incomplete UTF-8 waits, what can never be is U+FFFD."""
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._utf8.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class UnescapingDecoder:
+    """Undoes JSON's escapes in what another decoder says; what is no escape stays as it is."""
+
+    _SHORT: ClassVar = {
+        "b": "\b",
+        "f": "\f",
+        "n": "\n",
+        "r": "\r",
+        "t": "\t",
+        '"': '"',
+        "\\": "\\",
+        "/": "/",
+    }
+
+    def __init__(self, inner: StreamDecoder) -> None:
+        self._inner = inner
+        self._escape = ""
+        self._high = ""
+
+    def push(self, token: int) -> str:
+        return "".join(map(self._take, self._inner.push(token)))
+
+    def flush(self) -> str:
+        text = "".join(map(self._take, self._inner.flush()))
+        text += self._whole(self._escape)
+        self._escape = ""
+        return text
+
+    def _take(self, char: str) -> str:
+        if not self._escape and char != "\\":
+            return self._whole(char)
+        self._escape += char
+        escape = self._escape
+        if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
+            return ""
+        self._escape = ""
+        if escape[1] != "u":
+            return self._whole(self._SHORT.get(escape[1], escape))
+        try:
+            return self._whole(chr(int(escape[2:], 16)))
+        except ValueError:
+            return self._whole(escape)
+
+    def _whole(self, text: str) -> str:
+        """`text`, joined with a waiting half of a surrogate pair; a half alone is U+FFFD."""
+        high, self._high = self._high, ""
+        if high and "\udc00" <= text <= "\udfff":
+            return (high + text).encode("utf-16", "surrogatepass").decode("utf-16")
+        before = REPLACEMENT if high else ""
+        if len(text) == 1 and "\ud800" <= text <= "\udbff":
+            self._high = text
+            return before
+        if len(text) == 1 and "\udc00" <= text <= "\udfff":
+            return before + REPLACEMENT
+        return before + text
+
+
+class FileDecoder:
+    """Text by a Hugging Face tokenizer, whose own decoder waits for whole characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # Imported here: optional, and needed by this decoder only.
+        from tokenizers.decoders import DecodeStream
+
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._stream.step(self._tokenizer, token) or ""
+        self._shown += len(text)
+        return text
+
+    def flush(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
+        return text[self._shown :]
