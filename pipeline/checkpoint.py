@@ -1,7 +1,7 @@
 """Saves, finds and prunes the checkpoints of a run: each is whole or not there.
 
-One process writes to a store; any process may load from it. What a checkpoint looks like inside is
-in checkpoint_files.py.
+One process owns a store; others find checkpoints with `newest_checkpoint` and load them. What a
+checkpoint looks like inside is in checkpoint_files.py.
 """
 
 import json
@@ -26,7 +26,7 @@ from longhaul.pipeline.checkpoint_files import (
     write,
 )
 
-__all__ = ["CheckpointError", "CheckpointStore"]
+__all__ = ["CheckpointError", "CheckpointStore", "newest_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class CheckpointStore:
         left behind is deleted.
         """
         self._remove_leftovers()
-        for path in reversed(self._complete()):
+        for path in reversed(_complete(self.folder)):
             try:
                 verify(path)
             except CheckpointError as error:
@@ -149,15 +149,8 @@ class CheckpointStore:
             tensors[name.removesuffix(".safetensors")] = {k: t.clone() for k, t in mapped.items()}
         return tensors, json.loads((path / STATE).read_bytes())
 
-    def _complete(self) -> list[Path]:
-        """Checkpoint folders by step, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [(m, p) for p in self.folder.iterdir() if (m := _COMPLETE.fullmatch(p.name))]
-        return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
-
     def _prune(self) -> None:
-        for path in self._complete()[: -self.keep_last]:
+        for path in _complete(self.folder)[: -self.keep_last]:
             if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
                 continue
             # Renamed first: a crash in the middle of the removal must not leave something that
@@ -186,6 +179,30 @@ class CheckpointStore:
             logger.warning("%s; it is skipped (renaming it failed: %s)", error, reason(failure))
         else:
             logger.warning("%s; it is set aside as %s", error, aside.name)
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint of a store that another process may be writing, None if none.
+
+    Unlike `CheckpointStore.newest` this changes nothing: what looks like the leftover of a save may
+    be a save that is going on.
+    """
+    for path in reversed(_complete(folder)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.warning("%s; it is skipped", error)
+        else:
+            return path
+    return None
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Checkpoint folders by step, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(m, p) for p in folder.iterdir() if (m := _COMPLETE.fullmatch(p.name))]
+    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
 
 
 def _free(folder: Path) -> str:

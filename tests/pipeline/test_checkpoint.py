@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longhaul.pipeline import checkpoint, checkpoint_files
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
 
 Tensors = dict[str, dict[str, Tensor]]
 
@@ -153,6 +153,21 @@ def test_leftovers_of_an_interrupted_save_and_removal_are_deleted(tmp_path: Path
     assert _names(store) == [whole.name]
 
 
+def test_looking_from_another_process_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = _store(tmp_path)
+    assert newest_checkpoint(store.folder) is None
+    whole = store.save(1, _tensors(), {})
+    _truncate(store.save(2, _tensors(), {}) / "model.safetensors")
+    (store.folder / ".saving-step-000000003").mkdir()
+    before = _names(store)
+    assert newest_checkpoint(store.folder) == whole
+    assert _names(store) == before
+    (warning,) = caplog.messages
+    assert "step-000000002 is damaged" in warning
+
+
 def test_saving_a_step_again_keeps_the_whole_checkpoint_and_replaces_a_damaged_one(
     tmp_path: Path,
 ) -> None:
@@ -203,7 +218,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 import torch
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
 
 torch.set_num_threads(1)
 store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
@@ -248,7 +263,7 @@ READ_ONLY = """
 import ctypes, os, sys
 from pathlib import Path
 import torch
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
 
 torch.set_num_threads(1)
 store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
