@@ -134,8 +134,7 @@ class _Backward:
                 self._load_dnum(work, heads, chunk)
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
-                    torch.bmm(read.transpose(1, 2), dnum[:, :, piece], out=q_map.dfeatures())
-                    q_map.contract()
+                    q_map.contract(read, dnum[:, :, piece])
                 work.store(work.dq, self.dq, heads, chunk)
         if not is_last:
             work.load(work.k, saved.k, rows, chunk)
@@ -177,8 +176,7 @@ class _Backward:
         values = work.scaled(work.v, decay.to_end)
         for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
             torch.bmm(dread, k_map.features(), out=work.dv[:, :, piece])
-            torch.bmm(dread.transpose(1, 2), values[:, :, piece], out=k_map.dfeatures())
-            k_map.contract()
+            k_map.contract(dread, values[:, :, piece])
         if decay.to_end is not None:
             work.dv.mul_(decay.to_end)
 

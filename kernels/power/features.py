@@ -42,11 +42,24 @@ def _level_sizes(width: int, degree: int) -> list[int]:
 
 
 class _TileRow(NamedTuple):
-    """One step of eq. (8): out = lower ⊗ x[tile], as views that broadcast against each other."""
+    """One step of eq. (8): upper[span] = lower ⊗ x[tile], in views that broadcast."""
 
     lower: Tensor  # (rows, suffix, 1, tokens)
     tile: Tensor  # (rows, 1, tile, tokens)
-    out: Tensor  # (rows, suffix, tile, tokens)
+    span: slice
+
+
+def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRow]:
+    """The steps from degree − 1, in `lower`, to `degree`."""
+    width = x.shape[1]
+    steps = []
+    offset = 0
+    for start in range(0, width, tile):
+        suffix = comb((width - start) // tile + degree - 2, degree - 1) * int(tile ** (degree - 1))
+        span = slice(offset, offset + suffix * tile)
+        steps.append(_TileRow(lower[:, -suffix:, None], x[:, None, start : start + tile], span))
+        offset = span.stop
+    return steps
 
 
 class FeatureScratch:
@@ -56,96 +69,108 @@ class FeatureScratch:
     """
 
     def __init__(self, rows: int, width: int, tokens: int, degree: int, like: Tensor) -> None:
-        self.degree, self.tokens = degree, tokens
-        self._shapes = [(rows, size, tokens) for size in _level_sizes(width, degree)[1:]]
+        self.degree, self.tile = degree, tile_width(degree)
+        self._shapes = [(rows, size, tokens) for size in _level_sizes(width, degree)]
         self._like = like
 
     @cached_property
     def levels(self) -> list[Tensor]:
         """Features of degree 2, 3, …: (rows, features, tokens)."""
-        return [self._like.new_empty(shape) for shape in self._shapes]
+        return [self._like.new_empty(shape) for shape in self._shapes[1:]]
 
     @cached_property
     def dlevels(self) -> list[Tensor]:
-        """Their gradients."""
-        return [self._like.new_empty(shape) for shape in self._shapes]
+        """Their gradients, without the highest degree, which never exists as a whole."""
+        return [self._like.new_empty(shape) for shape in self._shapes[1:-1]]
 
     @cached_property
-    def products(self) -> Tensor:
-        """Room for the products of a tile row, flat."""
-        rows, size, tokens = self._shapes[-1]
-        return self._like.new_empty(rows * size * tokens)
+    def tile_rows(self) -> Tensor:
+        """Twice the room of the widest tile row, flat."""
+        rows, suffix, tokens = self._shapes[-2]
+        return self._like.new_empty(2, rows * suffix * self.tile * tokens)
 
 
 class FeatureMap:
-    """φ of a buffer x (rows, K, tokens), K padded to whole tiles, and its backward into dx."""
+    """φ of a buffer x (rows, K, tokens), K padded to whole tiles, and its backward into dx.
+
+    The views of every step are made once: at these sizes making a view costs as much as the
+    arithmetic on it.
+    """
 
     def __init__(self, x: Tensor, dx: Tensor, scratch: FeatureScratch) -> None:
         self._x, self._dx, self._scratch = x, dx, scratch
 
-    def _tile_rows(self, x: Tensor, levels: list[Tensor]) -> list[list[_TileRow]]:
-        """The steps of every level from degree 2 on, with the levels cut to the tokens of x."""
-        _, width, tokens = x.shape
-        tile = tile_width(self._scratch.degree)
-        steps: list[list[_TileRow]] = []
-        lower = x
-        for d, level in enumerate(levels, start=2):
-            upper = level[:, :, :tokens]
-            offset = 0
-            steps.append([])
-            for start in range(0, width, tile):
-                suffix = comb((width - start) // tile + d - 2, d - 1) * int(tile ** (d - 1))
-                out = upper[:, offset : offset + suffix * tile]
-                out = out.view(len(x), suffix, tile, tokens)
-                own = x[:, None, start : start + tile]
-                steps[-1].append(_TileRow(lower[:, -suffix:, None], own, out))
-                offset += suffix * tile
-            lower = upper
-        return steps
+    def _all_rows(self, x: Tensor, levels: list[Tensor]) -> list[list[_TileRow]]:
+        lowers = [x] + [level[:, :, : x.shape[2]] for level in levels]
+        return [
+            _tile_rows(lower, x, degree, self._scratch.tile)
+            for degree, lower in enumerate(lowers, start=2)
+        ]
 
     @cached_property
-    def _forward_rows(self) -> list[list[_TileRow]]:
-        return self._tile_rows(self._x, self._scratch.levels)
+    def _rows(self) -> list[list[_TileRow]]:
+        return self._all_rows(self._x, self._scratch.levels[:-1])
 
     @cached_property
-    def _backward_rows(self) -> list[list[_TileRow]]:
-        return self._tile_rows(self._dx, self._scratch.dlevels)
+    def _drows(self) -> list[list[_TileRow]]:
+        return self._all_rows(self._dx, self._scratch.dlevels)
 
-    @staticmethod
-    def _build(levels: list[list[_TileRow]]) -> None:
-        for level in levels:
-            for lower, tile, out in level:
-                torch.mul(lower, tile, out=out)
+    @cached_property
+    def _steps(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        """(lower, tile, out) of every step, level by level."""
+        return [
+            [(row.lower, row.tile, self._part(level, row)) for row in rows]
+            for rows, level in zip(self._rows, self._scratch.levels, strict=True)
+        ]
+
+    def _part(self, level: Tensor, row: _TileRow) -> Tensor:
+        """What the row writes of a level, (rows, suffix, tile, tokens)."""
+        rows, suffix, _, tokens = row.lower.shape
+        return level[:, row.span, :tokens].view(rows, suffix, self._scratch.tile, tokens)
 
     def features(self) -> Tensor:
         """φ(x), (rows, P, tokens), in the shared buffer."""
         if self._scratch.degree == 1:
             return self._x
-        self._build(self._forward_rows)
+        for level in self._steps:
+            for lower, tile, out in level:
+                torch.mul(lower, tile, out=out)
         return self._scratch.levels[-1][:, :, : self._x.shape[2]]
 
-    def dfeatures(self) -> Tensor:
-        """Where the caller writes the gradient of φ(x) before it calls `contract`."""
-        if self._scratch.degree == 1:
-            return self._dx
-        return self._scratch.dlevels[-1][:, :, : self._x.shape[2]]
+    def contract(self, state: Tensor, values: Tensor) -> None:
+        """Write into dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
 
-    def contract(self) -> None:
-        """Write into dx what `dfeatures` holds, by the product rule on eq. (8), top level first."""
+        state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
+        matrix product, taken one tile row at a time and used up while it is in cache.
+        """
         if self._scratch.degree == 1:
+            torch.bmm(state.transpose(1, 2), values, out=self._dx)
             return
-        self._build(self._forward_rows[:-1])
-        self._dx.zero_()
-        for lower_gradient in self._scratch.dlevels[:-1]:
-            lower_gradient.zero_()
-        for level, dlevel in zip(
-            reversed(self._forward_rows), reversed(self._backward_rows), strict=True
-        ):
-            for (lower, tile, _), (dlower, dtile, dout) in zip(level, dlevel, strict=True):
-                product = self._scratch.products[: dout.numel()].view(dout.shape)
-                dlower += torch.mul(dout, tile, out=product).sum(dim=2, keepdim=True)
-                # The last use of dout, so its memory takes the product.
-                dtile += dout.mul_(lower).sum(dim=1, keepdim=True)
+        for level in self._steps[:-1]:
+            for lower, tile, out in level:
+                torch.mul(lower, tile, out=out)
+        for gradient in [self._dx, *self._scratch.dlevels]:
+            gradient.zero_()
+        for row, drow in zip(self._rows[-1], self._drows[-1], strict=True):
+            rows, suffix, _, tokens = row.lower.shape
+            size = suffix * self._scratch.tile
+            flat = self._scratch.tile_rows[:, : rows * size * tokens]
+            dfeatures, product = flat.view(2, rows, size, tokens).unbind(0)
+            torch.bmm(state[:, :, row.span].transpose(1, 2), values, out=dfeatures)
+            shape = (rows, suffix, self._scratch.tile, tokens)
+            self._product_rule(row, drow, dfeatures.view(shape), product.view(shape))
+        lower_levels = list(zip(self._rows, self._drows, self._scratch.dlevels, strict=False))
+        for rows_of_level, drows, dlevel in reversed(lower_levels):
+            for row, drow in zip(rows_of_level, drows, strict=True):
+                dfeatures = self._part(dlevel, row)
+                product = self._scratch.tile_rows[0, : dfeatures.numel()].view(dfeatures.shape)
+                self._product_rule(row, drow, dfeatures, product)
+
+    @staticmethod
+    def _product_rule(row: _TileRow, drow: _TileRow, dout: Tensor, product: Tensor) -> None:
+        drow.lower.add_(torch.mul(dout, row.tile, out=product).sum(dim=2, keepdim=True))
+        # The last use of dout, so its memory takes the product.
+        drow.tile.add_(dout.mul_(row.lower).sum(dim=1, keepdim=True))
 
 
 def expand(x: Float[Tensor, "*rows K"], degree: int) -> Float[Tensor, "*rows P"]:

@@ -39,13 +39,12 @@ def test_features_give_the_power(width: int, degree: int) -> None:
 def test_contract_is_the_gradient_of_the_features(width: int, degree: int) -> None:
     K = padded_width(width, degree)
     x = torch.randn(2, K, 5, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(2, state_features(width, degree), 5, dtype=torch.float64)
-    (wanted,) = torch.autograd.grad((expand(x.mT, degree).mT * weights).sum(), x)
+    state = torch.randn(2, 3, state_features(width, degree), dtype=torch.float64)
+    values = torch.randn(2, 3, 5, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad((state @ expand(x.mT, degree).mT * values).sum(), x)
     dx = torch.empty(2, K, 5, dtype=torch.float64)
     scratch = FeatureScratch(2, width, 5, degree, dx)
-    features = FeatureMap(x.detach(), dx, scratch)
-    features.dfeatures().copy_(weights)
-    features.contract()
+    FeatureMap(x.detach(), dx, scratch).contract(state, values)
     torch.testing.assert_close(dx, wanted)
 
 
