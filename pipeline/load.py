@@ -7,7 +7,7 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.checkpoint import CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointStore, newest_checkpoint
 from longhaul.pipeline.run_folder import RunFolder, locate, stored_config
 
 
@@ -33,7 +33,7 @@ def load_trained_model(run_or_checkpoint: str | Path) -> TrainedModel:
     folder, checkpoint = locate(run_or_checkpoint)
     config = stored_config(folder)
     if checkpoint is None:
-        checkpoint = CheckpointStore(folder.checkpoints, keep_last=1).newest()
+        checkpoint = newest_checkpoint(folder.checkpoints)
     if checkpoint is None:
         raise ValueError(f"{run_or_checkpoint}: found no whole checkpoint, wanted one")
     tensors, state = CheckpointStore.load(checkpoint, only=["model"])

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
@@ -18,6 +19,15 @@ _FIXED = (
     "optim.",
     "trainer.seed",
 )
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What DONE says."""
+
+    step: int
+    tokens: int
+    is_tracked: bool  # everything is in MLflow
 
 
 class RunFolder:
@@ -48,14 +58,14 @@ class RunFolder:
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.environment_file, environment + "\n")
 
-    def finished_tokens(self) -> int | None:
-        """Tokens of a finished run, None while it is not finished."""
+    def finished(self) -> Finished | None:
+        """How the run ended, None while it has not."""
         if not self.done_file.exists():
             return None
-        return int(json.loads(self.done_file.read_text())["tokens"])
+        return Finished(**json.loads(self.done_file.read_text()))
 
-    def mark_finished(self, step: int, tokens: int) -> None:
-        write_atomically(self.done_file, json.dumps({"step": step, "tokens": tokens}) + "\n")
+    def mark_finished(self, finished: Finished) -> None:
+        write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
 
     def _check_same_run(self, config: RunConfig) -> None:
         before = flatten(to_dict(load_run_config(self.config_file)))

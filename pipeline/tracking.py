@@ -151,8 +151,10 @@ class Tracker:
             self._journal.add("status", status=status)
         self._deadline = time.monotonic() + timeout_s
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout_s)
+        if self._thread.ident is None:  # never started: nobody knows what MLflow has
+            self._journal.close()
+            return False
+        self._thread.join(timeout_s)
         self._journal.close()
         waiting = self._mirror.waiting()
         if waiting:

@@ -1,6 +1,7 @@
 """`longhaul train`: start the run that a config names, or resume it."""
 
 import argparse
+import dataclasses
 import logging
 import signal
 import sys
@@ -19,7 +20,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.environment import source_commit
-from longhaul.pipeline.run_folder import RunFolder
+from longhaul.pipeline.run_folder import Finished, RunFolder
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Books, Updates
@@ -54,18 +55,35 @@ def train(config: RunConfig) -> None:
     _quieten_lightning()
     trainer = _build_trainer(config)
     folder = RunFolder.of(config)
+    finished = folder.finished()
+    if finished is not None and finished.tokens >= config.trainer.max_tokens:
+        if trainer.is_global_zero:
+            if not finished.is_tracked:
+                _track_to_the_end(config, folder, finished)
+            print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+        return
     if not trainer.is_global_zero:
         _fit(trainer, config, folder, None)
         return
-    finished = folder.finished_tokens()
-    if finished is not None and finished >= config.trainer.max_tokens:
-        print(f"run {folder.path} is finished: {finished:,} tokens")
-        return
-    with _tracking(config, folder) as tracker, _logging_to(folder.log_file):
-        show = ProgressLine(config.name, config.num_updates)
-        module = _fit(trainer, config, folder, Books(tracker, show))
-        folder.mark_finished(module.progress.step, module.progress.tokens)
-    print(f"run {folder.path} is finished: {module.progress.tokens:,} tokens")
+    tracker = _new_tracker(config, folder)
+    status: Status | None = None
+    previous = signal.signal(signal.SIGTERM, _raise_killed)
+    try:
+        folder.adopt(config)
+        status = "FAILED"
+        tracker.start()
+        books = Books(tracker, ProgressLine(config.name, config.num_updates))
+        with _logging_to(folder.log_file):
+            progress = _fit(trainer, config, folder, books).progress
+        status = "FINISHED"
+    except (Killed, KeyboardInterrupt, SystemExit):
+        status = "KILLED"
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
+    folder.mark_finished(Finished(progress.step, progress.tokens, is_tracked))
+    print(f"run {folder.path} is finished: {progress.tokens:,} tokens")
 
 
 def _fit(
@@ -127,11 +145,9 @@ def _build_trainer(config: RunConfig) -> Trainer:
     )
 
 
-@contextmanager
-def _tracking(config: RunConfig, folder: RunFolder) -> Iterator[Tracker]:
-    """A tracker whose run ends as FINISHED, FAILED or KILLED, whichever is true."""
+def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
     # Its journal is locked while it is open, so only one process trains in a folder.
-    tracker = Tracker(
+    return Tracker(
         folder.path,
         uri=config.tracking.uri,
         experiment=config.tracking.experiment,
@@ -143,20 +159,14 @@ def _tracking(config: RunConfig, folder: RunFolder) -> Iterator[Tracker]:
         },
         artifacts=[folder.config_file, folder.environment_file],
     )
-    status: Status | None = None
-    previous = signal.signal(signal.SIGTERM, _raise_killed)
-    try:
-        folder.adopt(config)
-        status = "FAILED"
-        tracker.start()
-        yield tracker
-        status = "FINISHED"
-    except (Killed, KeyboardInterrupt, SystemExit):
-        status = "KILLED"
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
+
+
+def _track_to_the_end(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
+    """Send MLflow what it had not taken when the run ended."""
+    tracker = _new_tracker(config, folder)
+    tracker.start()
+    if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_DRAIN):
+        folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
 
 
 def _raise_killed(number: int, frame: FrameType | None) -> None:

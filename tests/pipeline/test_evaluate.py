@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mlflow.tracking import MlflowClient
 
 from longhaul.datamodules.tokens import TokenDataModule

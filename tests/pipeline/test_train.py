@@ -60,7 +60,8 @@ def assert_one_clean_run(run: Run, num_updates: int = 30) -> None:
 
 def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
     folder = uninterrupted.path / "small"
-    assert json.loads((folder / "DONE").read_text()) == {"step": 30, "tokens": 30 * 512}
+    done = {"step": 30, "tokens": 30 * 512, "is_tracked": True}
+    assert json.loads((folder / "DONE").read_text()) == done
     assert (folder / "environment.json").is_file()
     assert_one_clean_run(uninterrupted)
     client, (tracked,) = mlflow_runs(uninterrupted)
@@ -90,6 +91,17 @@ def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
     result = uninterrupted.longhaul("train", "small.yaml")
     assert "is finished: 15,360 tokens" in result.stdout
     assert uninterrupted.trace.read_bytes() == before
+
+
+def test_a_run_killed_just_before_its_end_is_ended(uninterrupted: Run) -> None:
+    (uninterrupted.path / "small" / "DONE").unlink()
+    before = final_weights(uninterrupted)
+    result = uninterrupted.longhaul("train", "small.yaml")
+    assert "resumed at step 30" in result.stdout
+    assert (uninterrupted.path / "small" / "DONE").is_file()
+    after = final_weights(uninterrupted)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert_one_clean_run(uninterrupted)
 
 
 def wait_for_steps(run: Run, process: "subprocess.Popen[str]", count: int) -> None:
