@@ -200,9 +200,9 @@ def test_a_second_preparation_at_the_same_time_is_refused(make_store, tmp_path: 
     prepare(path, tmp_path / "out", progress=progress)
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"shard": {"na'])
-def test_a_shard_entered_but_not_renamed_is_written_again(
-    make_store, tmp_path: Path, torn: bytes
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_shard_half_entered_or_not_renamed_is_written_again(
+    make_store, tmp_path: Path, is_torn: bool
 ) -> None:
     path, tokens = make_store()
     folder = tmp_path / "out"
@@ -216,10 +216,11 @@ def test_a_shard_entered_but_not_renamed_is_written_again(
 
     with pytest.raises(StopError):
         prepare(path, folder, progress=progress)
-    last = folder / "train-000002.tar"
     # As after a kill between the two: the entry is there, the shard has its temporary name.
-    os.rename(last, folder / ".train-000002.tar.tmp")
-    with (folder / PROGRESS_NAME).open("ab") as file:
-        file.write(torn)
+    os.rename(folder / "train-000002.tar", folder / ".train-000002.tar.tmp")
+    if is_torn:
+        # As after one before: nor is the entry whole.
+        content = (folder / PROGRESS_NAME).read_bytes()
+        (folder / PROGRESS_NAME).write_bytes(content[:-20])
     assert stock_tokens(prepare(path, folder)) == tokens.tolist()
     assert not list(folder.glob(".*"))

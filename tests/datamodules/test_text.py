@@ -130,7 +130,7 @@ def test_a_long_text_is_read_in_pieces_that_change_no_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(
-        f"def f{n}(x):\n    return {n} * x\n\n\n# {'word ' * (n % 7)}\n" for n in range(400)
+        f"def f{n}(x):\n    return {n}  * x\n\n\n# {'word ' * (n % 7)}\n" for n in range(400)
     )
     (tmp_path / "a.txt").write_text(text)
     expected = build_tokenizer("gpt2").encode(text).tolist()
