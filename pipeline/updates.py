@@ -136,6 +136,7 @@ class Updates(Callback):
             "train/step_seconds": seconds,
             "train/data_wait_seconds": self._data_wait,
             "train/peak_memory_bytes": _peak_memory(),
+            "train/replaced_shards": len(self.data.bad_shards),
         }
         self.books.tracker.log("train", progress.step, values)
 

@@ -82,7 +82,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (run.path / source).mkdir()
         for index, file in enumerate(sorted((CHECKOUT / source).glob("*.py"))):
             (run.path / source / f"{index:03d}.txt").write_text(file.read_text())
-        run.longhaul("prepare", "text", source, f"shards/{name}", "--doc-tokens", "1024")
+        options = ("--doc-tokens", "1024", "--docs-per-shard", "4")
+        run.longhaul("prepare", "text", source, f"shards/{name}", *options)
     return run.path / "shards"
 
 

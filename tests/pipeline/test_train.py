@@ -234,14 +234,29 @@ def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:
     assert not (run.path / "small" / "checkpoints").exists()
 
 
-def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:
+def damage_a_shard(run: Run, corpus: Path) -> tuple[str, str]:
+    """Cut the end off a shard of a copy; its name, and the override that trains on the copy."""
     copy = run.path / "damaged"
     shutil.copytree(corpus, copy)
     shard = min((copy / "train").glob("*.tar"))
     shard.write_bytes(shard.read_bytes()[:-1000])
-    result = run.longhaul("train", "small.yaml", f"data.manifest={copy}/train", check=False)
-    expect_one_line(result, 2, shard.name)
-    assert [run.info.status for run in mlflow_runs(run)[1]] == ["FAILED"]
+    return shard.name, f"data.manifest={copy}/train"
+
+
+def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:
+    name, manifest = damage_a_shard(run, corpus)
+    result = run.longhaul("train", "small.yaml", manifest, check=False)
+    expect_one_line(result, 2, name)
+    assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["FAILED"]
+
+
+def test_a_replaced_shard_is_recorded(run: Run, corpus: Path) -> None:
+    name, manifest = damage_a_shard(run, corpus)
+    options = (manifest, "data.on_bad_shard=replace", "data.max_bad_fraction=0.5")
+    result = run.longhaul("train", "small.yaml", *options)
+    assert name in result.stderr
+    assert name in (run.path / "small" / "logs" / "train.log").read_text()
+    assert mlflow_runs(run)[1][0].data.metrics["train/replaced_shards"] == 1
 
 
 @pytest.mark.parametrize(
