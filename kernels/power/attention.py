@@ -13,10 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Queries per block: scores of a block stay in cache, and a chunk of this length is one block.
-QUERIES_PER_BLOCK = 256
+# A chunk of up to 256 tokens is one block of queries; longer ones are cut into blocks of 128, whose
+# scores stay in cache and waste little of the causal half.
+_ONE_BLOCK = 256
+_BLOCK = 128
 # A decay below 2^−126, the smallest normal float32, is 0.
 LOG2_SMALLEST = -126.0
+
+
+def queries_per_block(tokens: int) -> int:
+    """Queries of a chunk that are scored at a time."""
+    return tokens if tokens <= _ONE_BLOCK else _BLOCK
 
 
 class Buffers(NamedTuple):
@@ -37,7 +44,7 @@ class _Scratch:
 
     def __init__(self, buffers: Buffers) -> None:
         rows, width, tokens = buffers.v.shape
-        size = min(QUERIES_PER_BLOCK, tokens)
+        size = queries_per_block(tokens)
         like = buffers.v
         self.scores = like.new_empty(3, rows * tokens * size)
         self.values = like.new_empty(rows, width, tokens)
@@ -76,7 +83,7 @@ class _Block:
         self.future = scratch.future[:size, :size]
         self.causal = scratch.causal[:size, :size]
         self.is_gated = False
-        self.pair = torch.empty_like(self.causal).repeat(rows, 1, 1)
+        self.pair = v.new_empty(rows, size, size)
         self.before = v.new_empty(rows, 1, start)
         self.after = v.new_empty(rows, 1, size)
 
@@ -159,7 +166,7 @@ class InsideChunk:
     def __init__(self, buffers: Buffers, degree: int) -> None:
         tokens = buffers.v.shape[2]
         scratch = _Scratch(buffers)
-        edges = [*range(0, tokens, QUERIES_PER_BLOCK), tokens]
+        edges = [*range(0, tokens, queries_per_block(tokens)), tokens]
         self._blocks = [_Block(buffers, start, end, scratch) for start, end in pairwise(edges)]
         self._degree = degree
 

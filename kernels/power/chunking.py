@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from longhaul.kernels.power.attention import QUERIES_PER_BLOCK, exp2_flushed_
+from longhaul.kernels.power.attention import exp2_flushed_, queries_per_block
 from longhaul.kernels.shapes import state_features
 
 # 2^−192 counts as 0 (exp2_flushed_), so a log gate clamped to it is still a full reset; and
@@ -85,7 +85,7 @@ class Problem:
         At least two where the sizes allow it, so that each of two cores has a row of its own.
         """
         C = self.chunk_size
-        bytes_per_row = 8 * C * min(C, QUERIES_PER_BLOCK) + 16 * C * (self.K + self.V)
+        bytes_per_row = 8 * C * queries_per_block(C) + 16 * C * (self.K + self.V)
         if C < self.T:
             bytes_per_row += 4 * self.P * (C + self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]

@@ -25,8 +25,11 @@ class Workspace:
         self._rows = problem.rows_per_block
         rows = self._rows[0] * self._rows[1]
         width = padded_width(problem.K, problem.degree)
-        self.q, self.k, self.dq, self.dk = like.new_zeros(4, rows, width, tokens).unbind(0)
-        self.v, self.num, self.dnum, self.dv = like.new_ones(4, rows, problem.V + 1, tokens)
+        self.q, self.k, self.dq, self.dk = like.new_empty(4, rows, width, tokens)
+        self.v, self.num, self.dnum, self.dv = like.new_empty(4, rows, problem.V + 1, tokens)
+        for x in (self.q, self.k):
+            x[:, problem.K :].zero_()
+        self.v[:, -1:].fill_(1)
         self.scratch = like.new_empty(rows, problem.V + 1, tokens)
         buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
         self.inside = InsideChunk(Buffers(*buffers), problem.degree)
