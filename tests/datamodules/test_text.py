@@ -143,6 +143,13 @@ def test_a_long_text_is_read_in_pieces_that_change_no_token(
     assert tokens_of(manifest) == expected[: manifest.num_tokens]
 
 
+def test_a_run_of_white_space_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 14)
+    (tmp_path / "a.txt").write_text("aaaaaaaa bb  c and")
+    pieces = next(open_corpus([str(tmp_path / "a.txt")]).texts()).pieces()
+    assert list(pieces) == ["aaaaaaaa", " bb  c and"]
+
+
 def test_a_text_without_a_place_to_cut_is_whole_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
