@@ -17,8 +17,6 @@ from torch import Tensor
 # scores stay in cache and waste little of the causal half.
 _ONE_BLOCK = 256
 _BLOCK = 128
-# A decay below 2^−126, the smallest normal float32, is 0.
-LOG2_SMALLEST = -126.0
 
 
 def queries_per_block(tokens: int) -> int:
@@ -186,12 +184,18 @@ class InsideChunk:
             block.backward(self._degree)
 
 
-def exp2_flushed_(x: Tensor) -> Tensor:
-    """2^x in place, 0 for x below −126: denormal numbers slow a matrix product down many times.
+def log2_smallest(dtype: torch.dtype) -> float:
+    """log2 of the smallest decay that is not taken for 0."""
+    return -160.0 if dtype == torch.float64 else -64.0
 
-    exp2 rather than exp, whose vector version in torch takes ten times as long on −inf.
+
+def exp2_flushed_(x: Tensor) -> Tensor:
+    """2^x in place, and 0 where that is far below a rounding of 1.
+
+    Products with smaller decays would be denormal numbers, on which a matrix product runs ten
+    times slower. exp2 rather than exp, whose vector version in torch is as slow on −inf.
     """
-    return torch.threshold_(x, LOG2_SMALLEST, -torch.inf).exp2_()
+    return torch.threshold_(x, log2_smallest(x.dtype), -torch.inf).exp2_()
 
 
 def _raise(x: Tensor, degree: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from longhaul.kernels.power.attention import LOG2_SMALLEST
+from longhaul.kernels.power.attention import log2_smallest
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
 from longhaul.kernels.power.features import multiplicity
 from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
@@ -199,7 +199,7 @@ class _Backward:
         if self.dnorm is not None and saved.norm is not None:
             change[:, -1] += (self.dnorm * saved.norm).sum(dim=2)
         suffix = change.flip(1).cumsum(dim=1).flip(1)
-        is_reset = log_g / log(2) < LOG2_SMALLEST
+        is_reset = log_g / log(2) < log2_smallest(self.dk.dtype)
         T = problem.T
         time = torch.arange(T, device=log_g.device)[None, :, None]
         next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)

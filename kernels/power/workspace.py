@@ -25,8 +25,12 @@ class Workspace:
         self._rows = problem.rows_per_block
         rows = self._rows[0] * self._rows[1]
         width = padded_width(problem.K, problem.degree)
-        self.q, self.k, self.dq, self.dk = like.new_empty(4, rows, width, tokens)
-        self.v, self.num, self.dnum, self.dv = like.new_empty(4, rows, problem.V + 1, tokens)
+        # Rows that lie a large power of two apart fall on the same lines of a cache.
+        stride = tokens + (16 if tokens >= 1024 else 0)
+        keys = like.new_empty(4, rows, width, stride)[..., :tokens]
+        values = like.new_empty(4, rows, problem.V + 1, stride)[..., :tokens]
+        self.q, self.k, self.dq, self.dk = keys
+        self.v, self.num, self.dnum, self.dv = values
         for x in (self.q, self.k):
             x[:, problem.K :].zero_()
         self.v[:, -1:].fill_(1)
