@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from longhaul.kernels import PowerState, power_attention, power_attention_step, state_features
+from longhaul.kernels.power.cost import choose_form
 from longhaul.kernels.testing import assert_close
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -161,8 +162,8 @@ def test_sixteen_bits_accumulate_in_float32(how: dict[str, Any], dtype: torch.dt
 
 
 def test_auto_is_right_where_it_takes_chunks() -> None:
-    """Long enough for the cost model to leave the attention form at a small width."""
-    Case(T=600, H=2, G=1, K=8, V=8, is_continued=False).check(torch.float32)
+    assert choose_form(1200, 8, 8, 2) == "chunked"
+    Case(T=1200, H=2, G=1, K=8, V=8, is_continued=False).check(torch.float32)
 
 
 def test_attention_form_with_several_blocks_of_queries() -> None:

@@ -1,0 +1,47 @@
+"""The cost model: what it counts, and what it chooses."""
+
+import pytest
+
+from longhaul.kernels.power.cost import choose_chunk_size, choose_form, mixing_flops, power_flops
+
+
+def test_flops_by_hand() -> None:
+    # Each of 3 queries meets 1, 2 and 3 keys: 6 scores, 2 K for one and 2 V for its value.
+    assert power_flops(3, 5, 7, 2, "attention") == 6 * 2 * (5 + 7)
+    # 15 features at K = 5: update and read-out of a 15 x 7 state, and chunks of 2.
+    assert power_flops(10, 5, 7, 2, "chunked", 2) == 10 * (4 * 15 * 7 + 2 * 2 * (5 + 7))
+    assert power_flops(10, 5, 7, 2, "recurrent") == 10 * (4 * 15 * 7 + 2 * (5 + 7))
+
+
+def test_a_chunk_is_never_longer_than_the_sequence() -> None:
+    assert power_flops(10, 5, 7, 2, "chunked", 64) == power_flops(10, 5, 7, 2, "chunked", 10)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_long_sequences_are_chunked_and_short_ones_are_not(degree: int) -> None:
+    width = 16 if degree == 4 else 64
+    forms = [choose_form(T, width, width, degree) for T in (16, 256, 4096, 65536, 2**20)]
+    assert forms[0] == "attention"
+    assert forms[-1] == "chunked"
+    assert forms == sorted(forms)
+
+
+def test_the_crossover_moves_with_the_size_of_the_state() -> None:
+    def crossover(width: int, degree: int) -> int:
+        lengths = range(64, 2**18, 64)
+        return next(T for T in lengths if choose_form(T, width, width, degree) == "chunked")
+
+    crossovers = [crossover(64, 1), crossover(32, 2), crossover(64, 2), crossover(16, 4)]
+    assert crossovers == sorted(crossovers)
+    assert 1024 < crossover(64, 2) <= 8192
+
+
+def test_high_degrees_have_no_chunked_form_to_choose() -> None:
+    assert choose_form(2**20, 64, 64, 8) == "attention"
+
+
+def test_cost_per_token_stops_growing_with_the_length() -> None:
+    assert mixing_flops(2**16, 64, 64, 2) == mixing_flops(2**20, 64, 64, 2)
+    assert mixing_flops(512, 64, 64, 2) == 513 * 128
+    C = choose_chunk_size(2**16, 64, 64, 2)
+    assert mixing_flops(2**16, 64, 64, 2) == 4 * 2080 * 64 + 2 * C * 128
