@@ -94,9 +94,7 @@ def test_training_goes_on_after_a_skipped_update() -> None:
 
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     module = build(4, max_skipped_updates=3)
-    with pytest.raises(
-        TooManySkippedUpdates, match=r"nan in 3 updates in a row, .* step 5"
-    ):
+    with pytest.raises(TooManySkippedUpdates, match=r"nan in 3 updates in a row, .* step 5"):
         fit(module, 10, 4, spoil=lambda update: update >= 2)
     assert module.progress.step == 5
 

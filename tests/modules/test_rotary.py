@@ -53,7 +53,7 @@ def test_packed_documents_each_begin_anew() -> None:
 def test_frequencies_are_the_formulas() -> None:
     found = (frequencies(8, 65_536, CPU) * 2 * math.pi).tolist()
     assert found == pytest.approx([2 * math.pi / 65_536 ** (2 * (j - 1) / 8) for j in range(1, 5)])
-    found = (frequencies_from_base(8, 10_000, CPU) * 2 * math.pi).tolist()
+    found = (frequencies_from_base(8, 10_000.0, CPU) * 2 * math.pi).tolist()
     assert found == pytest.approx([10_000 ** (-2 * (j - 1) / 8) for j in range(1, 5)])
 
 

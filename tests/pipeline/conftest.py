@@ -1,5 +1,6 @@
 """A small corpus, a small run, and a `longhaul` that runs in a process of its own."""
 
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -51,9 +52,13 @@ class RunFolder:
     def trace(self) -> Path:
         return self.path / "trace.jsonl"
 
-    def longhaul(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
-        """`longhaul ARGUMENTS` to its end."""
+    def longhaul(
+        self, *arguments: str, check: bool = True, largest_file: int | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """`longhaul ARGUMENTS` to its end; no file may grow beyond `largest_file` bytes."""
         process = self.start(*arguments)
+        if largest_file is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
         out, error = process.communicate(timeout=300)
         if check:
             assert process.returncode == 0, f"{out}\n{error}"

@@ -234,6 +234,22 @@ def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:
     assert not (run.path / "small" / "checkpoints").exists()
 
 
+def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
+    # A limit on the size of a file is a disk that a checkpoint does not fit on, and all else does.
+    options = ("small.yaml", "model.width=256", "trainer.max_tokens=5120")
+    limited = run.longhaul("train", *options, check=False, largest_file=4 << 20)
+    expect_one_line(limited, 1, "checkpoint of step 4 could not be saved", "File too large")
+    folder = run.path / "small"
+    assert not list((folder / "checkpoints").iterdir())
+    assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["FAILED"]
+    assert "Traceback" in (folder / "logs" / "train.log").read_text()
+    run.longhaul("train", *options)
+    assert (folder / "checkpoints" / "step-000000010").is_dir()
+    client, runs = mlflow_runs(run)
+    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert sorted(metric.step for metric in history) == list(range(1, 11))
+
+
 def damage_a_shard(run: Run, corpus: Path) -> tuple[str, str]:
     """Cut the end off a shard of a copy; its name, and the override that trains on the copy."""
     copy = run.path / "damaged"
