@@ -108,7 +108,7 @@ class _Backward:
         self.carry.store(self.dinitial_kv, self.dinitial_norm, rows)
 
     def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
-        """Gradients of the numerators, and in row V of the denominator, eq. (14)."""
+        """Gradients of the numerators, and in row V of the denominator, eq. (11)."""
         work.load(work.dnum, self.dout, heads, chunk)
         dden = work.dnum[:, -1:]
         if self.saved.inverse is None or self.ddenominator is None:
@@ -119,7 +119,7 @@ class _Backward:
         work.load(dden, self.ddenominator, heads, chunk)
 
     def _read_chunk(self, rows: Rows, chunk: Chunk) -> None:
-        """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (15), then the state."""
+        """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then the state."""
         saved, problem, state = self.saved, self.problem, self.carry
         is_last = chunk.end == problem.T
         if state.is_zero and is_last:
@@ -171,7 +171,7 @@ class _Backward:
         work.store(work.dv, self.dv, rows, chunk)
 
     def _through_update(self, work: Workspace, decay: Decay) -> None:
-        """dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (16)."""
+        """dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14)."""
         dread = self.carry.to_read()
         values = work.scaled(work.v, decay.to_end)
         for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
@@ -181,7 +181,7 @@ class _Backward:
             work.dv.mul_(decay.to_end)
 
     def _dlog_g(self, log_g: Tensor) -> Tensor:
-        """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (17), in float64.
+        """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (15), in float64.
 
         The first sum is dout·out where the output is not normalised and 0 where it is, because
         then q_t only rotates through a mean; the second is k·dk / p, because weights are

@@ -25,7 +25,7 @@ class PowerState(NamedTuple):
 def denominator_floor(
     degree: int, query_norm: Tensor, state_norm: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Smallest denominator worth dividing by, eq. (13): query_norm is |q|^p, state_norm is ‖n‖.
+    """Smallest denominator worth dividing by, eq. (16): query_norm is |q|^p, state_norm is ‖n‖.
 
     For even p the part read from the state is a sum of large terms of both signs that is never
     negative in exact arithmetic and at most |q|^p ‖n‖. Below a few roundings of that bound its

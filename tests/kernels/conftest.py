@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", _poisoned(Tensor.new_empty))
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """No run-time check of the annotations: a user meets the functions' own errors."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

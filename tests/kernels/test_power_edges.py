@@ -196,6 +196,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("message", "change"), BAD, ids=[message for message, _ in BAD])
 def test_bad_input_is_named(message: str, change: dict[str, Any]) -> None:
     q, k, v, log_g = (y.float() for y in inputs(20))
@@ -208,11 +209,13 @@ def test_bad_input_is_named(message: str, change: dict[str, Any]) -> None:
         power_attention(**call)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_packing_needs_a_batch_of_one() -> None:
     with pytest.raises(ValueError, match="cu_seqlens: found B = 2"):
         power_attention(*inputs(20, B=2), cu_seqlens=torch.tensor([0, 20]))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_step_takes_one_token() -> None:
     state = PowerState(torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64))
     with pytest.raises(ValueError, match="q: found 2 tokens, wanted 1"):
