@@ -120,6 +120,24 @@ def test_a_gate_of_zero_forgets_everything(how: dict[str, Any]) -> None:
 
 
 @per_form
+def test_gates_before_a_reset_feel_nothing_after_it(how: dict[str, Any]) -> None:
+    """Not even the rounding errors of large gradients: the sums of eq. (15) stop at the reset."""
+    q, k, v, log_g = inputs(60)
+    log_g[:, 33] = -torch.inf
+    v[:, 33:] *= 1e6
+    log_g.requires_grad_()
+    weights = torch.rand(1, 60, 4, 4)
+    out, _ = power_attention(q, k, v, log_g, backend="reference", normalize=False)
+    (wanted,) = torch.autograd.grad((out * weights).sum(), log_g)
+    x = [y.detach().float() for y in (q, k, v, log_g)]
+    x[3].requires_grad_()
+    out, _ = power_attention(*x, normalize=False, **how)
+    (actual,) = torch.autograd.grad((out * weights).sum(), x[3])
+    size = wanted[:, :33].abs().max().item()
+    assert (actual - wanted)[:, :33].abs().max() < 1e-5 * size
+
+
+@per_form
 @pytest.mark.parametrize("gate", [-torch.inf, -1e30, -100.0, 0.0])
 def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: float) -> None:
     x = [y.float() for y in inputs(40)]
