@@ -14,8 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from longhaul.configs.schema import RunConfig
-from longhaul.modules.attention import AttentionConfig, attention_config
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 
 
 class ConfigError(ValueError):
@@ -35,9 +34,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"command line: found {override!r}, wanted key.sub=value")
-    merged = OmegaConf.merge(_read(_find(path)), OmegaConf.from_dotlist(list(overrides)))
-    assert isinstance(merged, DictConfig)
-    return _build(merged)
+    return _build(_merge(_read(_find(path)), OmegaConf.from_dotlist(list(overrides))))
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -93,21 +90,44 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
     parents = raw.pop("inherits", [])
     if isinstance(parents, str) or any(not isinstance(parent, str) for parent in parents):
         raise ConfigError(f"{path}: inherits: wanted a list of file names")
-    layers = []
+    merged = OmegaConf.create({})
     for parent in parents:
         file = path.parent / parent
-        layers.append(_read(file if file.is_file() else _find(parent), (*below, path.resolve())))
-    merged = OmegaConf.merge(*layers, raw)
+        file = file if file.is_file() else _find(parent)
+        merged = _merge(merged, _read(file, (*below, path.resolve())))
+    return _merge(merged, raw)
+
+
+def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
+    """`upper` over `lower`. A kind that upper changes keeps those inherited options that it has."""
+    old = OmegaConf.select(lower, "model.attention", throw_on_missing=False)
+    kind = OmegaConf.select(upper, "model.attention.kind", throw_on_missing=False)
+    if isinstance(old, DictConfig) and kind is not None and kind != old.get("kind"):
+        known = {field.name for field in dataclasses.fields(_attention(kind))}
+        for option in [option for option in old if option not in known]:
+            del old[option]
+    merged = OmegaConf.merge(lower, upper)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _attention(kind: str) -> type[AttentionConfig]:
+    try:
+        return attention_config(kind)
+    except ValueError as error:
+        raise ConfigError(f"model.{error}") from error
 
 
 def _build(raw: DictConfig) -> RunConfig:
     try:
         values: dict[str, Any] = OmegaConf.to_container(raw, resolve=True)  # type: ignore[assignment]
-        options = (values.get("model") or {}).get("attention") or {}
-        kind = options.pop("kind", LanguageModelConfig().attention.kind)
-        attention = attention_config(kind)
+        model = values.get("model")
+        options = model.get("attention") if isinstance(model, dict) else None
+        if not isinstance(options, dict) or "kind" not in options:
+            raise ConfigError(
+                f"model.attention.kind: missing, wanted one of {', '.join(registered_variants())}"
+            )
+        attention = _attention(options.pop("kind"))
         _check(values, RunConfig, {"model.attention": attention})
         nested = {"model": {"attention": OmegaConf.structured(attention)}}
         tree = OmegaConf.merge(OmegaConf.structured(RunConfig), nested, values)

@@ -1,7 +1,7 @@
 """The language model: GPT-2's shape, rotary positions, an extra norm after the embedding."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
 
-from longhaul.modules.attention import AttentionConfig, attention_config
+from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.block import Block
 
 # Rows of logits computed at a time where no gradient is wanted: 1,024 x 50,304 float32 are 206 MB.
@@ -20,6 +20,9 @@ _ROWS_AT_ONCE = 1024
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
     """Shape of the model; the default is GPT-2's 124M."""
+
+    attention: AttentionConfig
+    """The variant, by its `kind`, and its options."""
 
     layers: int = 12
     """Residual blocks."""
@@ -32,9 +35,6 @@ class LanguageModelConfig:
 
     vocabulary: int = 50_304
     """Rows of the embedding; at least the tokenizer's ids, best a multiple of 64."""
-
-    attention: AttentionConfig = field(default_factory=attention_config("conformal_sympow"))
-    """The variant, by its `kind`, and its options."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary"):

@@ -94,7 +94,7 @@ def attention_config(kind: str) -> type[AttentionConfig]:
     """The config class of a kind; ValueError names the known ones."""
     if kind not in _REGISTRY:
         known = ", ".join(registered_variants())
-        raise ValueError(f"attention kind: found {kind!r}, wanted one of {known}")
+        raise ValueError(f"attention.kind: found {kind!r}, wanted one of {known}")
     return _REGISTRY[kind]
 
 

@@ -65,7 +65,7 @@ def test_yaml_round_trip(preset: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", registered_variants())
 def test_every_kind_survives_yaml(kind: str, tmp_path: Path) -> None:
-    overrides = [f"model.attention={{kind: {kind}}}"]
+    overrides = [f"model.attention.kind={kind}"]
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load_run_config("run/demo.yaml", overrides)))
     attention = load_run_config(file).model.attention
@@ -88,14 +88,17 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
         ("model.attention.degree='2'", 'model.attention.degree: expected int, got "2"'),
         ("model.attention.degree=3", "model.attention.degree: found 3, wanted an even number"),
-        ("model.attention.kind=sofmax", "attention kind: found 'sofmax', wanted one of .*softmax"),
+        (
+            "model.attention.kind=sofmax",
+            "model.attention.kind: found 'sofmax', wanted one of .*softmax",
+        ),
         ("model.width=1.5", "model.width: expected int, got 1.5"),
         ("model.width=true", "model.width: expected int, got true"),
         ("optim.learning_rate=fast", 'optim.learning_rate: expected float, got "fast"'),
         ("model.width=[1]", r"model.width: expected int, got \[1\]"),
-        ("model=3", "model: expected a mapping of keys, got 3"),
+        ("data=3", "data: expected a mapping of keys, got 3"),
+        ("model=3", "model.attention.kind: missing, wanted one of .*sympow"),
         ("data.context=null", "data.context: "),
-        ("trainer.max_tokens=???", "trainer.max_tokens: missing"),
         ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted one of single, ddp"),
         ("trainer.devices=2", "trainer.strategy: found single with 2 processes, wanted ddp"),
         ("name=a/b", "name: found 'a/b'"),
@@ -110,6 +113,29 @@ def test_a_mistake_is_named_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config("run/demo.yaml", [override])
     assert "\n" not in str(caught.value)
+
+
+def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "inherits: [data/stdlib.yaml]\nname: a\nmodel: {attention: {kind: softmax}}\n"
+        "data: {context: 8}\noptim: {tokens_per_update: 8}\ntrainer: {micro_batch: 1}"
+    )
+    with pytest.raises(ConfigError, match=r"trainer.max_tokens: missing"):
+        load_run_config(file)
+
+
+def test_another_kind_keeps_the_options_it_has(tmp_path: Path) -> None:
+    degree = "model.attention.degree=4"
+    config = load_run_config("run/demo.yaml", [degree, "model.attention.kind=sympow"])
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(config) + "inherits: []")
+    gated = load_run_config(file, ["model.attention.kind=sympow_gated"]).model.attention
+    assert (gated.kind, gated.degree) == ("sympow_gated", 4)  # type: ignore[attr-defined]
+    softmax = load_run_config(file, ["model.attention.kind=softmax"]).model.attention
+    assert softmax == attention_config("softmax")(longest_document=65_536)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"model.attention.degree: unknown key"):
+        load_run_config(file, ["model.attention.kind=softmax", degree])
 
 
 def test_indivisible_update_says_which_number_to_change_to_what() -> None:

@@ -13,8 +13,12 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 
 PEAK_OF_A_LONG_LOSS = """
 import resource, torch
+from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-model = LanguageModel(LanguageModelConfig(layers=1, width=16, heads=1, vocabulary=50_304))
+attention = attention_config("sympow")()
+model = LanguageModel(
+    LanguageModelConfig(attention=attention, layers=1, width=16, heads=1, vocabulary=50_304)
+)
 tokens = torch.zeros(1, 65_536, dtype=torch.int64)
 hidden = torch.randn(1, 65_536, 16, requires_grad=True)
 model.forward = lambda tokens, state=None, keep_state=False: (hidden, None)
