@@ -47,6 +47,8 @@ def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None
         rank=0,
         world_size=1,
     )
+    if data.validation_manifest is None:
+        raise ValueError("data.validation_manifest: found null, wanted shards to evaluate on")
     values: dict[str, float] = {}
     files: list[Path] = []
     baseline: float | None = None

@@ -110,7 +110,7 @@ class Updates(Callback):
         is_last = progress.step >= self.config.num_updates
         self._record(progress, update)
         if is_last or progress.step % self.validation_updates == 0:
-            self._validate(trainer, module)
+            self._validate(module)
         if is_last or progress.step % self.checkpoint_updates == 0:
             self._save(trainer, module)
         # Validation and saving are not part of the next update's time.
@@ -140,7 +140,9 @@ class Updates(Callback):
         }
         self.books.tracker.log("train", progress.step, values)
 
-    def _validate(self, trainer: Trainer, module: Pretraining) -> None:
+    def _validate(self, module: Pretraining) -> None:
+        if self.data.validation_manifest is None:
+            return
         metric = measure_positions(
             module.model,
             self._validation_batches,

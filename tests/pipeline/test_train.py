@@ -250,6 +250,15 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
     assert sorted(metric.step for metric in history) == list(range(1, 11))
 
 
+def test_a_run_without_validation_text_trains(run: Run) -> None:
+    run.longhaul("train", "small.yaml", "data.validation_manifest=null", "data.workers=0")
+    (tracked,) = mlflow_runs(run)[1]
+    assert "train/loss" in tracked.data.metrics
+    assert "validation/loss" not in tracked.data.metrics
+    result = run.longhaul("evaluate", "small", check=False)
+    expect_one_line(result, 2, "data.validation_manifest: found null")
+
+
 def damage_a_shard(run: Run, corpus: Path) -> tuple[str, str]:
     """Cut the end off a shard of a copy; its name, and the override that trains on the copy."""
     copy = run.path / "damaged"
