@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A chunk of up to 256 tokens is one block of queries; longer ones are cut into blocks of 128, whose
-# scores stay in cache and waste little of the causal half.
-_ONE_BLOCK = 256
+# Queries per block: their scores stay in cache, and waste little of the causal half.
 _BLOCK = 128
 
 
 def queries_per_block(tokens: int) -> int:
     """Queries of a chunk that are scored at a time."""
-    return tokens if tokens <= _ONE_BLOCK else _BLOCK
+    return min(tokens, _BLOCK)
 
 
 class Buffers(NamedTuple):

@@ -160,7 +160,8 @@ class _Forward:
         """Divide num by its last row; the inverse and whether it is one, (rows, 1, tokens)."""
         degree = self.problem.degree
         denominator = work.num[:, -1:]
-        query_norm = torch.linalg.vecdot(work.q, work.q, dim=1)[:, None] ** (degree / 2)
+        squares = torch.mul(work.q, work.q, out=work.squares)
+        query_norm = squares.sum(dim=1, keepdim=True) ** (degree / 2)
         state_norm = query_norm.new_zeros(())
         if read is not None:
             state_norm = (read[:, -1:] * self.state.sums[:, -1:]).sum(-1, keepdim=True).sqrt()

@@ -97,7 +97,6 @@ class _Backward:
             for chunk in reversed(problem.chunks):
                 self._write_chunk(rows, chunk)
             self._store_dinitial(rows)
-        self.dq.mul_(problem.scale)
         dlog_g = None if saved.log_g is None else self._dlog_g(saved.log_g)
         return self.dq, self.dk, self.dv, dlog_g, self.dinitial_kv, self.dinitial_norm
 
@@ -135,6 +134,7 @@ class _Backward:
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
                     q_map.contract(read, dnum[:, :, piece])
+                work.dq.mul_(problem.scale)
                 work.store(work.dq, self.dq, heads, chunk)
         if not is_last:
             work.load(work.k, saved.k, rows, chunk)
@@ -162,6 +162,7 @@ class _Backward:
             work.load(work.q, saved.q, heads, chunk, problem.scale)
             self._load_dnum(work, heads, chunk)
             work.inside.backward()
+            work.dq.mul_(problem.scale)
             work.store(work.dq, self.dq, heads, chunk, add=has_read)
             if has_read:
                 dnum = work.scaled(work.dnum, decay.from_start)

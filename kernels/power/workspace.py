@@ -35,6 +35,7 @@ class Workspace:
             x[:, problem.K :].zero_()
         self.v[:, -1:].fill_(1)
         self.scratch = like.new_empty(rows, problem.V + 1, tokens)
+        self.squares = like.new_empty(rows, width, tokens)
         buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
         self.inside = InsideChunk(Buffers(*buffers), problem.degree)
         piece = min(tokens, _FEATURE_TOKENS)
