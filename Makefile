@@ -22,8 +22,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo.sh
 
+# One thread a process: two processes with two OpenMP threads each, on two cores, wait for each other.
 test: check
-	$(BIN)/pytest -m 'not soak and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not soak and not gpu' -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .
@@ -32,7 +33,7 @@ check: setup
 	$(BIN)/lint-imports
 
 soak: setup
-	$(BIN)/pytest -m soak
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s
 
 bench: setup
 	$(BIN)/longhaul bench kernels

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from longhaul.configs.schema import RunConfig
@@ -34,7 +34,14 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     for override in overrides:
         if "=" not in override:
             raise ConfigError(f"command line: found {override!r}, wanted key.sub=value")
-    return _build(_merge(_read(_find(path)), OmegaConf.from_dotlist(list(overrides))))
+    try:
+        command_line = OmegaConf.from_dotlist(list(overrides))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"command line: {' '.join(str(error).split())}") from error
+    try:
+        return _build(_merge(_read(_find(path)), command_line))
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -87,8 +94,8 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"{path}: found a {type(raw).__name__}, wanted a mapping of keys")
-    parents = raw.pop("inherits", [])
-    if isinstance(parents, str) or any(not isinstance(parent, str) for parent in parents):
+    parents = raw.pop("inherits", ListConfig([]))
+    if not isinstance(parents, ListConfig) or not all(isinstance(name, str) for name in parents):
         raise ConfigError(f"{path}: inherits: wanted a list of file names")
     merged = OmegaConf.create({})
     for parent in parents:
@@ -101,17 +108,32 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
     """`upper` over `lower`. A kind that upper changes keeps those inherited options that it has."""
     old = OmegaConf.select(lower, "model.attention", throw_on_missing=False)
-    kind = OmegaConf.select(upper, "model.attention.kind", throw_on_missing=False)
+    new = OmegaConf.select(upper, "model.attention", throw_on_missing=False)
+    kind = new.get("kind") if isinstance(new, DictConfig) else None
     if isinstance(old, DictConfig) and kind is not None and kind != old.get("kind"):
         known = {field.name for field in dataclasses.fields(_attention(kind))}
         for option in [option for option in old if option not in known]:
             del old[option]
+    _check_mappings(OmegaConf.to_container(lower), OmegaConf.to_container(upper))
     merged = OmegaConf.merge(lower, upper)
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _attention(kind: str) -> type[AttentionConfig]:
+def _check_mappings(lower: Any, upper: Any, prefix: str = "") -> None:
+    """Refuse another value where a mapping is inherited; OmegaConf's merge drops or dies of it."""
+    for key, value in upper.items():
+        if isinstance(lower.get(key), dict):
+            if not isinstance(value, dict):
+                raise ConfigError(
+                    f"{prefix}{key}: expected a mapping of keys, got {json.dumps(value)}"
+                )
+            _check_mappings(lower[key], value, f"{prefix}{key}.")
+
+
+def _attention(kind: object) -> type[AttentionConfig]:
+    if not isinstance(kind, str):
+        raise ConfigError(f"model.attention.kind: expected str, got {kind}")
     try:
         return attention_config(kind)
     except ValueError as error:

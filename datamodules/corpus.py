@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -143,7 +144,7 @@ def _json_lines(name: str, path: Path, file: IO[bytes] | gzip.GzipFile) -> Itera
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield Text(f"{name}#{number}", partial(_json_pieces, line, f"{path}:{number}"))
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: damaged, {error}") from None
 
 

@@ -94,7 +94,7 @@ class FileDecoder:
     """Text by a Hugging Face tokenizer, whose own decoder waits for whole characters."""
 
     def __init__(self, tokenizer: Any) -> None:
-        # Imported here: optional, and needed by this decoder only.
+        # Imported here: slow, and needed by this decoder only.
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = tokenizer

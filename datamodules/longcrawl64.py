@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -263,7 +264,7 @@ class _Rows:
             try:
                 store.check_length(name)
                 buffer[: last - first, left:right] = array[first:last, left:right]
-            except (RuntimeError, ValueError, OSError) as error:
+            except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
                 raise ValueError(f"{store.path}: chunk {name} is damaged, {error}") from None
 
     def _check_ids(self, rows: NDArray[np.uint16], first_row: int) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
-_BLOCK_BYTES = 1 << 20
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 

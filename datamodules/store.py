@@ -97,7 +97,11 @@ class ShardStore:
 
     def _open_checked(self, position: int) -> Shard:
         entry = self.manifest.shards[position]
-        path = self._local_copy(entry)
+        path = self._local_copy(position, entry)
+        self._check(position, path, entry)
+        return Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
+
+    def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
         try:
             status = path.stat()
         except OSError as error:
@@ -107,9 +111,15 @@ class ShardStore:
         if self._checked.get(position) != identity:
             check_file(path, entry)
             self._checked[position] = identity
-        return Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
 
-    def _local_copy(self, entry: ShardEntry) -> Path:
+    def _is_whole(self, position: int, path: Path, entry: ShardEntry) -> bool:
+        try:
+            self._check(position, path, entry)
+        except ShardError:
+            return False
+        return True
+
+    def _local_copy(self, position: int, entry: ShardEntry) -> Path:
         url = self.manifest.url_of(entry.name)
         if not is_remote(url):
             return local_path(url)
@@ -118,15 +128,7 @@ class ShardStore:
             return fetch(
                 url,
                 self._cache_dir,
-                is_whole=lambda path: path.stat().st_size == entry.bytes and _matches(path, entry),
+                is_whole=lambda path: self._is_whole(position, path, entry),
             )
         except OSError as error:
             raise ShardError(f"shard {error}") from None
-
-
-def _matches(path: Path, entry: ShardEntry) -> bool:
-    try:
-        check_file(path, entry)
-    except ShardError:
-        return False
-    return True

@@ -165,7 +165,7 @@ class FileTokenizer(Tokenizer):
     name = "tokenizer.json"
 
     def __init__(self, content: bytes, where: str) -> None:
-        # Imported here: optional, and needed by this tokenizer only.
+        # Imported here: slow, and needed by this tokenizer only.
         import tokenizers
 
         self.content = content

@@ -10,7 +10,7 @@ import numpy as np
 import webdataset
 from torch.utils.data import DataLoader
 
-from longhaul.datamodules.manifest import Manifest, load_manifest
+from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokens import DataConfig, TokenDataModule
@@ -26,16 +26,12 @@ _WORKERS = (0, 1)
 _ROUNDS = 5
 
 
-def run(manifest: str | None = None) -> None:
+def run() -> None:
     """Print tokens/s of both, best of several interleaved rounds, and the ratio.
 
-    Args:
-        manifest: what to read once per round; None writes 17 million random tokens to a temporary
-            folder. Either way the files are in the page cache: the readers are measured, no disk.
+    17 million random tokens are written to a temporary folder first, so that they are in the page
+    cache: the readers are measured, no disk.
     """
-    if manifest is not None:
-        _compare(load_manifest(manifest))
-        return
     with tempfile.TemporaryDirectory() as folder:
         _compare(_write_shards(Path(folder) / "shards"))
 

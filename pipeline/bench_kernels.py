@@ -18,10 +18,8 @@ _HEADS, _WIDTH, _DEGREE = 4, 64, 2
 _SECONDS_PER_ROW = 2.0
 
 
-def run(threads: int | None = None) -> None:
-    """Print the table. `threads` for torch, None leaves its own choice."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+def run() -> None:
+    """Print the table."""
     print(
         f"B1 H{_HEADS} K{_WIDTH} V{_WIDTH} float32, degree {_DEGREE}, gated, normalised; "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}. Best of several rounds, "

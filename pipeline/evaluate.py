@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
 from longhaul.pipeline.evaluation.positions import draw, measure_positions, summarise, write_table
 from longhaul.pipeline.load import TrainedModel, load_trained_model
-from longhaul.pipeline.run_folder import write_atomically
 from longhaul.pipeline.tracking import Tracker
 
 TASKS = ("positions", "bigram")
@@ -54,7 +54,7 @@ def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None
     baseline: float | None = None
     if "bigram" in tasks:
         bigram = count_bigrams(data.training_shards(), data.manifest)
-        baseline = values["bigram/loss"] = bigram_loss(bigram, data.val_dataloader())
+        baseline = values["evaluation/bigram_loss"] = bigram_loss(bigram, data.val_dataloader())
     if "positions" in tasks:
         metric = measure_positions(
             trained.model,
@@ -63,7 +63,7 @@ def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None
             trained.device,
             config.trainer.precision,
         )
-        values |= summarise(metric.compute()[0])
+        values |= summarise(metric.compute()[0], "evaluation")
         files = [destination / "positions.csv", destination / "positions.png"]
         write_table(files[0], metric)
         draw(files[1], metric, f"{config.name}, {trained.checkpoint.name}", baseline)

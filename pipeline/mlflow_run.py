@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longhaul.pipeline.atomic import write_atomically
+
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
@@ -126,7 +128,7 @@ def open_run(
                 run_name=run_name,
             )
         check_active(run)
-        _replace(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
+        write_atomically(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
     return client, run
 
 
@@ -194,19 +196,8 @@ def _make_sqlite(path: Path, key: str) -> None:
 def _run_key(run_dir: Path) -> str:
     path = run_dir / "logs" / "run_key"
     if not path.exists():
-        _replace(path, f"{uuid.uuid4().hex}\n")
+        write_atomically(path, f"{uuid.uuid4().hex}\n")
     return path.read_text().strip()
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a small file that is never seen half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def _user() -> str:

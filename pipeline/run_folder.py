@@ -2,23 +2,29 @@
 
 import dataclasses
 import json
-import os
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.environment import describe_environment
+from longhaul.pipeline.mlflow_run import absolute_uri
 
 # A resumed run may go on longer, elsewhere, and on other devices; what decides its numbers stays.
+# That the shards are the same is checked by their hashes, wherever they lie.
 _FIXED = (
     "model.",
-    "data.manifest",
     "data.context",
     "data.shuffle_shards",
     "optim.",
+    "trainer.precision",
     "trainer.seed",
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,15 +51,28 @@ class RunFolder:
     def of(cls, config: RunConfig) -> "RunFolder":
         return cls(Path(config.root) / config.name)
 
-    def adopt(self, config: RunConfig) -> None:
-        """Write what the run is and runs on; the caller holds the journal, and so the folder.
+    def check_same_run(self, config: RunConfig) -> None:
+        """Refuse a config that differs from the folder's in what decides the run's numbers."""
+        if not self.config_file.exists():
+            return
+        before = flatten(to_dict(load_run_config(self.config_file)))
+        now = flatten(to_dict(config))
+        for key in sorted(before.keys() | now.keys()):
+            if key.startswith(_FIXED) and before.get(key) != now.get(key):
+                raise ConfigError(
+                    f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
+                    f"{self.config_file}; give the new run another name"
+                )
+        if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
+            logger.warning(
+                "trainer.max_tokens: %d now, %d before; the learning rate's schedule ends with it",
+                now["trainer.max_tokens"],
+                before["trainer.max_tokens"],
+            )
 
-        Raises:
-            ConfigError: the folder belongs to a run that differs in what decides its numbers.
-            OSError: the folder cannot be written.
-        """
-        if self.config_file.exists():
-            self._check_same_run(config)
+    def adopt(self, config: RunConfig) -> None:
+        """Write what the run is and runs on; the caller holds the journal, and so the folder."""
+        self.done_file.unlink(missing_ok=True)
         write_atomically(self.config_file, to_yaml(config))
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.environment_file, environment + "\n")
@@ -66,26 +85,6 @@ class RunFolder:
 
     def mark_finished(self, finished: Finished) -> None:
         write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
-
-    def _check_same_run(self, config: RunConfig) -> None:
-        before = flatten(to_dict(load_run_config(self.config_file)))
-        now = flatten(to_dict(config))
-        for key in sorted(before.keys() | now.keys()):
-            if key.startswith(_FIXED) and before.get(key) != now.get(key):
-                raise ConfigError(
-                    f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
-                    f"{self.config_file}; give the new run another name"
-                )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees all of it or none of it, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
@@ -106,3 +105,22 @@ def stored_config(folder: RunFolder) -> RunConfig:
     """The config of a run, as if it had been started where it lies now."""
     config = load_run_config(folder.config_file)
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """The config with local paths made absolute: the run can be read from any folder then."""
+    data, tracking = config.data, config.tracking
+    validation = data.validation_manifest
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data,
+            manifest=_absolute(data.manifest),
+            validation_manifest=None if validation is None else _absolute(validation),
+        ),
+        tracking=dataclasses.replace(tracking, uri=absolute_uri(tracking.uri)),
+    )
+
+
+def _absolute(location: str) -> str:
+    return location if is_remote(location) else str(local_path(location).absolute())

@@ -20,7 +20,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.environment import source_commit
-from longhaul.pipeline.run_folder import Finished, RunFolder
+from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Books, Updates
@@ -42,7 +42,7 @@ class Killed(BaseException):
 
 def main(args: argparse.Namespace) -> int:
     try:
-        train(load_run_config(args.config, args.overrides))
+        train(anchored(load_run_config(args.config, args.overrides)))
     except Killed:
         print("longhaul: ended by SIGTERM; the same command goes on", file=sys.stderr)
         return 128 + signal.SIGTERM
@@ -55,6 +55,7 @@ def train(config: RunConfig) -> None:
     _quieten_lightning()
     trainer = _build_trainer(config)
     folder = RunFolder.of(config)
+    folder.check_same_run(config)
     finished = folder.finished()
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         if trainer.is_global_zero:
@@ -76,9 +77,12 @@ def train(config: RunConfig) -> None:
         with _logging_to(folder.log_file):
             progress = _fit(trainer, config, folder, books).progress
         status = "FINISHED"
-    except (Killed, KeyboardInterrupt, SystemExit):
+    except Killed:
         status = "KILLED"
         raise
+    except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
+        status = "KILLED"
+        raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGTERM, previous)
         is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
-from longhaul.pipeline.checkpoint import CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.optimizer_state import optimizer_tensors, restore_optimizer
 from longhaul.pipeline.rng import capture_rng, restore_rng
@@ -78,11 +77,13 @@ class Updates(Callback):
             )
             restore_rng(tensors["rng"])
             module.progress = Progress(**state["progress"])
-            self._check_same_data(state["data"])
+            self._check_same_data(state["shards_sha256"])
         total = self.config.num_updates * self.config.samples_per_update
-        self.data.start_at(module.progress.samples, total - module.progress.samples)
+        self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         if self.books:
             self.books.show.begin(module.progress)
+            if path is not None:  # killed right after the save, MLflow may not know it yet
+                self.books.tracker.log_checkpoint(path, module.progress.step)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle_since = self._update_began = time.perf_counter()
@@ -150,41 +151,48 @@ class Updates(Callback):
             module.device,
             self.config.trainer.precision,
         )
-        values = summarise(metric.compute()[0])
+        values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
             self.books.tracker.log("validation", module.progress.step, values)
             self.books.show.validation(module.progress, values["validation/loss"])
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         tensors, optimizer = optimizer_tensors(module.model, trainer.optimizers[0])
+        failure: str | None = None
         if self.books is not None:
             # A checkpoint must never know more than the journal: a resumed run would not log again
             # what the journal lost.
             self.books.tracker.sync()
-            path = self.store.save(
-                module.progress.step,
-                {"model": module.model.state_dict(), "optimizer": tensors, "rng": capture_rng()},
-                {
-                    "progress": dataclasses.asdict(module.progress),
-                    "optimizer": optimizer,
-                    "data": self._data_identity(),
-                    "mlflow_run_id": self.books.tracker.run_id,
-                },
-            )
-            self.books.tracker.log_checkpoint(path, module.progress.step)
-        if dist.is_initialized():
-            trainer.strategy.barrier("checkpoint")
+            try:
+                path = self.store.save(
+                    module.progress.step,
+                    {
+                        "model": module.model.state_dict(),
+                        "optimizer": tensors,
+                        "rng": capture_rng(),
+                    },
+                    {
+                        "progress": dataclasses.asdict(module.progress),
+                        "optimizer": optimizer,
+                        "shards_sha256": self._shards_sha256(),
+                        "mlflow_run_id": self.books.tracker.run_id,
+                    },
+                )
+            except CheckpointError as error:
+                failure = str(error)
+            else:
+                self.books.tracker.log_checkpoint(path, module.progress.step)
+        # Also the barrier that keeps the ranks together; all of them end when the save failed.
+        failure = trainer.strategy.broadcast(failure)
+        if failure is not None:
+            raise CheckpointError(failure)
 
-    def _data_identity(self) -> dict[str, Any]:
-        """What makes the sample of an index the sample that it is."""
+    def _shards_sha256(self) -> str:
         shards = "".join(shard.sha256 for shard in self.data.manifest.shards)
-        return {
-            "shards_sha256": hashlib.sha256(shards.encode()).hexdigest(),
-            "seed": self.config.trainer.seed,
-        }
+        return hashlib.sha256(shards.encode()).hexdigest()
 
-    def _check_same_data(self, stored: dict[str, Any]) -> None:
-        if stored != self._data_identity():
+    def _check_same_data(self, shards_sha256: str) -> None:
+        if shards_sha256 != self._shards_sha256():
             raise ValueError(
                 f"data.manifest: found other shards in {self.config.data.manifest} than this run "
                 "was trained on, wanted the same ones"

@@ -66,12 +66,12 @@ def measure_positions(
     return metric
 
 
-def summarise(mean: Float64[Tensor, "T"]) -> dict[str, float]:
-    """The whole loss, and the loss at positions 1, 2, 4, ... as metric names."""
-    values = {"validation/loss": mean.mean().item()}
+def summarise(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
+    """The whole loss, and the loss at positions 1, 2, 4, ... by the names of metrics."""
+    values = {f"{prefix}/loss": mean.mean().item()}
     position = 1
     while position <= len(mean):
-        values[f"validation/loss_at_{position:06d}"] = mean[position - 1].item()
+        values[f"{prefix}/loss_at_{position:06d}"] = mean[position - 1].item()
         position *= 2
     return values
 

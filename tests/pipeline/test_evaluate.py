@@ -46,10 +46,10 @@ def test_position_loss_sums_in_float64() -> None:
 
 
 def test_summary_names_powers_of_two() -> None:
-    values = summarise(torch.arange(1.0, 11.0, dtype=torch.float64))
-    assert values["validation/loss"] == 5.5
+    values = summarise(torch.arange(1.0, 11.0, dtype=torch.float64), "x")
+    assert values["x/loss"] == 5.5
     at = {key: value for key, value in values.items() if "_at_" in key}
-    assert at == {f"validation/loss_at_{p:06d}": float(p) for p in (1, 2, 4, 8)}
+    assert at == {f"x/loss_at_{p:06d}": float(p) for p in (1, 2, 4, 8)}
 
 
 def test_bigram_is_the_smoothed_count() -> None:
@@ -88,8 +88,8 @@ def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
     found = torch.tensor([float(row["loss_nats"]) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
     results = json.loads((folder / "results.json").read_text())
-    assert results["validation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)
-    assert 1 < results["bigram/loss"] < math.log(257)
+    assert results["evaluation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)
+    assert 1 < results["evaluation/bigram_loss"] < math.log(257)
 
 
 def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
@@ -99,7 +99,7 @@ def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
     assert tracked.info.status == "FINISHED"
     artifacts = {item.path for item in client.list_artifacts(run_id, "evaluation/step-000000030")}
     assert {path.rsplit("/", 1)[-1] for path in artifacts} >= {"positions.csv", "positions.png"}
-    assert "bigram/loss" in tracked.data.metrics
+    assert "evaluation/bigram_loss" in tracked.data.metrics
 
 
 def test_generation_streams_the_likeliest_tokens(evaluated: Run) -> None:

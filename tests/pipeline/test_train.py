@@ -86,6 +86,21 @@ def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
     assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
 
 
+def test_a_finished_run_refuses_another_config(uninterrupted: Run) -> None:
+    result = uninterrupted.longhaul("train", "small.yaml", "optim.learning_rate=1", check=False)
+    expect_one_line(result, 2, "optim.learning_rate: found 1.0, wanted 0.003 as in")
+
+
+def test_ctrl_c_is_one_line(run: Run) -> None:
+    process = run.start("train", "small.yaml")
+    wait_for_steps(run, process, 10)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130, error
+    assert error.splitlines()[-1] == "longhaul: interrupted"
+    assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["KILLED"]
+
+
 def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
     before = uninterrupted.trace.read_bytes()
     result = uninterrupted.longhaul("train", "small.yaml")
@@ -120,7 +135,7 @@ def kill_at_random_moments(run: Run, times: int, most_steps: int) -> None:
     for _ in range(times):
         process = run.start("train", "small.yaml")
         wait_for_steps(run, process, 1 + chance.randrange(most_steps))
-        time.sleep(chance.random() * 0.1)
+        time.sleep(chance.random() * 0.05)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             killed += 1
@@ -129,7 +144,7 @@ def kill_at_random_moments(run: Run, times: int, most_steps: int) -> None:
 
 
 def test_kill_9_leaves_no_trace(run: Run, uninterrupted: Run) -> None:
-    kill_at_random_moments(run, times=4, most_steps=20)
+    kill_at_random_moments(run, times=4, most_steps=8)
     run.longhaul("train", "small.yaml")
     assert_same_weights(run, uninterrupted)
     assert samples_of(run) == samples_of(uninterrupted)

@@ -1,0 +1,14 @@
+"""Small files that a reader sees whole or not at all."""
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write to a temporary name, flush to disk, rename: also a crash leaves the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
