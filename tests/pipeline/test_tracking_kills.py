@@ -39,8 +39,8 @@ def prepare(death):
     elif death == "store made, not linked":
         os.link = die
     elif death == "run created, id not noted":
-        real = mlflow_run._replace
-        mlflow_run._replace = lambda p, t: die() if p.name == "mlflow_run_id" else real(p, t)
+        real = mlflow_run.write_atomically
+        mlflow_run.write_atomically = lambda p, t: die() if p.name == "mlflow_run_id" else real(p, t)
     elif death == "metrics sent, position not":
         real_batch = MlflowClient.log_batch
         def log_batch(self, run_id, metrics=(), params=(), tags=(), **rest):
