@@ -40,7 +40,9 @@ def prepare(death):
         os.link = die
     elif death == "run created, id not noted":
         real = mlflow_run.write_atomically
-        mlflow_run.write_atomically = lambda p, t: die() if p.name == "mlflow_run_id" else real(p, t)
+        mlflow_run.write_atomically = lambda path, text: (
+            die() if path.name == "mlflow_run_id" else real(path, text)
+        )
     elif death == "metrics sent, position not":
         real_batch = MlflowClient.log_batch
         def log_batch(self, run_id, metrics=(), params=(), tags=(), **rest):
