@@ -143,7 +143,8 @@ def _read_progress(
     """Shards that are there, and the cursor after them; what was written later is cut off."""
     file.seek(0)
     lines = file.read().splitlines(keepends=True)
-    if not lines or not lines[0].endswith(b"\n"):
+    # With no shard finished there is nothing to protect from another source.
+    if len(lines) < 2 or not lines[0].endswith(b"\n"):
         file.truncate(0)
         _append(file, {"source": template.source})
         return [], None

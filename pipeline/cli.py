@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,14 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _help(arguments)
-    name = arguments[0]
-    module = importlib.import_module(f"longhaul.pipeline.{name}")
-    parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
-    module.add_arguments(parser)
-    args = parser.parse_args(arguments[1:])
     logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
     try:
-        return int(module.main(args))
+        return _run(arguments[0], arguments[1:])
+    except BrokenPipeError:
+        # Whoever read the output has seen enough; Python must not write to it at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except ValueError as error:
         return _fail(error, status=2)
     except (OSError, RuntimeError) as error:
@@ -37,6 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("longhaul: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    module = importlib.import_module(f"longhaul.pipeline.{name}")
+    parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
+    module.add_arguments(parser)
+    return int(module.main(parser.parse_args(arguments)))
 
 
 def _help(arguments: list[str]) -> int:

@@ -1,6 +1,7 @@
 """`longhaul generate`: continue a prompt, one token at a time at constant cost for linear kinds."""
 
 import argparse
+import math
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens: found {args.tokens}, wanted 1 or more")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature: found {args.temperature}, wanted 0 or more")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")

@@ -89,14 +89,15 @@ class RunFolder:
 
 def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
     """The run folder that a path names, and the checkpoint if the path names one."""
-    path = Path(run_or_checkpoint)
+    path = Path(run_or_checkpoint).absolute()
     if path.parent.name == "checkpoints" and path.is_dir():
         folder, checkpoint = RunFolder(path.parent.parent), path
     else:
         folder, checkpoint = RunFolder(path), None
     if not folder.config_file.is_file():
         raise ValueError(
-            f"{path}: found no config.yaml, wanted a run folder or one of its checkpoints"
+            f"{run_or_checkpoint}: found no config.yaml, wanted a run folder or one of its "
+            "checkpoints"
         )
     return folder, checkpoint
 

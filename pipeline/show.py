@@ -39,6 +39,9 @@ class ProgressLine:
 
     def update(self, progress: Progress, update: Update, tokens_per_second: float) -> None:
         """One more update is done."""
+        if progress.step == self._first_step + 1:
+            # The first update also warms up; the time left is told by those after it.
+            self._first_step, self._began = progress.step, time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {update.loss:.3f}, {tokens_per_second:,.0f} tokens/s")
             self._bar.update()
@@ -71,5 +74,7 @@ class ProgressLine:
             print(line, flush=True)
 
     def _time_left(self, step: int) -> str:
+        if step == self._first_step:
+            return "?"
         seconds = (time.monotonic() - self._began) / (step - self._first_step)
-        return tqdm.format_interval(seconds * (self.num_updates - step))
+        return str(tqdm.format_interval(seconds * (self.num_updates - step)))

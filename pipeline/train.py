@@ -63,8 +63,9 @@ def train(config: RunConfig) -> None:
                 _track_to_the_end(config, folder, finished)
             print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
+    data = _open_data(config, trainer)
     if not trainer.is_global_zero:
-        _fit(trainer, config, folder, None)
+        _fit(trainer, config, folder, data, None)
         return
     tracker = _new_tracker(config, folder)
     status: Status | None = None
@@ -75,7 +76,7 @@ def train(config: RunConfig) -> None:
         tracker.start()
         books = Books(tracker, ProgressLine(config.name, config.num_updates))
         with _logging_to(folder.log_file):
-            progress = _fit(trainer, config, folder, books).progress
+            progress = _fit(trainer, config, folder, data, books).progress
         status = "FINISHED"
     except Killed:
         status = "KILLED"
@@ -90,9 +91,8 @@ def train(config: RunConfig) -> None:
     print(f"run {folder.path} is finished: {progress.tokens:,} tokens")
 
 
-def _fit(
-    trainer: Trainer, config: RunConfig, folder: RunFolder, books: Books | None
-) -> Pretraining:
+def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
+    """The data of this rank, checked against the model before anything is written."""
     data = TokenDataModule(
         config.data,
         seed=config.trainer.seed,
@@ -108,6 +108,16 @@ def _fit(
             f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "
             f"ids of {config.data.manifest}"
         )
+    return data
+
+
+def _fit(
+    trainer: Trainer,
+    config: RunConfig,
+    folder: RunFolder,
+    data: TokenDataModule,
+    books: Books | None,
+) -> Pretraining:
     module = Pretraining(
         config.model,
         config.optim,

@@ -69,6 +69,11 @@ class Updates(Callback):
         """Restore model, optimiser, counters and RNG before the loader is built."""
         module = _pretraining(pl_module)
         path = trainer.strategy.broadcast(self.store.newest() if trainer.is_global_zero else None)
+        if path is None and any(self.store.folder.glob("*.damaged")):
+            raise CheckpointError(
+                f"{self.store.folder}: found damaged checkpoints alone, wanted a whole one; "
+                "to start over, give the run another name or remove its folder"
+            )
         if path is not None:
             tensors, state = self.store.load(path)
             module.model.load_state_dict(tensors["model"])

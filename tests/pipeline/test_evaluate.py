@@ -151,6 +151,7 @@ def test_top_k_leaves_only_the_k_likeliest() -> None:
         (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
         (["generate", "small", "--prompt", "a", "--tokens", "0"], "--tokens: found 0"),
         (["generate", "small", "--prompt", "a", "--temperature", "-1"], "--temperature: found"),
+        (["generate", "small", "--prompt", "a", "--temperature", "nan"], "--temperature: found"),
         (["generate", "small", "--prompt", "a", "--top-k", "0"], "--top-k: found 0"),
     ],
 )

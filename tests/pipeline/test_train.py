@@ -196,6 +196,17 @@ def test_a_damaged_checkpoint_is_set_aside(damage: str, run: Run) -> None:
     assert (checkpoints / f"{newest.name}.damaged").is_dir()
 
 
+def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:
+    options = ("train", "small.yaml", "trainer.max_tokens=2048")
+    run.longhaul(*options)
+    (run.path / "small" / "DONE").unlink()
+    for checkpoint in (run.path / "small" / "checkpoints").iterdir():
+        (checkpoint / "model.safetensors").unlink()
+    result = run.longhaul(*options, check=False)
+    assert result.returncode == 1
+    assert "found damaged checkpoints alone, wanted a whole one" in result.stderr.splitlines()[-1]
+
+
 def test_sigterm_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:
     process = run.start("train", "small.yaml")
     wait_for_steps(run, process, 20)
@@ -246,7 +257,7 @@ def test_a_run_folder_that_cannot_be_written(run: Run) -> None:
 def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:
     result = run.longhaul("train", "small.yaml", "model.vocabulary=128", check=False)
     expect_one_line(result, 2, "model.vocabulary: found 128, wanted at least 257")
-    assert not (run.path / "small" / "checkpoints").exists()
+    assert not (run.path / "small").exists()
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
