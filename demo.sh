@@ -7,7 +7,7 @@ longhaul train run/demo.yaml
 longhaul evaluate "$run" --tasks positions,bigram
 echo
 echo "A sample:"
-longhaul generate "$run" --prompt "def main(" --tokens 300 --temperature 0.7
+longhaul generate "$run" --prompt "    def test_read(self):" --tokens 200 --seed 1
 echo
 echo "Run folder:   $run"
 echo "Figure:       $(ls -d "$run"/evaluation/*/positions.png | tail -n 1)"
