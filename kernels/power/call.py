@@ -1,0 +1,52 @@
+"""The settings of one call, and what a backend keeps for its backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerCall:
+    """Everything about a call that is not a tensor, with every choice made."""
+
+    degree: int
+    scale: float
+    normalize: bool
+    output_final_state: bool
+    form: Literal["attention", "chunked"]
+    chunk_size: int  # tokens; the attention form ignores it
+
+
+class Forward(NamedTuple):
+    """What a forward pass returns. Only `out` is always there."""
+
+    out: Tensor  # (B, T, H, V) in the dtype of q
+    kv: Tensor | None  # (S, G, P, V) after the last token of each of the S sequences
+    norm: Tensor | None  # (S, G, P)
+    inverse: Tensor | None  # (B, T, H) one over the denominator, or a root of that
+    is_live: Tensor | None  # (B, T, H) whether the denominator was above its floor
+
+
+class Saved(NamedTuple):
+    """What is kept for backward: inputs, output, denominators. Scores and states are recomputed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_g: Tensor | None
+    kv: Tensor | None
+    norm: Tensor | None
+    cu_seqlens: Tensor | None
+    out: Tensor
+    final_kv: Tensor | None
+    final_norm: Tensor | None
+    inverse: Tensor | None
+    is_live: Tensor | None
+
+
+Grads = tuple[
+    Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+]

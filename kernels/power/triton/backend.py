@@ -1,0 +1,63 @@
+"""Which kernel serves a call, and which calls none of them serves."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
+from longhaul.kernels.power.triton.attention import attention_forward
+from longhaul.kernels.power.triton.attention_backward import attention_backward
+from longhaul.kernels.power.triton.chunked import chunked_backward, chunked_forward
+from longhaul.kernels.power.triton.step import step
+
+__all__ = ["backward", "forward", "step", "why_not"]
+
+_WIDEST = 256
+
+
+def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
+    """Why the kernels cannot serve a call; None when they can."""
+    if max(K, V) > _WIDEST:
+        return f"its kernels take K and V up to {_WIDEST}, found {K} and {V}"
+    needs_state = has_state or call.output_final_state or call.form == "chunked"
+    if needs_state and call.degree not in (1, 2, 4):
+        return f"its kernels keep states of degree 1, 2 and 4, found {call.degree}"
+    return None
+
+
+def _is_plain_attention(call: PowerCall, kv: Tensor | None) -> bool:
+    return call.form == "attention" and kv is None and not call.output_final_state
+
+
+def forward(
+    call: PowerCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> Forward:
+    """Output, final state and denominators: call.py says what each is."""
+    if _is_plain_attention(call, kv):
+        out, inverse, is_live = attention_forward(call, q, k, v, log_g, cu_seqlens)
+        return Forward(out, None, None, inverse, is_live)
+    # With a state to read or to leave, the attention form is the chunked one with a single chunk.
+    return chunked_forward(call, q, k, v, log_g, kv, norm, cu_seqlens)
+
+
+def backward(
+    call: PowerCall,
+    saved: Saved,
+    dout: Tensor | None,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Grads:
+    """Gradients of q, k, v, log_g, kv and norm; None where not needed."""
+    if _is_plain_attention(call, saved.kv):
+        if dout is None:
+            return (None,) * 6
+        return (*attention_backward(call, saved, dout, needs), None, None)
+    return chunked_backward(call, saved, dout, dkv, dnorm, needs)

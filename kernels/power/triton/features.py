@@ -1,0 +1,213 @@
+"""Tile tables, and the device functions that build φ, and its gradient, tile by tile in registers.
+
+The layout is README.md's, section 3. A table has one row per tile of features, so that one loop
+serves every degree; rows are padded to whole blocks of tiles with tiles that lie beyond K and have
+multiplicity 0.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import combinations_with_replacement
+from math import factorial, prod
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhaul.kernels.shapes import padded_width, state_features, tile_width
+
+# A tile that no key width reaches: all its coordinates are masked.
+_NO_TILE = 1 << 20
+
+
+class Tiles(NamedTuple):
+    """The features of one (K, degree) as the kernels see them."""
+
+    table: Tensor  # (tiles, degree + 1) int32: I_1 ≤ … ≤ I_p, multiplicity
+    tile: int  # width w of a tile; at degree 1 the width of a block of K
+    at_once: int  # tiles that a kernel builds at a time
+    num_blocks: int  # rows of `table` / at_once
+    P: int
+
+
+class Slots(NamedTuple):
+    """Which features each tile of x is part of."""
+
+    table: Tensor  # (slots · per_slot, 2 degree + 1) int32: row, stride, (tile, stride)…, weight
+    num_blocks: int  # per_slot / at_once
+
+
+@lru_cache(maxsize=64)
+def tiles_of(K: int, degree: int, device: torch.device) -> Tiles:
+    """The tiles for key width K. At degree 1 there is nothing to combine, and the table is empty."""
+    P = state_features(K, degree)
+    empty = torch.empty(0, dtype=torch.int32, device=device)
+    if degree == 1:
+        tile = min(64, max(16, triton.next_power_of_2(K)))
+        return Tiles(empty, tile, 1, triton.cdiv(K, tile), P)
+    tile = tile_width(degree)
+    count = padded_width(K, degree) // tile
+    tuples = list(combinations_with_replacement(range(count), degree))
+    at_once = _tiles_at_once(count, degree)
+
+    table = [(*tiles, _orderings(tiles)) for tiles in tuples]
+    table += [(_NO_TILE,) * degree + (0,)] * (-len(table) % at_once)
+
+    return Tiles(
+        torch.tensor(table, dtype=torch.int32, device=device),
+        tile,
+        at_once,
+        len(table) // at_once,
+        P,
+    )
+
+
+@lru_cache(maxsize=64)
+def slots_of(K: int, degree: int, device: torch.device, is_symmetric: bool) -> Slots:
+    """For every tile of x, the features that it takes part in, as `slot_gradient` reads them.
+
+    A state that only ever summed φ(k) vᵀ does not change when two coordinates of equal tiles swap,
+    so a tile needs one place in every tuple. A state from outside need not be like that: then every
+    place of the tile is listed, which is an eighth more at degree 2 and K = 64.
+    """
+    if degree == 1:
+        return Slots(torch.empty(0, dtype=torch.int32, device=device), 0)
+    tile = tile_width(degree)
+    count = padded_width(K, degree) // tile
+    at_once = _tiles_at_once(count, degree)
+    table: list[tuple[int, ...]] = []
+    for slot in range(count):
+        rows = []
+        for n, tiles in enumerate(combinations_with_replacement(range(count), degree)):
+            places = [place for place in range(degree) if tiles[place] == slot]
+            # Equal places have equal gradients where the state is symmetric.
+            kept = places[:1] if is_symmetric else places
+            weight = _orderings(tiles) * len(places) // max(len(kept), 1)
+            for place in kept:
+                others = [(tiles[r], tile**r) for r in range(degree) if r != place]
+                flat = [x for pair in others for x in pair]
+                rows.append((n * tile**degree, tile**place, *flat, weight))
+        rows += [(0, 0, *(_NO_TILE, 0) * (degree - 1), 0)] * (-len(rows) % at_once)
+        table += rows
+    per_slot = len(table) // count
+    return Slots(torch.tensor(table, dtype=torch.int32, device=device), per_slot // at_once)
+
+
+def _orderings(tiles: tuple[int, ...]) -> int:
+    """Distinct orderings of a sorted tuple, eq. (7)."""
+    return factorial(len(tiles)) // prod(factorial(tiles.count(one)) for one in set(tiles))
+
+
+def _tiles_at_once(count: int, degree: int) -> int:
+    """128 features at degree 2, enough to share the loads of values; 256 at degree 4 is a tile."""
+    return 2 if degree == 2 and count > 1 else 1
+
+
+@triton.jit
+def _load_tiles(x_ptr, t_off, t_mask, tiles, K, TILE: tl.constexpr, TOKENS_LAST: tl.constexpr):
+    """Coordinates of R tiles of x: (BLOCK_T, R, TILE) float32, or (R, TILE, BLOCK_T)."""
+    column = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    if TOKENS_LAST:
+        off = column[:, :, None] + t_off[None, None, :]
+        mask = (column < K)[:, :, None] & t_mask[None, None, :]
+    else:
+        off = column[None, :, :] + t_off[:, None, None]
+        mask = (column < K)[None, :, :] & t_mask[:, None, None]
+    return tl.load(x_ptr + off, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _outer(slow, fast, TOKENS_LAST: tl.constexpr):
+    """All products of the features of two tile tuples, the second's running fastest."""
+    if TOKENS_LAST:
+        pairs = slow[:, :, None, :] * fast[:, None, :, :]
+        shape: tl.constexpr = (slow.shape[0], slow.shape[1] * fast.shape[1], slow.shape[2])
+    else:
+        pairs = slow[:, :, :, None] * fast[:, :, None, :]
+        shape: tl.constexpr = (slow.shape[0], slow.shape[1], slow.shape[2] * fast.shape[2])
+    return tl.reshape(pairs, shape)
+
+
+@triton.jit
+def features(
+    x_ptr, t_off, t_mask, table_ptr, block, K,
+    DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    TOKENS_LAST: tl.constexpr, IS_READ: tl.constexpr,
+):  # fmt: skip
+    """One block of φ(x), eq. (6), float32: (BLOCK_T, F), or (F, BLOCK_T).
+
+    IS_READ multiplies by the multiplicities m of eq. (7). The products are laid out as the operand
+    of the product that follows: the compiler loads the tiles straight into that layout.
+    """
+    if DEGREE == 1:
+        column = block * TILE + tl.arange(0, TILE)
+        if TOKENS_LAST:
+            mask = (column < K)[:, None] & t_mask[None, :]
+            return tl.load(x_ptr + column[:, None] + t_off[None, :], mask=mask, other=0.0)
+        mask = (column < K)[None, :] & t_mask[:, None]
+        return tl.load(x_ptr + column[None, :] + t_off[:, None], mask=mask, other=0.0)
+    row_ptr = table_ptr + (block * AT_ONCE + tl.arange(0, AT_ONCE)) * (DEGREE + 1)
+    fast = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr), K, TILE, TOKENS_LAST)
+    slow = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 1), K, TILE, TOKENS_LAST)
+    if DEGREE == 4:
+        fast = _outer(slow, fast, TOKENS_LAST)
+        third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, TOKENS_LAST)
+        fourth = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 3), K, TILE, TOKENS_LAST)
+        slow = _outer(fourth, third, TOKENS_LAST)
+    if IS_READ:
+        times = tl.load(row_ptr + DEGREE).to(tl.float32)
+        if TOKENS_LAST:
+            fast *= times[:, None, None]
+        else:
+            fast *= times[None, :, None]
+    phi = _outer(slow, fast, TOKENS_LAST)
+    if TOKENS_LAST:
+        return tl.reshape(phi, (phi.shape[0] * phi.shape[1], phi.shape[2]))
+    return tl.reshape(phi, (phi.shape[0], phi.shape[1] * phi.shape[2]))
+
+
+@triton.jit
+def slot_gradient(
+    y, c, x_ptr, t_off, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
+    DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SLOT_BLOCKS: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x in one tile, eq. (18).
+
+    x_a meets every product of p − 1 coordinates. A row of `slots` names the first row of the state
+    of one tuple of tiles, the stride of a in it, tile and stride of every other coordinate, and a
+    weight. Rows are read more than once (1.8 times at degree 2, K = 64): that costs less than
+    scattering one read into p tiles.
+    """
+    a = tl.arange(0, TILE)
+    v = tl.arange(0, BLOCK_V)
+    total = tl.zeros((y.shape[0], TILE), tl.float32)
+    for n in range(SLOT_BLOCKS):
+        entry = (slot * SLOT_BLOCKS + n) * AT_ONCE + tl.arange(0, AT_ONCE)
+        row_ptr = slots_ptr + entry * (2 * DEGREE + 1)
+        rows = tl.load(row_ptr)[:, None] + a[None, :] * tl.load(row_ptr + 3)[:, None]
+        z = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, False)
+        if DEGREE == 4:
+            second = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 4), K, TILE, False)
+            third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 6), K, TILE, False)
+            z = _outer(_outer(third, second, False), z, False)
+            rows = rows[:, None, :] + (a[None, :] * tl.load(row_ptr + 5)[:, None])[:, :, None]
+            rows = (
+                rows[:, None, :, :] + (a[None, :] * tl.load(row_ptr + 7)[:, None])[:, :, None, None]
+            )
+            rows = tl.reshape(rows, (AT_ONCE, TILE * TILE * TILE))
+        z *= tl.load(row_ptr + 2 * DEGREE).to(tl.float32)[None, :, None]
+        rows = rows[:, :, None] + (a[None, :] * tl.load(row_ptr + 1)[:, None])[:, None, :]
+        rows = tl.reshape(rows, (rows.shape[0] * rows.shape[1] * rows.shape[2],))
+        kv_off = rows.to(tl.int64)[:, None] * V + v[None, :]
+        kv = tl.load(kv_ptr + kv_off, mask=(v < V)[None, :], other=0.0).to(DOT)  # (F, BLOCK_V)
+        dphi = tl.dot(y, tl.trans(kv), input_precision=PRECISION)  # (BLOCK_T, F)
+        if HAS_NORM:
+            dphi += c[:, None] * tl.load(norm_ptr + rows)[None, :]
+        z = tl.reshape(z, (z.shape[0], z.shape[1] * z.shape[2]))
+        dphi = tl.reshape(dphi, (z.shape[0], z.shape[1], TILE))
+        total += tl.sum(dphi * z[:, :, None], axis=1)
+    return total

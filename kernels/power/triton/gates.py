@@ -1,0 +1,88 @@
+"""Gradients of the gates in the chunked form."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhaul.kernels.power.triton.sequences import (
+    _LOG2_E,
+    _LOG2_SMALLEST,
+    Chunks,
+    load_chunk,
+)
+
+_BLOCK_T = 1024
+
+
+def gate_gradient(
+    change: Tensor, k_dk: Tensor, after: Tensor, log_g: Tensor, chunks: Chunks, degree: int, out: Tensor
+) -> None:
+    """Fill out (B, T, G) with eq. (19): sums to the end of the chunk, then what lies after it.
+
+    Sums over a whole sequence would be right as well, but their rounding errors grow with its
+    length, while a gate's own effect does not reach further than the memory does.
+
+    Args:
+        change: (B, T, H) float32, what a token as a query contributes.
+        k_dk: (B, G, T) float32, k·dk.
+        after: (chunks, G) float64, the product of the state at a chunk's end with its gradient.
+    """
+    B, T, G = log_g.shape
+    _power_bwd_gates_kernel[(chunks.count, G)](
+        change,
+        k_dk,
+        after,
+        log_g,
+        out,
+        chunks.table,
+        T,
+        G,
+        *log_g.stride(),
+        *out.stride(),
+        REPEAT=change.shape[2] // G,
+        DEGREE=degree,
+        BLOCK_T=min(_BLOCK_T, triton.next_power_of_2(chunks.size)),
+    )
+
+
+@triton.jit
+def _sum_from_right(right_sum, right_stop, left_sum, left_stop):
+    """Segmented: what lies right of a stop does not reach the left."""
+    return left_sum + tl.where(left_stop > 0, 0.0, right_sum), tl.maximum(right_stop, left_stop)
+
+
+@triton.jit
+def _power_bwd_gates_kernel(
+    change_ptr, k_dk_ptr, after_ptr, log_g_ptr, out_ptr, chunks_ptr, T, G,
+    stride_b, stride_t, stride_g, stride_ob, stride_ot, stride_og,
+    REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1).to(tl.int64)
+    _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
+    length = (end - start).to(tl.int32)
+    log_g_ptr += batch * stride_b + start * stride_t + g * stride_g
+    out_ptr += batch * stride_ob + start * stride_ot + g * stride_og
+    carried = tl.load(after_ptr + chunk * G + g)
+    t = tl.arange(0, BLOCK_T)
+    for back in range(0, tl.cdiv(length, BLOCK_T)):
+        first = (tl.cdiv(length, BLOCK_T) - 1 - back) * BLOCK_T
+        token = (first + t).to(tl.int64)
+        mask = token < length
+        follows = token + 1 < length
+        change = -tl.load(
+            k_dk_ptr + (batch * G + g) * T + start + token, mask=mask, other=0.0
+        ).to(tl.float64) / DEGREE  # fmt: skip
+        change_off = (batch * T + start + token) * (G * REPEAT) + g * REPEAT
+        for repeat in tl.static_range(REPEAT):
+            change += tl.load(change_ptr + change_off + repeat, mask=mask, other=0.0).to(tl.float64)
+        own = tl.load(log_g_ptr + token * stride_t, mask=mask, other=0.0) * _LOG2_E
+        next_one = tl.load(log_g_ptr + (token + 1) * stride_t, mask=follows, other=0.0) * _LOG2_E
+        stop = (next_one < _LOG2_SMALLEST).to(tl.int32)
+        total, stopped = tl.associative_scan((change, stop), 0, _sum_from_right, reverse=True)
+        total += tl.where(stopped > 0, 0.0, carried)
+        gradient = tl.where(own < _LOG2_SMALLEST, 0.0, total)
+        tl.store(out_ptr + token * stride_ot, gradient.to(out_ptr.dtype.element_ty), mask=mask)
+        carried = tl.sum(tl.where(t == 0, total, 0.0))

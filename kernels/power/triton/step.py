@@ -1,0 +1,168 @@
+"""One token, at constant cost: a single kernel, all sequences and heads in parallel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.triton.features import features, tiles_of
+from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.power.triton.read import power
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR
+
+_FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+# Decoding is bound by reading and writing the state: values are cut into blocks of this width until
+# there are enough programs to fill a chip.
+_BLOCK_V = 16
+
+
+def step(
+    state: PowerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    *,
+    degree: int,
+    scale: float,
+    normalize: bool,
+    inplace: bool,
+) -> tuple[Tensor, PowerState]:
+    """S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ and the read-out of it; q (B, 1, H, K) and so on."""
+    B, _, H, K = q.shape
+    G, V = v.shape[2:]
+    q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
+    tiles = tiles_of(K, degree, q.device)
+    kv, norm = (x.float().contiguous() for x in state)
+    # In place, one program must own all that reads the norm which it writes.
+    block_v = block_of(V) if inplace else min(block_of(V), _BLOCK_V)
+    new_kv = kv if inplace else torch.empty_like(kv)
+    new_norm = norm if inplace else torch.empty_like(norm)
+    out = q.new_empty(B, 1, H, V)
+    _power_fwd_step_kernel[(B * G, triton.cdiv(V, block_v))](
+        q,
+        k,
+        v,
+        kv if log_g is None else log_g,
+        kv,
+        norm,
+        new_kv,
+        new_norm,
+        out,
+        tiles.table,
+        q.stride(0),
+        q.stride(2),
+        k.stride(0),
+        k.stride(2),
+        v.stride(0),
+        v.stride(2),
+        0 if log_g is None else log_g.stride(0),
+        0 if log_g is None else log_g.stride(2),
+        G,
+        K,
+        V,
+        tiles.P,
+        scale,
+        scale**degree,
+        4 * torch.finfo(torch.float32).eps,
+        NUM_BLOCKS=tiles.num_blocks,
+        REPEAT=H // G,
+        DEGREE=degree,
+        TILE=tiles.tile,
+        AT_ONCE=tiles.at_once,
+        BLOCK_F=tiles.at_once * tiles.tile**degree,
+        BLOCK_R=triton.next_power_of_2(H // G),
+        BLOCK_K=block_of(K),
+        BLOCK_V=block_v,
+        HAS_GATES=log_g is not None,
+        NORMALIZE=normalize,
+        num_warps=4,
+    )
+    if inplace and kv is not state.kv:
+        state.kv.copy_(kv)
+        state.norm.copy_(norm)
+        return out, state
+    return out, PowerState(new_kv, new_norm)
+
+
+@triton.jit
+def _power_fwd_step_kernel(
+    q_ptr, k_ptr, v_ptr, log_g_ptr, kv_ptr, norm_ptr, new_kv_ptr, new_norm_ptr, out_ptr, tiles_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
+    G, K, V, P, scale, state_scale, rounding,
+    NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    b = (tl.program_id(0) // G).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    r = tl.arange(0, BLOCK_R)
+    kk = tl.arange(0, BLOCK_K)
+    v_mask = v < V
+    r_mask = r < REPEAT
+    q_ptr += b * stride_qb + g * REPEAT * stride_qh
+    k_ptr += b * stride_kb + g * stride_kh
+    state_off = (b * G + g) * P
+    gate = 1.0
+    if HAS_GATES:
+        gate = tl.exp(tl.load(log_g_ptr + b * stride_gb + g * stride_gh).to(tl.float32))
+    value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v_mask, other=0.0).to(tl.float32)
+    one = tl.arange(0, 1)
+    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+    den = tl.zeros((BLOCK_R,), tl.float32)
+    norm_square = 0.0
+    for block in range(NUM_BLOCKS):
+        f = block * BLOCK_F + tl.arange(0, BLOCK_F)
+        kv_off = (state_off + f)[:, None] * V + v[None, :]
+        kv_mask = (f < P)[:, None] & v_mask[None, :]
+        kv = gate * tl.load(kv_ptr + kv_off, mask=kv_mask, other=0.0)
+        norm = gate * tl.load(norm_ptr + state_off + f, mask=f < P, other=0.0)
+        phi_k = features(
+            k_ptr, one, one < 1, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, False
+        ).to(tl.float32)
+        phi_k = tl.reshape(phi_k, (BLOCK_F,))
+        phi_q = features(
+            q_ptr, r * stride_qh, r_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
+        ).to(tl.float32)  # fmt: skip
+        for repeat in tl.static_range(REPEAT):
+            # A loop over heads, so that no product of all three sizes is ever held.
+            one_q = tl.sum(tl.where((r == repeat)[:, None], phi_q, 0.0), axis=0)
+            read = tl.sum(one_q[:, None] * kv, axis=0)
+            acc += tl.where((r == repeat)[:, None], read[None, :], 0.0)
+        tl.store(new_kv_ptr + kv_off, kv + phi_k[:, None] * value[None, :], mask=kv_mask)
+        if NORMALIZE:
+            den += tl.sum(phi_q * norm[None, :], axis=1)
+            if DEGREE > 1:
+                tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
+                times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
+                squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
+                norm_square += tl.sum(tl.sum(squares, axis=1) * times)
+        if tl.program_id(1) == 0:
+            tl.store(new_norm_ptr + state_off + f, norm + phi_k, mask=f < P)
+    # The token's own weight is the power itself: features would cancel.
+    q = tl.load(
+        q_ptr + r[:, None] * stride_qh + kk[None, :], mask=r_mask[:, None] & (kk < K)[None, :], other=0.0
+    ).to(tl.float32)
+    k = tl.load(k_ptr + kk, mask=kk < K, other=0.0).to(tl.float32)
+    own = power(scale * tl.sum(q * k[None, :], axis=1), DEGREE)
+    acc = acc * state_scale + own[:, None] * value[None, :]
+    if NORMALIZE:
+        den = den * state_scale + own
+        floor = tl.full((BLOCK_R,), _FLOOR, tl.float32)
+        size = den
+        if DEGREE == 1:
+            size = tl.abs(den)
+        else:
+            bound = power(scale * scale * tl.sum(q * q, axis=1), DEGREE // 2)
+            floor = tl.maximum(floor, rounding * bound * tl.sqrt(norm_square))
+        acc /= tl.where(size >= floor, den, floor)[:, None]
+    out_off = (b * G + g) * REPEAT + r.to(tl.int64)
+    tl.store(
+        out_ptr + out_off[:, None] * V + v[None, :],
+        acc.to(out_ptr.dtype.element_ty),
+        mask=r_mask[:, None] & v_mask[None, :],
+    )
