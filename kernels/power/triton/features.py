@@ -145,28 +145,33 @@ def features(
     if DEGREE == 1:
         column = block * TILE + tl.arange(0, TILE)
         if TOKENS_LAST:
+            off = column[:, None] + t_off[None, :]
             mask = (column < K)[:, None] & t_mask[None, :]
-            return tl.load(x_ptr + column[:, None] + t_off[None, :], mask=mask, other=0.0)
-        mask = (column < K)[None, :] & t_mask[:, None]
-        return tl.load(x_ptr + column[None, :] + t_off[:, None], mask=mask, other=0.0)
-    row_ptr = table_ptr + (block * AT_ONCE + tl.arange(0, AT_ONCE)) * (DEGREE + 1)
-    fast = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr), K, TILE, TOKENS_LAST)
-    slow = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 1), K, TILE, TOKENS_LAST)
-    if DEGREE == 4:
-        fast = _outer(slow, fast, TOKENS_LAST)
-        third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, TOKENS_LAST)
-        fourth = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 3), K, TILE, TOKENS_LAST)
-        slow = _outer(fourth, third, TOKENS_LAST)
-    if IS_READ:
-        times = tl.load(row_ptr + DEGREE).to(tl.float32)
-        if TOKENS_LAST:
-            fast *= times[:, None, None]
         else:
-            fast *= times[None, :, None]
-    phi = _outer(slow, fast, TOKENS_LAST)
-    if TOKENS_LAST:
-        return tl.reshape(phi, (phi.shape[0] * phi.shape[1], phi.shape[2]))
-    return tl.reshape(phi, (phi.shape[0], phi.shape[1] * phi.shape[2]))
+            off = column[None, :] + t_off[:, None]
+            mask = (column < K)[None, :] & t_mask[:, None]
+        phi = tl.load(x_ptr + off, mask=mask, other=0.0).to(tl.float32)
+    else:
+        row_ptr = table_ptr + (block * AT_ONCE + tl.arange(0, AT_ONCE)) * (DEGREE + 1)
+        fast = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr), K, TILE, TOKENS_LAST)
+        slow = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 1), K, TILE, TOKENS_LAST)
+        if DEGREE == 4:
+            fast = _outer(slow, fast, TOKENS_LAST)
+            third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, TOKENS_LAST)
+            fourth = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 3), K, TILE, TOKENS_LAST)
+            slow = _outer(fourth, third, TOKENS_LAST)
+        if IS_READ:
+            times = tl.load(row_ptr + DEGREE).to(tl.float32)
+            if TOKENS_LAST:
+                fast *= times[:, None, None]
+            else:
+                fast *= times[None, :, None]
+        phi = _outer(slow, fast, TOKENS_LAST)
+        if TOKENS_LAST:
+            phi = tl.reshape(phi, (phi.shape[0] * phi.shape[1], phi.shape[2]))
+        else:
+            phi = tl.reshape(phi, (phi.shape[0], phi.shape[1] * phi.shape[2]))
+    return phi
 
 
 @triton.jit
