@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Literal, get_args
+
+import torch
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 
-
-def why_unavailable(backend: str) -> str | None:
-    """The reason why a backend cannot run here, or None when it can."""
-    if backend == "triton":
-        return "its kernels are not part of this version yet"
-    return None
+# A constant, because torch.compile cannot look through the search for a package.
+_HAS_TRITON = find_spec("triton") is not None
 
 
-def resolve_backend(backend: str) -> Literal["reference", "torch"]:
+def why_unavailable(backend: str, device: torch.device) -> str | None:
+    """The reason why a backend cannot run on tensors of a device, or None when it can."""
+    if backend != "triton":
+        return None
+    if not _HAS_TRITON:
+        return "triton is not installed"
+    if device.type == "cuda" or _is_interpreted():
+        return None
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return f"the tensors are on {device}"
+
+
+def _is_interpreted() -> bool:
+    """Whether Triton runs its kernels in Python, which it does on any device."""
+    # Triton takes long to import, and may not be there.
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def cannot_run(backend: str, reason: str) -> ValueError:
+    """The error for an explicit choice of a backend that cannot run."""
+    return ValueError(f"backend: {backend!r} cannot run: {reason}; wanted 'torch' or 'auto'")
+
+
+def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
     """The backend that will run. An explicit choice that cannot run raises and says why."""
-    if backend not in get_args(Backend):
+    if backend == "reference":
+        return "reference"
+    if backend == "torch":
+        return "torch"
+    if backend == "triton":
+        if reason := why_unavailable(backend, device):
+            raise cannot_run(backend, reason)
+        return "triton"
+    if backend != "auto":
         raise ValueError(
             f"backend: found {backend!r}, wanted one of {', '.join(get_args(Backend))}"
         )
-    if reason := why_unavailable(backend):
-        raise ValueError(f"backend: {backend!r} cannot run: {reason}; wanted 'torch' or 'auto'")
-    return "reference" if backend == "reference" else "torch"
+    is_fast = device.type == "cuda" and why_unavailable("triton", device) is None
+    return "triton" if is_fast else "torch"

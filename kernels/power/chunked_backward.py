@@ -15,79 +15,56 @@ from einops import reduce
 from torch import Tensor
 
 from longhaul.kernels.power.attention import log2_smallest
+from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
 from longhaul.kernels.power.features import multiplicity
 from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
 
 
-class Saved(NamedTuple):
-    """What the forward pass kept."""
+class Gradients(NamedTuple):
+    """Where to write: q, k and v as accumulated, the others as the inputs are. None: not wanted."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_g: Tensor | None
-    initial_kv: Tensor | None
-    initial_norm: Tensor | None
-    out: Tensor
-    inverse: Tensor | None
-    is_live: Tensor | None
-    kv: Tensor | None
-    norm: Tensor | None
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dlog_g: Tensor | None
+    dkv: Tensor | None
+    dnorm: Tensor | None
 
 
-Grads = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+class BackwardPass:
+    """One backward pass over whole rows; dkv and dnorm are of the final state."""
 
-
-def backward(
-    saved: Saved,
-    dout: Tensor | None,
-    dkv: Tensor | None,
-    dnorm: Tensor | None,
-    problem: Problem,
-) -> Grads:
-    """Gradients of q, k, v, log_g and the two parts of the initial state."""
-    return _Backward(saved, dout, dkv, dnorm, problem).run()
-
-
-class _Backward:
     def __init__(
         self,
+        call: PowerCall,
         saved: Saved,
         dout: Tensor | None,
         dkv: Tensor | None,
         dnorm: Tensor | None,
-        problem: Problem,
+        into: Gradients,
     ) -> None:
-        self.saved, self.problem = saved, problem
-        like = saved.out
-        self.dout = torch.zeros_like(like) if dout is None else dout.to(like.dtype)
+        self.saved, self.into = saved, into
+        self.problem = problem = Problem.of(call, saved.q, saved.v)
+        like = into.dq.new_empty(0)
+        self.dout = torch.zeros_like(saved.out) if dout is None else dout
         self.dkv, self.dnorm = dkv, dnorm
         self.decay = Decay.of(saved.log_g, problem, like.dtype)
         self.workspaces = Workspaces(problem, like)
         self.times = multiplicity(problem.K, problem.degree, like)  # (P,)
         self.carry = Carry(problem, self.times, like)
         # Σ_v dout · out, the part of every gradient that goes through the denominator.
-        self.delta = torch.linalg.vecdot(self.dout, like)[..., None]  # (B, T, H, 1)
-        self.ddenominator: Tensor | None = None
+        self.delta = torch.linalg.vecdot(self.dout.to(like.dtype), saved.out.to(like.dtype))
+        self.inverse = self.ddenominator = None
         if saved.inverse is not None and saved.is_live is not None:
-            self.ddenominator = (self.delta * saved.inverse * saved.is_live).neg_()
-        self.dq = torch.empty_like(saved.q, dtype=like.dtype)
-        self.dk = torch.empty_like(saved.k, dtype=like.dtype)
-        self.dv = torch.empty_like(saved.v, dtype=like.dtype)
-        self.dinitial_kv = self.dinitial_norm = None
-        if saved.initial_kv is not None:
-            B, G, P, V = (getattr(problem, name) for name in "BGPV")
-            self.dinitial_kv, self.dinitial_norm = (
-                like.new_zeros(B, G, P, V),
-                like.new_zeros(B, G, P),
-            )
+            self.inverse = saved.inverse[..., None]  # (B, T, H, 1)
+            self.ddenominator = (self.delta * saved.inverse * saved.is_live).neg_()[..., None]
 
-    def run(self) -> Grads:
+    def run(self) -> None:
         """Both sweeps, block of rows by block of rows."""
         saved, problem = self.saved, self.problem
         for rows in problem.row_blocks:
-            self.carry.load(saved.initial_kv, saved.initial_norm, rows)
+            self.carry.load(saved.kv, saved.norm, rows)
             for chunk in problem.chunks:
                 self._read_chunk(rows, chunk)
             self.carry.load(self.dkv, self.dnorm, rows)
@@ -97,23 +74,23 @@ class _Backward:
             for chunk in reversed(problem.chunks):
                 self._write_chunk(rows, chunk)
             self._store_dinitial(rows)
-        dlog_g = None if saved.log_g is None else self._dlog_g(saved.log_g)
-        return self.dq, self.dk, self.dv, dlog_g, self.dinitial_kv, self.dinitial_norm
+        if saved.log_g is not None and self.into.dlog_g is not None:
+            self.into.dlog_g.copy_(self._dlog_g(saved.log_g))
 
     def _store_dinitial(self, rows: Rows) -> None:
-        if self.dinitial_kv is None or self.dinitial_norm is None or self.carry.is_zero:
+        if self.into.dkv is None or self.into.dnorm is None or self.carry.is_zero:
             return
         self.carry.sums.mul_(self.times)
-        self.carry.store(self.dinitial_kv, self.dinitial_norm, rows)
+        self.carry.store(self.into.dkv, self.into.dnorm, rows)
 
     def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
         """Gradients of the numerators, and in row V of the denominator, eq. (11)."""
         work.load(work.dnum, self.dout, heads, chunk)
         dden = work.dnum[:, -1:]
-        if self.saved.inverse is None or self.ddenominator is None:
+        if self.inverse is None or self.ddenominator is None:
             dden.zero_()
             return
-        work.load(dden, self.saved.inverse, heads, chunk)
+        work.load(dden, self.inverse, heads, chunk)
         work.dnum[:, :-1].mul_(dden)
         work.load(dden, self.ddenominator, heads, chunk)
 
@@ -135,7 +112,7 @@ class _Backward:
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
                     q_map.contract(read, dnum[:, :, piece])
                 work.dq.mul_(problem.scale)
-                work.store(work.dq, self.dq, heads, chunk)
+                work.store(work.dq, self.into.dq, heads, chunk)
         if not is_last:
             work.load(work.k, saved.k, rows, chunk)
             work.load(work.v, saved.v, rows, chunk)
@@ -144,7 +121,7 @@ class _Backward:
     def _write_chunk(self, rows: Rows, chunk: Chunk) -> None:
         """Sweep 2: gradients of k and v from the carried gradient, and all inside the chunk."""
         saved, problem, dstate = self.saved, self.problem, self.carry
-        has_read = chunk.number > 0 or saved.initial_kv is not None
+        has_read = chunk.number > 0 or saved.kv is not None
         work = self.workspaces.of(chunk)
         decay = self.decay.take(rows, chunk)
         work.inside.set_decay(decay.log_decay)
@@ -163,13 +140,13 @@ class _Backward:
             self._load_dnum(work, heads, chunk)
             work.inside.backward()
             work.dq.mul_(problem.scale)
-            work.store(work.dq, self.dq, heads, chunk, add=has_read)
+            work.store(work.dq, self.into.dq, heads, chunk, add=has_read)
             if has_read:
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
                     dstate.add(dnum[:, :, piece], q_map.features())
-        work.store(work.dk, self.dk, rows, chunk)
-        work.store(work.dv, self.dv, rows, chunk)
+        work.store(work.dk, self.into.dk, rows, chunk)
+        work.store(work.dv, self.into.dv, rows, chunk)
 
     def _through_update(self, work: Workspace, decay: Decay) -> None:
         """dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14)."""
@@ -188,19 +165,19 @@ class _Backward:
         then q_t only rotates through a mean; the second is k·dk / p, because weights are
         homogeneous in k. A suffix stops at a reset: nothing after it depends on gates before it.
         """
-        saved, problem = self.saved, self.problem
-        by_query = self.delta[..., 0]  # (B, T, H)
+        saved, problem, dk = self.saved, self.problem, self.into.dk
+        by_query = self.delta  # (B, T, H)
         if saved.is_live is not None:
-            by_query = by_query * ~saved.is_live[..., 0]
+            by_query = by_query * ~saved.is_live
         by_query = reduce(by_query.double(), "b t (g r) -> b t g", "sum", g=problem.G)
-        by_key = torch.linalg.vecdot(saved.k.to(self.dk.dtype), self.dk).double() / problem.degree
+        by_key = torch.linalg.vecdot(saved.k.to(dk.dtype), dk).double() / problem.degree
         change = by_query - by_key  # (B, T, G)
-        if self.dkv is not None and saved.kv is not None:
-            change[:, -1] += (self.dkv * saved.kv).sum(dim=(2, 3))
-        if self.dnorm is not None and saved.norm is not None:
-            change[:, -1] += (self.dnorm * saved.norm).sum(dim=2)
+        if self.dkv is not None and saved.final_kv is not None:
+            change[:, -1] += (self.dkv * saved.final_kv).sum(dim=(2, 3))
+        if self.dnorm is not None and saved.final_norm is not None:
+            change[:, -1] += (self.dnorm * saved.final_norm).sum(dim=2)
         suffix = change.flip(1).cumsum(dim=1).flip(1)
-        is_reset = log_g / log(2) < log2_smallest(self.dk.dtype)
+        is_reset = log_g / log(2) < log2_smallest(dk.dtype)
         T = problem.T
         time = torch.arange(T, device=log_g.device)[None, :, None]
         next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)

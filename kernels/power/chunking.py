@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longhaul.kernels.power.attention import exp2_flushed_, queries_per_block
+from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.shapes import state_features
 
 # 2^−192 counts as 0 (exp2_flushed_), so a log gate clamped to it is still a full reset; and
@@ -48,7 +49,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and settings of one call."""
+    """Sizes and settings of one call on whole rows."""
 
     B: int
     T: int
@@ -61,6 +62,24 @@ class Problem:
     normalize: bool
     chunk_size: int
     output_final_state: bool
+
+    @classmethod
+    def of(cls, call: PowerCall, q: Tensor, v: Tensor) -> Problem:
+        """The problem that q (B, T, H, K) and v (…, G, V) pose; attention is a single chunk."""
+        B, T, H, K = q.shape
+        return cls(
+            B=B,
+            T=T,
+            H=H,
+            G=v.shape[2],
+            K=K,
+            V=v.shape[3],
+            degree=call.degree,
+            scale=call.scale,
+            normalize=call.normalize,
+            chunk_size=T if call.form == "attention" else min(call.chunk_size, T),
+            output_final_state=call.output_final_state,
+        )
 
     @property
     def R(self) -> int:

@@ -2,170 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from functools import lru_cache, partial
 from itertools import pairwise
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, resolve_backend
-from longhaul.kernels.power.chunked import power_attention_chunked
+from longhaul.kernels.backend import Backend, cannot_run, resolve_backend
+from longhaul.kernels.power import library, plain
+from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.checks import check_offsets, check_state, check_tensors
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
-from longhaul.kernels.power.recurrent import power_attention_recurrent, recurrent_step
-from longhaul.kernels.power.reference import power_attention_reference
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.shapes import check_degree, state_features
+from longhaul.kernels.shapes import check_degree
 
-_INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """One call's settings, with everything chosen."""
-
-    degree: int
-    scale: float
-    normalize: bool
-    output_final_state: bool
-    chunk_size: int | None
-    form: str
-
-    def one_sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, state: PowerState | None
-    ) -> tuple[Tensor, PowerState | None]:
-        """Every row of the batch is one document."""
-        B, T, _, K = q.shape
-        G, V = v.shape[2:]
-        form = choose_form(T, K, V, self.degree) if self.form == "auto" else self.form
-        after: PowerState | None
-        if form == "reference":
-            kv, norm = (None, None) if state is None else state
-            out, *parts = power_attention_reference(
-                q,
-                k,
-                v,
-                log_g,
-                kv,
-                norm,
-                degree=self.degree,
-                scale=self.scale,
-                normalize=self.normalize,
-            )
-            after = PowerState(*parts)
-        elif form == "recurrent":
-            dtype = torch.promote_types(q.dtype, torch.float32)
-            if state is None:
-                P = state_features(K, self.degree)
-                state = PowerState(k.new_zeros(B, G, P, V), k.new_zeros(B, G, P))
-            out, after = power_attention_recurrent(
-                q.to(dtype),
-                k.to(dtype),
-                v.to(dtype),
-                None if log_g is None else log_g.to(dtype),
-                PowerState(state.kv.to(dtype), state.norm.to(dtype)),
-                degree=self.degree,
-                scale=self.scale,
-                normalize=self.normalize,
-            )
-            out = out.to(q.dtype)
-        else:
-            # The attention form is the chunked form with a single chunk: without states there is
-            # nothing to carry, and no feature is ever built.
-            chunk_size = self.chunk_size or choose_chunk_size(T, K, V, self.degree)
-            out, after = power_attention_chunked(
-                q,
-                k,
-                v,
-                log_g,
-                state,
-                chunk_size=T if form == "attention" else min(chunk_size, T),
-                output_final_state=self.output_final_state,
-                degree=self.degree,
-                scale=self.scale,
-                normalize=self.normalize,
-            )
-        return out, after if self.output_final_state else None
-
-    def packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_g: Tensor | None,
-        state: PowerState | None,
-        offsets: list[int],
-    ) -> tuple[Tensor, PowerState | None]:
-        """One document after the other: nothing can leak, and each has states of its own."""
-        lengths = [end - start for start, end in pairwise(offsets)]
-        # A split has one backward for all parts, where N slices would each fill a whole gradient.
-        q_parts, k_parts, v_parts = (torch.split(x, lengths, dim=1) for x in (q, k, v))
-        gates = None if log_g is None else torch.split(log_g, lengths, dim=1)
-        states = None if state is None else (torch.split(state.kv, 1), torch.split(state.norm, 1))
-        results = [
-            self.one_sequence(
-                q_parts[n],
-                k_parts[n],
-                v_parts[n],
-                None if gates is None else gates[n],
-                None if states is None else PowerState(states[0][n], states[1][n]),
-            )
-            for n in range(len(lengths))
-        ]
-        out = torch.cat([out for out, _ in results], dim=1)
-        finals = [after for _, after in results if after is not None]
-        if not finals:
-            return out, None
-        kv, norm = (torch.cat(part) for part in zip(*finals, strict=True))
-        return out, PowerState(kv, norm)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width)")
-        if x.dtype != q.dtype or x.dtype not in _INPUT_DTYPES:
-            raise ValueError(
-                f"{name}: found {x.dtype}, wanted one floating-point dtype for q, k and v"
-            )
-    B, T, H, K = q.shape
-    G = k.shape[2]
-    if k.shape != (B, T, G, K):
-        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
-    if v.shape[:3] != (B, T, G):
-        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
-    if H % G:
-        raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
-    if log_g is not None and log_g.shape != (B, T, G):
-        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} as k has it")
-    if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"log_g: found {log_g.dtype}, wanted float32: 16 bits lose slow decays")
-
-
-def _check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) -> None:
-    P = state_features(K, degree)
-    for name, x, shape in (("kv", state.kv, (N, G, P, V)), ("norm", state.norm, (N, G, P))):
-        if x.shape != shape:
-            raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}")
-
-
-def _check_offsets(cu_seqlens: Tensor, B: int, T: int) -> list[int]:
-    if B != 1:
-        raise ValueError(f"cu_seqlens: found B = {B}, wanted 1: documents are packed along T")
-    offsets: list[int] = cu_seqlens.tolist()
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != T:
-        raise ValueError(f"cu_seqlens: found {_short(offsets)}, wanted offsets from 0 to {T}")
-    for n, (start, end) in enumerate(pairwise(offsets)):
-        if end <= start:
-            raise ValueError(
-                f"cu_seqlens: found document {n} from {start} to {end}, wanted at least one token"
-            )
-    return offsets
-
-
-def _short(offsets: list[int]) -> str:
-    return str(offsets) if len(offsets) <= 8 else f"[{offsets[0]}, …, {offsets[-1]}]"
+_FLOAT64 = "it has no float64"
 
 
 def power_attention(
@@ -214,29 +68,44 @@ def power_attention(
     Source: README.md in this folder derives every form and gives the numbers that the code cites.
     """
     check_degree(degree)
-    _check_tensors(q, k, v, log_g)
+    check_tensors(q, k, v, log_g)
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size: found {chunk_size}, wanted at least 1")
     if form not in get_args(Form):
         raise ValueError(f"form: found {form!r}, wanted one of {', '.join(get_args(Form))}")
-    offsets = None if cu_seqlens is None else _check_offsets(cu_seqlens, q.shape[0], q.shape[1])
-    num_states = q.shape[0] if offsets is None else len(offsets) - 1
+    B, T, _, K = q.shape
+    G, V = v.shape[2:]
+    scale = K**-0.5 if scale is None else scale
+    resolved = resolve_backend(backend, q.device)
     if initial_state is not None:
-        _check_state(initial_state, num_states, k.shape[2], q.shape[3], v.shape[3], degree)
-    resolved = resolve_backend(backend)
-    call = _Call(
+        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        check_state(initial_state, S, G, K, V, degree)
+    kv, norm = (None, None) if initial_state is None else initial_state
+    if resolved == "reference" or form == "recurrent":
+        offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, B, T)
+        if resolved == "triton":
+            resolved = _for_step(backend, q, k, v, log_g, kv, norm)
+        one: plain.Form = partial(
+            plain.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
+        )
+        # Autocast would turn the matrix products inside into 16-bit ones.
+        with torch.autocast(q.device.type, enabled=False):
+            out, after = plain.per_document(one, q, k, v, log_g, initial_state, offsets)
+        return out, after if output_final_state else None
+
+    longest = T if cu_seqlens is None else _longest(cu_seqlens, B, T)
+    call = PowerCall(
         degree=degree,
-        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        scale=scale,
         normalize=normalize,
         output_final_state=output_final_state,
-        chunk_size=chunk_size,
-        form="reference" if resolved == "reference" else form,
+        form=choose_form(longest, K, V, degree) if form == "auto" else form,
+        chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree),
     )
-    # Autocast would turn the matrix products inside into 16-bit ones.
-    with torch.autocast(q.device.type, enabled=False):
-        if offsets is None:
-            return call.one_sequence(q, k, v, log_g, initial_state)
-        return call.packed(q, k, v, log_g, initial_state, offsets)
+    if resolved == "triton":
+        resolved = _for_call(backend, call, q, v, initial_state)
+    out, kv, norm = library.run(call, q, k, v, log_g, kv, norm, cu_seqlens, backend=resolved)
+    return out, None if kv is None or norm is None else PowerState(kv, norm)
 
 
 def power_attention_step(
@@ -249,29 +118,78 @@ def power_attention_step(
     degree: int = 2,
     scale: float | None = None,
     normalize: bool = True,
+    inplace: bool = False,
+    backend: Backend = "auto",
 ) -> tuple[Float[Tensor, "B 1 H V"], PowerState]:
     """One token of `power_attention`, at a cost that does not depend on the tokens before it.
 
-    Args, Raises: as for `power_attention`, with T = 1. The state given is left as it is.
+    Args, Raises: as for `power_attention`, with T = 1, and
+        inplace: overwrite the state given and return it; nothing may need a gradient then.
+            Otherwise the state given is left as it is.
 
     Returns:
         The token's output and the state after it.
     """
     check_degree(degree)
-    _check_tensors(q, k, v, log_g)
+    check_tensors(q, k, v, log_g)
     if q.shape[1] != 1:
         raise ValueError(f"q: found {q.shape[1]} tokens, wanted 1")
-    _check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)
+    if inplace and (any(x.requires_grad for x in state) or _needs_gradient(q, k, v, log_g)):
+        raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
+    resolved = resolve_backend(backend, q.device)
+    if resolved == "triton":
+        resolved = _for_step(backend, q, k, v, log_g, *state)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        out, after = recurrent_step(
-            PowerState(state.kv.to(dtype), state.norm.to(dtype)),
-            q[:, 0].to(dtype),
-            k[:, 0].to(dtype),
-            v[:, 0].to(dtype),
-            None if log_g is None else log_g[:, 0].to(dtype),
-            degree=degree,
-            scale=q.shape[3] ** -0.5 if scale is None else scale,
-            normalize=normalize,
-        )
-    return out[:, None].to(q.dtype), after
+        return plain.step(
+            resolved, state, q, k, v, log_g,
+            degree=degree, scale=scale, normalize=normalize, inplace=inplace,
+        )  # fmt: skip
+
+
+def _longest(cu_seqlens: Tensor, B: int, T: int) -> int:
+    """Tokens of the longest document, which decides whether a state pays; T where none is known."""
+    # While a graph is traced, and on `meta`, offsets have no values.
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+        return T
+    return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, B, T)))
+
+
+def _needs_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _for_step(backend: Backend, q: Tensor, *others: Tensor | None) -> Literal["torch", "triton"]:
+    """Who takes a step where Triton could: its kernel of one token has no backward."""
+    if _needs_gradient(q, *others):
+        return "torch"
+    return _triton_unless(backend, _FLOAT64 if q.dtype == torch.float64 else None)
+
+
+def _for_call(
+    backend: Backend, call: PowerCall, q: Tensor, v: Tensor, state: PowerState | None
+) -> Literal["torch", "triton"]:
+    """Who takes a call where Triton could."""
+    if q.dtype == torch.float64:
+        return _triton_unless(backend, _FLOAT64)
+    # Triton takes long to import, and may not be there.
+    from longhaul.kernels.power import triton
+
+    return _triton_unless(backend, triton.why_not(call, q.shape[3], v.shape[3], state is not None))
+
+
+def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "triton"]:
+    """Torch for a reason, which is an error where Triton was asked for by name."""
+    if reason is None:
+        return "triton"
+    if backend == "triton":
+        raise cannot_run(backend, reason)
+    if not torch.compiler.is_compiling():
+        _log_once(reason)
+    return "torch"
+
+
+@lru_cache(maxsize=64)
+def _log_once(reason: str) -> None:
+    logging.getLogger(__name__).warning("power attention runs in torch, not Triton: %s", reason)

@@ -21,16 +21,22 @@ def recurrent_step(
     degree: int,
     scale: float,
     normalize: bool,
+    inplace: bool = False,
 ) -> tuple[Float[Tensor, "B H V"], PowerState]:
     """S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ and the read-out of it, eqs. (9) and (10).
 
     The token's own weight is (q·k)^p itself rather than φ(q)·φ(k): the power has no cancellation.
+    In place, the state given is overwritten and returned; nothing can be differentiated then.
     """
     G = k.shape[1]
     kv, norm = state
     if log_g is not None:
         gate = log_g.exp()[..., None]  # (B, G, 1)
-        kv, norm = kv * gate[..., None], norm * gate
+        if inplace:
+            kv.mul_(gate[..., None])
+            norm.mul_(gate)
+        else:
+            kv, norm = kv * gate[..., None], norm * gate
     q_group = scale * rearrange(q, "b (g r) k -> b g r k", g=G)  # (B, G, R, K)
     q_features = expand(q_group, degree) * multiplicity(q.shape[-1], degree, q)  # (B, G, R, P)
     own = torch.einsum("bgrk,bgk->bgr", q_group, k) ** degree  # (B, G, R)
@@ -44,6 +50,10 @@ def recurrent_step(
             size = denominator.abs() if degree % 2 else denominator
         out = out / torch.where(size < floor, floor, denominator)[..., None]
     k_features = expand(k, degree)  # (B, G, P)
+    if inplace:
+        kv.addcmul_(k_features[..., None], v[:, :, None])
+        norm.add_(k_features)
+        return out.flatten(1, 2), state
     after = PowerState(kv + k_features[..., None] * v[:, :, None], norm + k_features)
     return out.flatten(1, 2), after
 

@@ -226,6 +226,35 @@ def test_steps_equal_the_definition(degree: int) -> None:
     torch.testing.assert_close(state.norm, final.norm, rtol=1e-8, atol=1e-8)
 
 
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32])
+def test_steps_in_place_overwrite_the_state(degree: int, state_dtype: torch.dtype) -> None:
+    case = Case(T=5, degree=degree)
+    inputs = {name: x.double() for name, x in case.inputs(torch.float64).items()}
+    kept = PowerState(inputs.pop("kv").to(state_dtype), inputs.pop("norm").to(state_dtype))
+    state = PowerState(*(x.clone() for x in kept))
+    memory = [x.data_ptr() for x in state]
+    for t in range(case.T):
+        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
+        wanted, kept = power_attention_step(kept, **token, degree=degree)
+        kept = PowerState(*(x.to(state_dtype) for x in kept))
+        out, state = power_attention_step(state, **token, degree=degree, inplace=True)
+        torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(tuple(state), tuple(kept))
+    assert [x.data_ptr() for x in state] == memory
+
+
+def test_a_step_of_the_reference_is_a_step() -> None:
+    case = Case(T=1)
+    inputs = {name: x.double() for name, x in case.inputs(torch.float64).items()}
+    state = PowerState(inputs.pop("kv"), inputs.pop("norm"))
+    wanted, after = power_attention_step(state, **inputs)
+    out, other = power_attention_step(state, **inputs, backend="reference", inplace=True)
+    torch.testing.assert_close(out, wanted)
+    assert other.kv is state.kv
+    torch.testing.assert_close(tuple(state), tuple(after))
+
+
 def test_strided_inputs() -> None:
     B, T, H, K = 2, 63, 2, 8
     q, k, v = torch.randn(3, B, H, K, T).mT.transpose(2, 3).unbind(0)

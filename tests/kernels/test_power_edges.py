@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from longhaul.kernels import PowerState, power_attention, power_attention_step, state_features
+from longhaul.kernels.power.checks import check_offsets
 
 FORMS: list[dict[str, Any]] = [
     {"form": "attention"},
@@ -238,6 +239,41 @@ def test_a_step_takes_one_token() -> None:
     state = PowerState(torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64))
     with pytest.raises(ValueError, match="q: found 2 tokens, wanted 1"):
         power_attention_step(state, *inputs(2))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("name", ["kv", "norm", "q", "log_g"])
+def test_a_step_in_place_refuses_what_needs_a_gradient(name: str) -> None:
+    token = dict(zip(("q", "k", "v", "log_g"), inputs(1), strict=True))
+    state = {"kv": torch.zeros(1, 2, 64, 4).double(), "norm": torch.zeros(1, 2, 64).double()}
+    (state | token)[name].requires_grad_()
+    with pytest.raises(ValueError, match="inplace: found tensors that need a gradient"):
+        power_attention_step(PowerState(**state), **token, inplace=True)
+
+
+def test_offsets_are_read_once_until_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = 0
+    tolist = Tensor.tolist
+
+    def counted(x: Tensor) -> Any:
+        nonlocal reads
+        reads += 1
+        return tolist(x)
+
+    monkeypatch.setattr(Tensor, "tolist", counted)
+    offsets = torch.tensor([0, 5, 20])
+    for _ in range(3):
+        assert check_offsets(offsets, 1, 20) == (0, 5, 20)
+    assert reads == 1
+    offsets[1] = 7
+    assert check_offsets(offsets, 1, 20) == (0, 7, 20)
+    with pytest.raises(ValueError, match="wanted offsets from 0 to 21"):
+        check_offsets(offsets, 1, 21)
+    with torch.inference_mode():
+        unversioned = torch.tensor([0, 5, 20])
+        assert check_offsets(unversioned, 1, 20) == (0, 5, 20)
+        unversioned[1] = 7
+        assert check_offsets(unversioned, 1, 20) == (0, 7, 20)
 
 
 def test_memory_stays_linear() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from longhaul.kernels import state_features, symmetric_dim
-from longhaul.kernels.backend import resolve_backend
 from longhaul.kernels.power import reference
 from longhaul.kernels.power.features import FeatureMap, FeatureScratch, expand, multiplicity
 from longhaul.kernels.shapes import padded_width
@@ -54,13 +53,6 @@ def test_state_sizes() -> None:
     assert state_features(5, 2) == 64
     assert state_features(64, 1) == symmetric_dim(64, 1) == 64
     assert state_features(16, 4) == 8960
-
-
-def test_backends() -> None:
-    assert resolve_backend("auto") == resolve_backend("torch") == "torch"
-    assert resolve_backend("reference") == "reference"
-    with pytest.raises(ValueError, match="triton"):
-        resolve_backend("triton")
 
 
 def test_assert_close_allows_what_the_definition_earns() -> None:

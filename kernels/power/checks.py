@@ -1,0 +1,74 @@
+"""What the public functions ask of their arguments; every error names one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.shapes import state_features
+
+_INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width)")
+        if x.dtype != q.dtype or x.dtype not in _INPUT_DTYPES:
+            raise ValueError(
+                f"{name}: found {x.dtype}, wanted one floating-point dtype for q, k and v"
+            )
+    B, T, H, K = q.shape
+    G = k.shape[2]
+    if k.shape != (B, T, G, K):
+        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
+    if v.shape[:3] != (B, T, G):
+        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
+    if H % G:
+        raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
+    if log_g is not None and log_g.shape != (B, T, G):
+        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} as k has it")
+    if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"log_g: found {log_g.dtype}, wanted float32: 16 bits lose slow decays")
+
+
+def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) -> None:
+    P = state_features(K, degree)
+    for name, x, shape in (("kv", state.kv, (N, G, P, V)), ("norm", state.norm, (N, G, P))):
+        if x.shape != shape:
+            raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}")
+
+
+def check_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
+    """The offsets as numbers: one wait for the device per tensor, not one per layer."""
+    if B != 1:
+        raise ValueError(f"cu_seqlens: found B = {B}, wanted 1: documents are packed along T")
+    if cu_seqlens.is_inference():
+        # Nothing tells whether it was written to since.
+        return _read_offsets(cu_seqlens, T)
+    return _remembered_offsets(cu_seqlens, cu_seqlens._version, T)
+
+
+@lru_cache(maxsize=8)
+def _remembered_offsets(cu_seqlens: Tensor, version: int, T: int) -> tuple[int, ...]:
+    return _read_offsets(cu_seqlens, T)
+
+
+def _read_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
+    offsets: tuple[int, ...] = tuple(cu_seqlens.tolist())
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != T:
+        raise ValueError(f"cu_seqlens: found {_short(offsets)}, wanted offsets from 0 to {T}")
+    for n, (start, end) in enumerate(pairwise(offsets)):
+        if end <= start:
+            raise ValueError(
+                f"cu_seqlens: found document {n} from {start} to {end}, wanted at least one token"
+            )
+    return offsets
+
+
+def _short(offsets: tuple[int, ...]) -> str:
+    return str(list(offsets)) if len(offsets) <= 8 else f"[{offsets[0]}, …, {offsets[-1]}]"

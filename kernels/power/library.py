@@ -1,0 +1,194 @@
+"""Forward and backward as two custom ops, which torch.compile, checkpoints and counters see.
+
+A schema has no optional results: what is absent is an empty tensor of shape (0,) here, and None on
+both sides of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from longhaul.kernels.power import chunked
+from longhaul.kernels.power.call import Forward, PowerCall, Saved
+from longhaul.kernels.power.cost import power_backward_flops, power_flops
+from longhaul.kernels.shapes import state_features
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
+)
+_SETTINGS = (
+    "int degree, float scale, bool normalize, bool output_final_state, str form, int chunk_size,"
+    " str backend"
+)
+_FORWARD = f"({_INPUTS}, *, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    f"({_INPUTS}, Tensor out, Tensor final_kv, Tensor final_norm, Tensor inverse, Tensor is_live,"
+    f" Tensor? dout, Tensor? dkv, Tensor? dnorm, *, bool[] needs, {_SETTINGS})"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def run(
+    call: PowerCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    backend: str,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output and final state of a call, differentiable."""
+    out, final_kv, final_norm, _, _ = power_forward(
+        q, k, v, log_g, kv, norm, cu_seqlens,
+        degree=call.degree,
+        scale=call.scale,
+        normalize=call.normalize,
+        output_final_state=call.output_final_state,
+        form=call.form,
+        chunk_size=call.chunk_size,
+        backend=backend,
+    )  # fmt: skip
+    return (out, final_kv, final_norm) if call.output_final_state else (out, None, None)
+
+
+def _implementation(backend: str) -> ModuleType:
+    if backend != "triton":
+        return chunked
+    # Triton takes long to import, and may not be there.
+    from longhaul.kernels.power import triton
+
+    return triton
+
+
+def _given(x: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+@torch.library.custom_op("longhaul::power_forward", mutates_args=(), schema=_FORWARD)
+def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
+    """Results of `forward` of a backend: out, kv, norm, inverse, is_live."""
+    q = inputs[0]
+    # Autocast would turn the matrix products inside into 16-bit ones.
+    with torch.autocast(q.device.type, enabled=False):
+        results: Forward = _implementation(backend).forward(PowerCall(**settings), *inputs)
+    return tuple(_given(x, q) for x in results)
+
+
+@torch.library.custom_op("longhaul::power_backward", mutates_args=(), schema=_BACKWARD)
+def power_backward(
+    *tensors: Any, needs: list[bool], backend: str, **settings: Any
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, log_g, kv and norm."""
+    call = PowerCall(**settings)
+    q = tensors[0]
+    inputs, (out, final_kv, final_norm, inverse, is_live) = tensors[:7], tensors[7:12]
+    if not call.output_final_state:
+        final_kv = final_norm = None
+    if not call.normalize:
+        inverse = is_live = None
+    saved = Saved(*(*inputs, out, final_kv, final_norm, inverse, is_live))
+    with torch.autocast(q.device.type, enabled=False):
+        grads = _implementation(backend).backward(call, saved, *tensors[12:], tuple(needs))
+    return tuple(_given(x, q) for x in grads)
+
+
+@power_forward.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    degree: int,
+    normalize: bool,
+    output_final_state: bool,
+    **_settings: Any,
+) -> tuple[Tensor, ...]:
+    B, T, H, K = q.shape
+    G, V = v.shape[2:]
+    like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+    final_kv = final_norm = inverse = is_live = None
+    if output_final_state:
+        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        # Every width has a layout of its own, so it is a number even where sizes are symbols.
+        P = state_features(int(K), degree)
+        final_kv, final_norm = like.new_empty(S, G, P, V), like.new_empty(S, G, P)
+    if normalize:
+        inverse, is_live = like.new_empty(B, T, H), like.new_empty(B, T, H, dtype=torch.bool)
+    results = Forward(q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live)
+    return tuple(_given(x, q) for x in results)
+
+
+@power_backward.register_fake
+def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
+    wanted = (x if need else None for x, need in zip(tensors[:6], needs, strict=True))
+    return tuple(tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+
+
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
+) -> None:
+    # Saved: inputs, output, final state, denominators. Recomputed: scores, features, states.
+    ctx.save_for_backward(*inputs, *output)
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.set_materialize_grads(False)
+    ctx.settings = keyword_only_inputs
+
+
+def _backward(
+    ctx: Any, dout: Tensor | None, dkv: Tensor | None, dnorm: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
+    if not ctx.settings["output_final_state"]:
+        # torch.compile makes gradients of absent results, too.
+        dkv = dnorm = None
+    needs = list(ctx.needs_input_grad[:6])
+    grads = power_backward(*ctx.saved_tensors, dout, dkv, dnorm, needs=needs, **ctx.settings)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+
+
+power_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
+    """Tokens of every sequence; where offsets have no values yet, as if all were equal."""
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        return [T] * B
+    if type(cu_seqlens) is Tensor and not cu_seqlens.is_meta:
+        return [end - start for start, end in pairwise(cu_seqlens.tolist())]
+    N = cu_seqlens.shape[0] - 1
+    return [T // N] * N
+
+
+def _flops(
+    count: Callable[..., int], q: Tensor, v: Tensor, cu_seqlens: Tensor | None, settings: Any
+) -> int:
+    sizes = (q.shape[3], v.shape[3], settings["degree"], settings["form"], settings["chunk_size"])
+    return q.shape[2] * sum(count(T, *sizes) for T in _lengths(q, cu_seqlens))
+
+
+@register_flop_formula(torch.ops.longhaul.power_forward, get_raw=True)
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
+) -> int:
+    return _flops(power_flops, q, v, rest[3], settings)
+
+
+@register_flop_formula(torch.ops.longhaul.power_backward, get_raw=True)
+def _backward_flops(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
+) -> int:
+    return _flops(power_backward_flops, q, v, rest[3], settings)

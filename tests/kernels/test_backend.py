@@ -1,0 +1,149 @@
+"""Who runs a call: what is asked for, what is there, and what it can serve."""
+
+import logging
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longhaul.kernels.power
+from longhaul.kernels import PowerState, backend, power_attention, power_attention_step
+from longhaul.kernels.backend import resolve_backend
+from longhaul.kernels.power import chunked, op
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with Triton, which is not interpreted, and without a GPU."""
+    has = SimpleNamespace(triton=True, interpreter=False, cuda=False)
+    monkeypatch.setattr(backend, "_is_interpreted", lambda: has.interpreter)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has.cuda)
+    return has
+
+
+def test_auto_takes_triton_on_a_gpu_alone(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_backend("auto", CUDA) == "triton"
+    assert resolve_backend("auto", CPU) == "torch"
+    machine.interpreter = True
+    assert resolve_backend("auto", CPU) == "torch"
+    monkeypatch.setattr(backend, "_HAS_TRITON", False)
+    assert resolve_backend("auto", CUDA) == "torch"
+
+
+def test_a_backend_asked_for_runs_or_says_why_not(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert resolve_backend("torch", CUDA) == "torch"
+    assert resolve_backend("reference", CPU) == "reference"
+    assert resolve_backend("triton", CUDA) == "triton"
+    with pytest.raises(ValueError, match="'triton' cannot run: there is no CUDA device; wanted"):
+        resolve_backend("triton", CPU)
+    machine.cuda = True
+    with pytest.raises(ValueError, match="the tensors are on cpu"):
+        resolve_backend("triton", CPU)
+    machine.interpreter = True
+    assert resolve_backend("triton", CPU) == "triton"
+    monkeypatch.setattr(backend, "_HAS_TRITON", False)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        resolve_backend("triton", CPU)
+
+
+class FakeTriton(ModuleType):
+    """Stands in for the package of kernels: counts calls, and lets torch do the work."""
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__("triton")
+        self.reason, self.calls = reason, 0
+
+    def why_not(self, call: Any, K: int, V: int, has_state: bool) -> str | None:
+        return self.reason
+
+    def forward(self, *args: Any) -> Any:
+        self.calls += 1
+        return chunked.forward(*args)
+
+    def step(self, state: PowerState, *token: Any, **settings: Any) -> Any:
+        self.calls += 1
+        return power_attention_step(state, *token, **settings, backend="torch")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
+    """Triton runs, as far as anyone can tell."""
+    fake = FakeTriton(None)
+    monkeypatch.setattr(longhaul.kernels.power, "triton", fake, raising=False)
+    monkeypatch.setattr(
+        op, "resolve_backend", lambda name, _: "torch" if name == "torch" else "triton"
+    )
+    op._log_once.cache_clear()
+    return fake
+
+
+def tensors(T: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return list(torch.randn(3, 1, T, 2, 4, dtype=dtype))
+
+
+def test_calls_go_to_triton_where_it_serves_them(kernels: FakeTriton) -> None:
+    x = tensors(20)
+    out, _ = power_attention(*x)
+    assert kernels.calls == 1
+    torch.testing.assert_close(out, power_attention(*x, backend="torch")[0])
+    power_attention(*tensors(20, torch.float64))
+    assert kernels.calls == 1
+
+
+def test_auto_falls_back_and_says_so_once(
+    kernels: FakeTriton, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernels.reason = "it has no degree 12"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            power_attention(*tensors(20))
+    assert kernels.calls == 0
+    assert [record.message for record in caplog.records] == [
+        "power attention runs in torch, not Triton: it has no degree 12"
+    ]
+
+
+def test_triton_asked_for_says_what_it_cannot_serve(kernels: FakeTriton) -> None:
+    with pytest.raises(ValueError, match="backend: 'triton' cannot run: it has no float64"):
+        power_attention(*tensors(20, torch.float64), backend="triton")
+    kernels.reason = "it has no degree 12"
+    with pytest.raises(ValueError, match="'triton' cannot run: it has no degree 12"):
+        power_attention(*tensors(20), backend="triton")
+
+
+def test_triton_steps_where_no_gradient_is_needed(kernels: FakeTriton) -> None:
+    x = tensors(5)
+    how: dict[str, Any] = {"form": "recurrent", "output_final_state": True}
+    wanted, state = power_attention(*x, backend="torch", **how)
+    assert kernels.calls == 0
+    start = PowerState(torch.zeros(1, 2, 64, 4), torch.zeros(1, 2, 64))
+    out, after = power_attention(*x, initial_state=start, **how)
+    assert kernels.calls == 5
+    assert state is not None
+    assert after is not None
+    assert not start.kv.any()
+    torch.testing.assert_close((out, *after), (wanted, *state))
+    x[0].requires_grad_()
+    power_attention(*x, **how)[0].sum().backward()
+    power_attention_step(start, *(y[:, :1] for y in x))[0].sum().backward()
+    assert kernels.calls == 5
+    with torch.no_grad():
+        power_attention_step(start, *(y[:, :1] for y in x), inplace=True)
+    assert kernels.calls == 6
+    assert start.kv.any()
+    assert start.kv._version > 0
+
+
+@pytest.mark.usefixtures("kernels")
+def test_triton_takes_no_step_in_float64() -> None:
+    state = PowerState(torch.zeros(1, 2, 64, 4).double(), torch.zeros(1, 2, 64).double())
+    with pytest.raises(ValueError, match="it has no float64"):
+        power_attention_step(state, *tensors(1, torch.float64), backend="triton")
