@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
 import torch
 from torch import Tensor
 
@@ -9,10 +14,24 @@ from torch import Tensor
 _LOOSEST = 0.05
 
 
-def assert_close(
-    actual: Tensor, oracle: Tensor, definition: Tensor, *, multiple: float, name: str = "tensor"
-) -> None:
-    """Raise AssertionError unless `actual` is about as near to the oracle as the definition is.
+class Comparison(NamedTuple):
+    """How far a tensor is from the oracle. The errors are parts of the oracle's largest value."""
+
+    error: float  # the largest
+    allowed: float
+    norm_error: float  # ‖actual − oracle‖ / ‖oracle‖
+    fault: str | None  # what is wrong, or None
+
+
+def compare(
+    actual: Tensor,
+    oracle: Tensor,
+    definition: Tensor,
+    *,
+    multiple: float,
+    dtype: torch.dtype | None = None,
+) -> Comparison:
+    """Whether `actual` is about as near to the oracle as the definition is.
 
     Args:
         actual: what is tested.
@@ -20,27 +39,64 @@ def assert_close(
         definition: the definition computed in the dtype of `actual`, or in another dtype: its
             error is then scaled by the ratio of the two roundings.
         multiple: how many times the largest error of `definition` is allowed.
-        name: what to call the tensor in a message.
+        dtype: the dtype of the call's inputs, whose rounding `actual` may show even where it is
+            float32 itself, as states and gradients of gates are. None means that of `actual`.
     """
+
+    def failed(fault: str) -> Comparison:
+        return Comparison(torch.nan, 0.0, torch.nan, fault)
+
     if actual.shape != oracle.shape:
-        raise AssertionError(f"{name}: shape {tuple(actual.shape)}, wanted {tuple(oracle.shape)}")
+        return failed(f"shape {tuple(actual.shape)}, wanted {tuple(oracle.shape)}")
     if not actual.isfinite().all():
         where = (~actual.isfinite()).nonzero()[0].tolist()
-        raise AssertionError(f"{name}: {actual[tuple(where)].item()} at {where}")
+        return failed(f"{actual[tuple(where)].item()} at {where}")
     if actual.numel() == 0:
-        return
+        return Comparison(0.0, 0.0, 0.0, None)
     size = oracle.abs().max().item()
-    epsilon = torch.finfo(actual.dtype).eps
+    epsilon = torch.finfo(dtype or actual.dtype).eps
     earned = (definition.double() - oracle).abs().max().item()
-    earned *= epsilon / torch.finfo(definition.dtype).eps
+    earned *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
     allowed = min(multiple * max(earned, epsilon * size), _LOOSEST * size)
     error = (actual.double() - oracle).abs()
     worst = error.argmax()
-    if error.flatten()[worst] > allowed:
+    largest = error.flatten()[worst].item()
+    fault = None
+    # Not >: an oracle that holds a NaN must not pass.
+    if not largest <= allowed:
         where = [int(i) for i in torch.unravel_index(worst, error.shape)]
         found, wanted = actual.flatten()[worst].item(), oracle.flatten()[worst].item()
-        relative = error.flatten()[worst].item() / max(abs(wanted), 1e-300)
-        raise AssertionError(
-            f"{name}: {found:.6g}, wanted {wanted:.6g} at {where}: off by "
-            f"{error.flatten()[worst].item():.3g} ({relative:.3g} of it), allowed {allowed:.3g}"
+        fault = (
+            f"{found:.6g}, wanted {wanted:.6g} at {where}: off by {largest:.3g} "
+            f"({largest / max(abs(wanted), 1e-300):.3g} of it), allowed {allowed:.3g}"
         )
+    norm_error = error.norm().item() / (oracle.norm().item() or 1.0)
+    return Comparison(largest / (size or 1.0), allowed / (size or 1.0), norm_error, fault)
+
+
+def assert_close(
+    actual: Tensor, oracle: Tensor, definition: Tensor, *, multiple: float, name: str = "tensor"
+) -> None:
+    """Raise AssertionError, naming the tensor, unless `compare` finds no fault."""
+    if fault := compare(actual, oracle, definition, multiple=multiple).fault:
+        raise AssertionError(f"{name}: {fault}")
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Inside, uninitialised memory holds NaN, so that nothing can lean on zeros."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            x = make(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
+
+        return wrapper
+
+    with (
+        patch.object(torch, "empty", poisoned(torch.empty)),
+        patch.object(torch, "empty_like", poisoned(torch.empty_like)),
+        patch.object(torch, "empty_strided", poisoned(torch.empty_strided)),
+        patch.object(Tensor, "new_empty", poisoned(Tensor.new_empty)),
+    ):
+        yield

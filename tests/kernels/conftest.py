@@ -1,27 +1,18 @@
 """Uninitialised memory holds NaN in every kernel test, so that nothing can lean on zeros."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jaxtyping
 import pytest
 import torch
-from torch import Tensor
 
-
-def _poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        x = make(*args, **kwargs)
-        return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
-
-    return wrapper
+from longhaul.kernels.testing import poisoned_memory
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", _poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_like", _poisoned(torch.empty_like))
-    monkeypatch.setattr(Tensor, "new_empty", _poisoned(Tensor.new_empty))
+def poison() -> Iterator[None]:
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture
