@@ -114,13 +114,14 @@ def launch(shape: Shape) -> None:
     if shape.form == "step":
         power.step(
             PowerState(torch.zeros(B, G, P, shape.V), torch.zeros(B, G, P)),
-            tokens(B, H, shape.K),
-            tokens(B, G, shape.K),
-            tokens(B, G, shape.V),
-            None if shape.plain else gate(B, G),
+            tokens(B, 1, H, shape.K),
+            tokens(B, 1, G, shape.K),
+            tokens(B, 1, G, shape.V),
+            None if shape.plain else gate(B, 1, G),
             degree=shape.degree,
             scale=scale,
             normalize=not shape.plain,
+            inplace=False,
         )
         return
     call = PowerCall(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
-from longhaul.kernels.power.triton.backward import key_gradient, query_gradient
+from longhaul.kernels.power.triton.key_gradient import key_gradient
+from longhaul.kernels.power.triton.query_gradient import query_gradient
 from longhaul.kernels.power.triton.delta import row_terms
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
 from longhaul.kernels.power.triton.gates import gate_gradient
@@ -76,7 +77,7 @@ def chunked_forward(
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     G, V = v.shape[2:]
     chunks = _chunks_of(call, q, cu_seqlens)
-    tiles = tiles_of(q.shape[3], call.degree, q.device)
+    tiles = tiles_of(q.shape[3], call.degree, q.device, q.dtype)
     gates = None if log_g is None else sum_gates(log_g, chunks)
     final_kv = final_norm = None
     if call.output_final_state:
@@ -186,7 +187,7 @@ def _backward_of_heads(
     q, k, v = saved.q, saved.k, saved.v
     T, G = k.shape[1:3]
     needs_q, needs_kv, needs_gates = needs[0], needs[1] or needs[2], needs[3]
-    tiles, operands = tiles_of(q.shape[3], call.degree, q.device), operands_of(q)
+    tiles, operands = tiles_of(q.shape[3], call.degree, q.device, q.dtype), operands_of(q)
     gates = None if saved.log_g is None else sum_gates(saved.log_g, chunks)
     has_initial, has_final = saved.kv is not None, dkv is not None or dnorm is not None
     has_norm = call.normalize or dnorm is not None
@@ -213,7 +214,8 @@ def _backward_of_heads(
         key_gradient(
             call, q, k, v, dout, saved.inverse, pull, gates, dstates, chunks, tiles, operands,
             has_final=has_final, has_norm=has_norm and has_states,
-            dk=grads[1], dv=grads[2], k_dk=k_dk,
+            dk=grads[1] if needs[1] or needs_gates else None, dv=grads[2] if needs[2] else None,
+            k_dk=k_dk,
         )  # fmt: skip
         if dlog_g is not None and k_dk is not None and saved.log_g is not None:
             gate_gradient(change, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)

@@ -41,7 +41,7 @@ class Slots(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def tiles_of(K: int, degree: int, device: torch.device) -> Tiles:
+def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> Tiles:
     """The tiles for key width K. At degree 1 there is nothing to combine, and the table is empty."""
     P = state_features(K, degree)
     empty = torch.empty(0, dtype=torch.int32, device=device)
@@ -51,7 +51,7 @@ def tiles_of(K: int, degree: int, device: torch.device) -> Tiles:
     tile = tile_width(degree)
     count = padded_width(K, degree) // tile
     tuples = list(combinations_with_replacement(range(count), degree))
-    at_once = _tiles_at_once(count, degree)
+    at_once = _tiles_at_once(count, degree, dtype)
 
     table = [(*tiles, _orderings(tiles)) for tiles in tuples]
     table += [(_NO_TILE,) * degree + (0,)] * (-len(table) % at_once)
@@ -66,7 +66,9 @@ def tiles_of(K: int, degree: int, device: torch.device) -> Tiles:
 
 
 @lru_cache(maxsize=64)
-def slots_of(K: int, degree: int, device: torch.device, is_symmetric: bool) -> Slots:
+def slots_of(
+    K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool
+) -> Slots:
     """For every tile of x, the features that it takes part in, as `slot_gradient` reads them.
 
     A state that only ever summed φ(k) vᵀ does not change when two coordinates of equal tiles swap,
@@ -77,7 +79,6 @@ def slots_of(K: int, degree: int, device: torch.device, is_symmetric: bool) -> S
         return Slots(torch.empty(0, dtype=torch.int32, device=device), 0)
     tile = tile_width(degree)
     count = padded_width(K, degree) // tile
-    at_once = _tiles_at_once(count, degree)
     table: list[tuple[int, ...]] = []
     for slot in range(count):
         rows = []
@@ -101,9 +102,12 @@ def _orderings(tiles: tuple[int, ...]) -> int:
     return factorial(len(tiles)) // prod(factorial(tiles.count(one)) for one in set(tiles))
 
 
-def _tiles_at_once(count: int, degree: int) -> int:
-    """128 features at degree 2, enough to share the loads of values; 256 at degree 4 is a tile."""
-    return 2 if degree == 2 and count > 1 else 1
+def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
+    """128 features at degree 2 share the loads of values; a tile of degree 4 has 256 by itself.
+
+    Products of float32 take twice the registers.
+    """
+    return 2 if degree == 2 and count > 1 and dtype == torch.bfloat16 else 1
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -43,3 +45,35 @@ def with_dense_rows(x: Tensor) -> Tensor:
 def block_of(width: int) -> int:
     """A width padded to what `tl.dot` takes."""
     return max(16, triton.next_power_of_2(width))
+
+
+Configs = tuple[triton.Config, ...]
+
+
+def config(num_warps: int, num_stages: int, **sizes: int) -> triton.Config:
+    """One way to run a kernel: block sizes, threads, depth of the load pipeline."""
+    return triton.Config(sizes, num_warps=num_warps, num_stages=num_stages)
+
+
+def launch(
+    kernel: Any, grid: Callable[[dict[str, Any]], tuple[int, ...]], configs: Configs, *args: Any, **meta: Any
+) -> None:
+    """Run a kernel with the fastest of a few configurations.
+
+    On a GPU Triton's autotuner finds it once for each set of compile-time constants and keeps it on
+    disk. The interpreter takes the first. A tensor on the CPU that is not interpreted means that
+    the launch is compiled only (kernels/offline.py): then every configuration is, since any of them
+    may ship.
+    """
+    if args[0].device.type != "cpu":
+        _autotuned(kernel, configs)[grid](*args, **meta)
+        return
+    for one in configs[:1] if is_interpreted() else configs:
+        kernel[grid(meta | one.kwargs)](*args, **meta, **one.all_kwargs())
+
+
+@lru_cache(maxsize=256)
+def _autotuned(kernel: Any, configs: Configs) -> Any:
+    # Sizes of the data are no part of the key: another length of sequence costs no new search.
+    key = [p.name for p in kernel.params if p.is_constexpr and p.name not in configs[0].kwargs]
+    return triton.autotune(configs=list(configs), key=key, cache_results=True)(kernel)

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.features import Tiles, features
-from longhaul.kernels.power.triton.launch import Operands, block_of
+from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.state import States
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+# See state.py: chosen by what compiles without spills, not yet by time.
+_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64))
+_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=64), config(4, 2, BLOCK_T=64, BLOCK_N=64))
+_NARROW_32 = (config(4, 2, BLOCK_T=32, BLOCK_N=32),)
 
 
 def read_out(
@@ -38,10 +42,13 @@ def read_out(
     inverse = q.new_empty(B, T, H, dtype=torch.float32) if call.normalize else None
     is_live = q.new_empty(B, T, H, dtype=torch.bool) if call.normalize else None
     is_narrow = q.dtype == torch.bfloat16 and max(K, V) <= 64
-    block_t = 128 if is_narrow else 64
     block_v = min(block_of(V), 128)
-    per_chunk = triton.cdiv(chunks.size, block_t)
-    _power_fwd_read_kernel[(chunks.count * per_chunk, H, triton.cdiv(V, block_v))](
+    launch(
+        _power_fwd_read_kernel,
+        lambda meta: (
+            chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]), H, triton.cdiv(V, block_v)
+        ),
+        _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         q,
         k,
         v,
@@ -66,14 +73,12 @@ def read_out(
         call.scale,
         call.scale**call.degree,
         rounding,
-        per_chunk,
+        chunks.size,
         NUM_BLOCKS=tiles.num_blocks,
         DEGREE=call.degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=tiles.at_once * tiles.tile**call.degree,
-        BLOCK_T=block_t,
-        BLOCK_N=64 if q.dtype == torch.bfloat16 else 32,
         BLOCK_K=block_of(K),
         BLOCK_V=block_v,
         HAS_GATES=gates is not None,
@@ -81,8 +86,6 @@ def read_out(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-        num_warps=8,
-        num_stages=2,
     )
     return out, inverse, is_live
 
@@ -100,7 +103,7 @@ def power(x, DEGREE: tl.constexpr):
 def _power_fwd_read_kernel(
     q_ptr, k_ptr, v_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr, out_ptr, inverse_ptr, is_live_ptr,
     chunks_ptr, tiles_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, T, H, G, K, V, P, scale, state_scale, rounding, per_chunk,
+    stride_vb, stride_vt, stride_vh, T, H, G, K, V, P, scale, state_scale, rounding, chunk_size,
     NUM_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -109,6 +112,7 @@ def _power_fwd_read_kernel(
     # Steps: the state, then earlier blocks of keys, then the block's own keys. Decay is taken in
     # factors that meet at the block's first token b, eq. (5): G_b, G_b − G_i, and G_t − G_b last.
     tl.static_assert(BLOCK_T % BLOCK_N == 0)
+    per_chunk = tl.cdiv(chunk_size, BLOCK_T)
     chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
     _, batch, start, end, sequence_start, _ = load_chunk(chunks_ptr, chunk)
     before = (tl.program_id(0) % per_chunk) * BLOCK_T  # tokens of the chunk before the block

@@ -14,10 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.triton.features import Tiles, features
-from longhaul.kernels.power.triton.launch import Operands, block_of
+from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 
-_ROWS_AT_ONCE = 64
+# No GPU was there to time these: they are what compiles without spilling on every chip of
+# kernels/compile.py, and `launch` picks among them where one is.
+_NARROW = (config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64))  # 128 features x 64 values
+_WIDE = (config(8, 2, BLOCK_T=64), config(8, 3, BLOCK_T=32))
+_NARROW_32 = (config(8, 2, BLOCK_T=32),)
 
 
 class States(NamedTuple):
@@ -61,9 +65,12 @@ def chunk_states(
     norm = x.new_empty((chunks.count, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
     features_at_once = tiles.at_once * tiles.tile**degree
     block_v = min(block_of(V), 128)
-    grid = (chunks.count * tiles.num_blocks, triton.cdiv(V, block_v), G)
     unused = kv
-    _power_fwd_state_kernel[grid](
+    is_narrow = features_at_once * block_v <= 128 * 64
+    launch(
+        _power_fwd_state_kernel,
+        lambda _: (chunks.count * tiles.num_blocks, triton.cdiv(V, block_v), G),
+        _NARROW_32 if x.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         x,
         y,
         unused if tokens.inverse is None else tokens.inverse,
@@ -88,7 +95,6 @@ def chunk_states(
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=features_at_once,
-        BLOCK_T=64 if x.dtype == torch.bfloat16 else 32,
         BLOCK_V=block_v,
         HAS_GATES=gates is not None,
         HAS_INVERSE=tokens.inverse is not None,
@@ -97,8 +103,6 @@ def chunk_states(
         TO_END=to_end,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-        num_warps=8 if features_at_once * block_v > 8192 else 4,
-        num_stages=2,
     )
     return States(kv, norm)
 
@@ -108,7 +112,7 @@ def _power_fwd_state_kernel(
     x_ptr, y_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr, chunks_ptr, tiles_ptr,
     stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, T, G, K, V, P, factor,
     NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_PULL: tl.constexpr,
     HAS_NORM: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +260,7 @@ def _power_fwd_scan_kernel(
     v = tl.arange(0, BLOCK_V)
     mask = (row < P)[:, None] & (v < V)[None, :]
     off = row.to(tl.int64)[:, None] * V + v[None, :]
-    state_size = P.to(tl.int64) * V
+    state_size = P * V
     times = tl.full((BLOCK_P,), 1.0, tl.float32)
     if DEGREE > 1 and IS_REVERSE:
         # Gradients are carried without the multiplicity, as states are.
@@ -275,7 +279,7 @@ def _power_fwd_scan_kernel(
             # The state at the end of a chunk is what the next one reads.
             is_inner = step > 0
             state = tl.load(
-                other_ptr + chunk_off + G.to(tl.int64) * state_size + off,
+                other_ptr + ((chunk + 1) * G + g) * state_size + off,
                 mask=mask & is_inner,
                 other=0.0,
             )

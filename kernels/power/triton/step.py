@@ -35,7 +35,7 @@ def step(
     B, _, H, K = q.shape
     G, V = v.shape[2:]
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-    tiles = tiles_of(K, degree, q.device)
+    tiles = tiles_of(K, degree, q.device, q.dtype)
     kv, norm = (x.float().contiguous() for x in state)
     # In place, one program must own all that reads the norm which it writes.
     block_v = block_of(V) if inplace else min(block_of(V), _BLOCK_V)

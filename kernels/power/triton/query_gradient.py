@@ -1,4 +1,4 @@
-"""Gradients of the chunked form. Scores, features and states are recomputed, nothing else is kept.
+"""Gradients of queries in the chunked form.
 
 With pull_t = Σ_v dy_t·y_t, the gradient of a weight is dw_ti = (dy_t·v_i − pull_t) / den_t, eq. (11):
 dy goes into products as it is, and 1 / den multiplies their rows.
@@ -12,11 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.features import Tiles, features, slot_gradient, slots_of
-from longhaul.kernels.power.triton.launch import Operands, block_of
+from longhaul.kernels.power.triton.features import Tiles, slot_gradient, slots_of
+from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.read import power
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.state import States
+
+# See state.py: chosen by what compiles without spills, not yet by time.
+_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 2, BLOCK_T=64, BLOCK_N=64))
+_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
+_NARROW_32 = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
 
 
 def query_gradient(
@@ -39,12 +44,13 @@ def query_gradient(
     """Fill dq (B, T, H, K), eq. (12), from the states that each chunk read."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    is_narrow = q.dtype == torch.bfloat16 and max(K, V) <= 64
-    block_t = 128 if is_narrow else 64
-    per_chunk = triton.cdiv(chunks.size, block_t)
-    slots = slots_of(K, call.degree, q.device, not has_initial)
+    is_narrow = max(K, V) <= 64
+    slots = slots_of(K, call.degree, q.device, tiles.at_once, not has_initial)
     unused = states.kv
-    _power_bwd_query_kernel[(chunks.count * per_chunk, H)](
+    launch(
+        _power_bwd_query_kernel,
+        lambda meta: (chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]), H),
+        _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         q,
         k,
         v,
@@ -70,14 +76,12 @@ def query_gradient(
         V,
         tiles.P,
         call.degree * call.scale**call.degree,
-        per_chunk,
+        chunks.size,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
         DEGREE=call.degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
-        BLOCK_T=block_t,
-        BLOCK_N=64 if is_narrow else 32,
         BLOCK_K=block_of(K),
         BLOCK_V=block_of(V),
         HAS_GATES=gates is not None,
@@ -85,13 +89,11 @@ def query_gradient(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-        num_warps=8,
-        num_stages=2,
     )
 
 
 @triton.jit
-def _into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
+def into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
     """(BLOCK_T, TILE) as columns slot · TILE and following of zeros (BLOCK_T, BLOCK_K)."""
     is_slot = tl.arange(0, BLOCK_K // TILE) == slot
     placed = tl.where(is_slot[None, :, None], gradient[:, None, :], 0.0)
@@ -103,13 +105,14 @@ def _power_bwd_query_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    T, H, G, K, V, P, factor, per_chunk,
+    T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
     NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_T % BLOCK_N == 0)
+    per_chunk = tl.cdiv(chunk_size, BLOCK_T)
     chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
     _, batch, start, end, sequence_start, _ = load_chunk(chunks_ptr, chunk)
     before = (tl.program_id(0) % per_chunk) * BLOCK_T
@@ -143,8 +146,8 @@ def _power_bwd_query_kernel(
     # Step 1: the state.
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     if (start > sequence_start) | HAS_INITIAL:
-        kv_ptr += (chunk * G + g) * P.to(tl.int64) * V
-        norm_ptr += (chunk * G + g) * P.to(tl.int64)
+        kv_ptr += (chunk * G + g) * P * V
+        norm_ptr += (chunk * G + g) * P
         if DEGREE == 1:
             kv = tl.load(
                 kv_ptr + kk[:, None] * V + v[None, :],
@@ -161,7 +164,7 @@ def _power_bwd_query_kernel(
                     dout, -pull, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
                     DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
                 )  # fmt: skip
-                acc += _into_slot(part, slot, TILE, BLOCK_K)
+                acc += into_slot(part, slot, TILE, BLOCK_K)
     first_high, first_low = 0.0, 0.0
     # The factor p of all steps comes last; this one has it already.
     acc *= 1 / DEGREE
@@ -257,12 +260,13 @@ def key_gradient(
     """Fill dk, dv, eq. (14), and k·dk (B, G, T), from the gradients of the states after each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    is_narrow = q.dtype == torch.bfloat16 and max(K, V) <= 128
-    block_n = 64 if is_narrow else 32
-    per_chunk = triton.cdiv(chunks.size, block_n)
+    is_narrow = max(K, V) <= 64
     slots = slots_of(K, call.degree, q.device, not has_final)
     unused = dstates.kv
-    _power_bwd_key_kernel[(chunks.count * per_chunk, G)](
+    launch(
+        _power_bwd_key_kernel,
+        lambda meta: (chunks.count * triton.cdiv(chunks.size, meta["BLOCK_N"]), G),
+        _KEY_32 if q.dtype != torch.bfloat16 else _KEY_NARROW if is_narrow else _KEY_WIDE,
         q,
         k,
         v,
@@ -292,7 +296,7 @@ def key_gradient(
         V,
         tiles.P,
         call.scale**call.degree,
-        per_chunk,
+        chunks.size,
         NUM_BLOCKS=tiles.num_blocks,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
@@ -300,7 +304,6 @@ def key_gradient(
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=tiles.at_once * tiles.tile**call.degree,
-        BLOCK_N=block_n,
         BLOCK_K=block_of(K),
         BLOCK_V=block_of(V),
         HAS_GATES=gates is not None,
@@ -310,8 +313,6 @@ def key_gradient(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-        num_warps=4 if max(K, V) <= 64 else 8,
-        num_stages=2,
     )
 
 
@@ -359,7 +360,7 @@ def _power_bwd_key_kernel(
     dk_ptr, dv_ptr, k_dk_ptr, chunks_ptr, tiles_ptr, slots_ptr, stride_qb, stride_qt, stride_qh,
     stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
     stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh,
-    T, H, G, K, V, P, factor, per_chunk,
+    T, H, G, K, V, P, factor, chunk_size,
     NUM_BLOCKS: tl.constexpr, NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr,
     DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr,
@@ -368,6 +369,7 @@ def _power_bwd_key_kernel(
 ):  # fmt: skip
     # Decay meets at the block's last token e: G_C − G_e for the state, G_t − G_e for later queries,
     # and G_e − G_i for the keys themselves. The block's own queries come last, with a matrix.
+    per_chunk = tl.cdiv(chunk_size, BLOCK_N)
     chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
     _, batch, start, end, _, sequence_end = load_chunk(chunks_ptr, chunk)
     before = (tl.program_id(0) % per_chunk) * BLOCK_N
@@ -400,8 +402,8 @@ def _power_bwd_key_kernel(
     acc_k = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     acc_v = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     if (end < sequence_end) | HAS_FINAL:
-        dkv_ptr += (chunk * G + g) * P.to(tl.int64) * V
-        dnorm_ptr += (chunk * G + g) * P.to(tl.int64)
+        dkv_ptr += (chunk * G + g) * P * V
+        dnorm_ptr += (chunk * G + g) * P
         for block in range(NUM_BLOCKS):
             phi = features(
                 k_ptr, n * stride_kt, n_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
@@ -429,7 +431,7 @@ def _power_bwd_key_kernel(
                     value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
                     K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
                 )  # fmt: skip
-                acc_k += _into_slot(part, slot, TILE, BLOCK_K)
+                acc_k += into_slot(part, slot, TILE, BLOCK_K)
             # The factor p of all steps comes last; this one has it already.
             acc_k *= 1 / DEGREE
 
