@@ -89,7 +89,9 @@ def poisoned_memory() -> Iterator[None]:
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             x = make(*args, **kwargs)
-            return x.fill_(torch.nan) if x.is_floating_point() and not x.is_meta else x
+            if x.is_floating_point() and not x.is_meta:
+                x.detach().fill_(torch.nan)
+            return x
 
         return wrapper
 

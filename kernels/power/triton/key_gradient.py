@@ -24,7 +24,7 @@ from longhaul.kernels.power.triton.state import States
 # See state.py: chosen by what compiles without spills, not yet by time.
 _NARROW = (config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32))
 _WIDE = (config(8, 2, BLOCK_N=64, BLOCK_T=32),)
-_NARROW_32 = (config(8, 2, BLOCK_N=32, BLOCK_T=32),)
+_NARROW_32 = (config(8, 1, BLOCK_N=32, BLOCK_T=32),)
 
 
 def key_gradient(
@@ -216,7 +216,7 @@ def _power_bwd_value_kernel(
     row_off = (batch * T + start) * H + g * repeats
     for repeat in range(repeats):
         for first in range(before + BLOCK_N, length, BLOCK_T):
-            weight, _, dout = _meet(
+            weight, q, dout = _meet(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
                 stride_qt, stride_ot, H, K, V, factor,
@@ -232,7 +232,7 @@ def _power_bwd_value_kernel(
     for repeat in range(repeats):
         for first in range(0, BLOCK_N, BLOCK_T):
             is_seen = (first + t)[None, :] >= n[:, None]
-            weight, _, dout = _meet(
+            weight, q, dout = _meet(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, before + first + t, length, is_seen,
                 n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,

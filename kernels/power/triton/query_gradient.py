@@ -19,9 +19,9 @@ from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed,
 from longhaul.kernels.power.triton.state import States
 
 # See state.py: chosen by what compiles without spills, not yet by time.
-_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 2, BLOCK_T=64, BLOCK_N=64))
+_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=32), config(4, 2, BLOCK_T=64, BLOCK_N=32))
 _WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
-_NARROW_32 = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
+_NARROW_32 = (config(4, 2, BLOCK_T=32, BLOCK_N=16),)
 
 
 def query_gradient(
@@ -44,7 +44,7 @@ def query_gradient(
     """Fill dq (B, T, H, K), eq. (12), from the states that each chunk read."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    is_narrow = max(K, V) <= 64
+    is_narrow = max(K, V) <= 64 and call.degree < 4
     slots = slots_of(K, call.degree, q.device, tiles.at_once, not has_initial)
     unused = states.kv
     launch(
@@ -223,7 +223,9 @@ def _power_bwd_query_kernel(
         if HAS_GATES:
             high = tl.load(high_ptr + gate_off + before + first + n, mask=n_mask, other=0.0)
             low = tl.load(low_ptr + gate_off + before + first + n, mask=n_mask, other=0.0)
-            dscore *= exp2_flushed((t_high[:, None] - high[None, :]) + (t_low[:, None] - low[None, :]))
+            dscore *= exp2_flushed(
+                (t_high[:, None] - high[None, :]) + (t_low[:, None] - low[None, :])
+            )
         dscore = tl.where(t[:, None] >= (first + n)[None, :], dscore, 0.0)
         acc = tl.dot(dscore.to(DOT), k, acc, input_precision=PRECISION)
 
@@ -260,7 +262,7 @@ def key_gradient(
     """Fill dk, dv, eq. (14), and k·dk (B, G, T), from the gradients of the states after each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    is_narrow = max(K, V) <= 64
+    is_narrow = max(K, V) <= 64 and call.degree < 4
     slots = slots_of(K, call.degree, q.device, not has_final)
     unused = dstates.kv
     launch(
@@ -406,7 +408,17 @@ def _power_bwd_key_kernel(
         dnorm_ptr += (chunk * G + g) * P
         for block in range(NUM_BLOCKS):
             phi = features(
-                k_ptr, n * stride_kt, n_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
+                k_ptr,
+                n * stride_kt,
+                n_mask,
+                tiles_ptr,
+                block,
+                K,
+                DEGREE,
+                TILE,
+                AT_ONCE,
+                False,
+                True,
             )
             f = block * BLOCK_F + tl.arange(0, BLOCK_F)
             dkv = tl.load(
@@ -475,7 +487,9 @@ def _power_bwd_key_kernel(
     is_seen = (n[None, :] >= n[:, None]) & n_mask[None, :]
     decay = tl.full((1, BLOCK_N), 1.0, tl.float32)
     if HAS_GATES:
-        decay = exp2_flushed((n_high[None, :] - n_high[:, None]) + (n_low[None, :] - n_low[:, None]))
+        decay = exp2_flushed(
+            (n_high[None, :] - n_high[:, None]) + (n_low[None, :] - n_low[:, None])
+        )
     for repeat in range(repeats):
         h = g * repeats + repeat
         token = start + before

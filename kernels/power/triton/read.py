@@ -17,8 +17,8 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 # See state.py: chosen by what compiles without spills, not yet by time.
 _NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64))
-_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=64), config(4, 2, BLOCK_T=64, BLOCK_N=64))
-_NARROW_32 = (config(4, 2, BLOCK_T=32, BLOCK_N=32),)
+_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
+_NARROW_32 = (config(8, 2, BLOCK_T=32, BLOCK_N=16),)
 
 
 def read_out(
@@ -41,12 +41,14 @@ def read_out(
     out = q.new_empty(B, T, H, V)
     inverse = q.new_empty(B, T, H, dtype=torch.float32) if call.normalize else None
     is_live = q.new_empty(B, T, H, dtype=torch.bool) if call.normalize else None
-    is_narrow = q.dtype == torch.bfloat16 and max(K, V) <= 64
-    block_v = min(block_of(V), 128)
+    is_narrow = max(K, V) <= 64 and call.degree < 4
+    block_v = min(block_of(V), 128 if K <= 128 else 64)
     launch(
         _power_fwd_read_kernel,
         lambda meta: (
-            chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]), H, triton.cdiv(V, block_v)
+            chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]),
+            H,
+            triton.cdiv(V, block_v),
         ),
         _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         q,

@@ -20,7 +20,7 @@ from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed,
 # No GPU was there to time these: they are what compiles without spilling on every chip of
 # kernels/compile.py, and `launch` picks among them where one is.
 _NARROW = (config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64))  # 128 features x 64 values
-_WIDE = (config(8, 2, BLOCK_T=64), config(8, 3, BLOCK_T=32))
+_WIDE = (config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32))
 _NARROW_32 = (config(8, 2, BLOCK_T=32),)
 
 
@@ -66,7 +66,7 @@ def chunk_states(
     features_at_once = tiles.at_once * tiles.tile**degree
     block_v = min(block_of(V), 128)
     unused = kv
-    is_narrow = features_at_once * block_v <= 128 * 64
+    is_narrow = features_at_once <= 128 and block_v <= 64
     launch(
         _power_fwd_state_kernel,
         lambda _: (chunks.count * tiles.num_blocks, triton.cdiv(V, block_v), G),
