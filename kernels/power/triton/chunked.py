@@ -1,4 +1,4 @@
-"""The chunked form on a GPU: chunk states, scan, read-out; and the same three again for gradients."""
+"""The chunked form: chunk states, scan, read-out; and the same three again for gradients."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
-from longhaul.kernels.power.triton.key_gradient import key_gradient
-from longhaul.kernels.power.triton.query_gradient import query_gradient
 from longhaul.kernels.power.triton.delta import row_terms
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
 from longhaul.kernels.power.triton.gates import gate_gradient
+from longhaul.kernels.power.triton.key_gradient import key_gradient
 from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
+from longhaul.kernels.power.triton.query_gradient import query_gradient
 from longhaul.kernels.power.triton.read import read_out
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, cut, sum_gates
 from longhaul.kernels.power.triton.state import States, Tokens, chunk_states, scan
@@ -31,7 +31,7 @@ def _read_dtype(q: Tensor) -> torch.dtype:
 
 
 def _rounding(q: Tensor, tiles: Tiles) -> float:
-    """4 ε of eq. (16): of float32 sums, or of operands with fewer bits, whose errors average out."""
+    """4 ε of eq. (16): of float32, or of operands with fewer bits, whose errors average out."""
     if q.dtype == torch.float32:
         return 4 * torch.finfo(torch.float32).eps
     bits = 8 if q.dtype == torch.bfloat16 else 10
@@ -159,7 +159,7 @@ def chunked_backward(
             )
         )
     dkv0, dnorm0 = (
-        None if parts[0] is None else torch.cat(parts, dim=1)  # type: ignore[arg-type]
+        None if parts[0] is None else torch.cat(parts, dim=1)
         for parts in zip(*dinitial, strict=True)
     )
     grads = (dq, dk, dv, dlog_g, dkv0, dnorm0)
@@ -194,10 +194,11 @@ def _backward_of_heads(
     has_states = has_initial or has_final or chunks.size < T
 
     states = dstates = _no_states(q)
-    products = k.new_zeros(chunks.count, G, dtype=torch.float64)
+    products = k.new_zeros(chunks.num, G, dtype=torch.float64)
     if has_states:
         states = _states(
-            call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None), has_norm=has_norm
+            call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
+            has_norm=has_norm,
         )  # fmt: skip
     if needs_q:
         query_gradient(
@@ -236,7 +237,7 @@ def _state_gradients(
     *,
     has_norm: bool,
 ) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor]:
-    """dS after every chunk, eq. (13), before the first, and ⟨dS, S⟩ at the end of each, eq. (19)."""
+    """dS after every chunk, eq. (13), before the first, and ⟨dS, S⟩ of eq. (19)."""
     parts = chunk_states(
         Tokens(saved.q, dout, saved.inverse, pull), gates, chunks, tiles, saved.k.shape[2],
         operands_of(saved.q), degree=call.degree, factor=call.scale**call.degree, to_end=False,
@@ -256,7 +257,13 @@ def _state_gradients(
             results.append(part)
             continue
         result, product = scan(
-            part, read, dlast, dfirst, *rest, is_reverse=True, other=None if gates is None else first
+            part,
+            read,
+            dlast,
+            dfirst,
+            *rest,
+            is_reverse=True,
+            other=None if gates is None else first,
         )
         results.append(result)
         if product is not None:

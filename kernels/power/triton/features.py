@@ -42,7 +42,7 @@ class Slots(NamedTuple):
 
 @lru_cache(maxsize=64)
 def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> Tiles:
-    """The tiles for key width K. At degree 1 there is nothing to combine, and the table is empty."""
+    """The tiles for key width K. At degree 1 there is nothing to combine: no table."""
     P = state_features(K, degree)
     empty = torch.empty(0, dtype=torch.int32, device=device)
     if degree == 1:
@@ -66,9 +66,7 @@ def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> T
 
 
 @lru_cache(maxsize=64)
-def slots_of(
-    K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool
-) -> Slots:
+def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool) -> Slots:
     """For every tile of x, the features that it takes part in, as `slot_gradient` reads them.
 
     A state that only ever summed φ(k) vᵀ does not change when two coordinates of equal tiles swap,
@@ -128,11 +126,11 @@ def _outer(slow, fast, TOKENS_LAST: tl.constexpr):
     """All products of the features of two tile tuples, the second's running fastest."""
     if TOKENS_LAST:
         pairs = slow[:, :, None, :] * fast[:, None, :, :]
-        shape: tl.constexpr = (slow.shape[0], slow.shape[1] * fast.shape[1], slow.shape[2])
+        pairs = tl.reshape(pairs, (slow.shape[0], slow.shape[1] * fast.shape[1], slow.shape[2]))
     else:
         pairs = slow[:, :, :, None] * fast[:, :, None, :]
-        shape: tl.constexpr = (slow.shape[0], slow.shape[1], slow.shape[2] * fast.shape[2])
-    return tl.reshape(pairs, shape)
+        pairs = tl.reshape(pairs, (slow.shape[0], slow.shape[1], slow.shape[2] * fast.shape[2]))
+    return pairs
 
 
 @triton.jit

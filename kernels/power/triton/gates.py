@@ -17,7 +17,13 @@ _BLOCK_T = 1024
 
 
 def gate_gradient(
-    change: Tensor, k_dk: Tensor, after: Tensor, log_g: Tensor, chunks: Chunks, degree: int, out: Tensor
+    change: Tensor,
+    k_dk: Tensor,
+    after: Tensor,
+    log_g: Tensor,
+    chunks: Chunks,
+    degree: int,
+    out: Tensor,
 ) -> None:
     """Fill out (B, T, G) with eq. (19): sums to the end of the chunk, then what lies after it.
 
@@ -29,8 +35,8 @@ def gate_gradient(
         k_dk: (B, G, T) float32, k·dk.
         after: (chunks, G) float64, the product of the state at a chunk's end with its gradient.
     """
-    B, T, G = log_g.shape
-    _power_bwd_gates_kernel[(chunks.count, G)](
+    _, T, G = log_g.shape
+    _power_bwd_gates_kernel[(chunks.num, G)](
         change,
         k_dk,
         after,

@@ -47,7 +47,7 @@ def key_gradient(
     dv: Tensor | None,
     k_dk: Tensor | None,
 ) -> None:
-    """Fill dk, dv, eq. (14), and k·dk (B, G, T), from the gradients of the states after each chunk."""
+    """Fill dk, dv, eq. (14), and k·dk (B, G, T), from dS after each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
     configs = _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if max(K, V) <= 64 else _WIDE
@@ -79,7 +79,7 @@ def key_gradient(
     }
 
     def grid(meta: dict[str, int]) -> tuple[int, ...]:
-        return (chunks.count * triton.cdiv(chunks.size, meta["BLOCK_N"]), G)
+        return (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_N"]), G)
 
     if dv is not None:
         launch(
@@ -159,8 +159,8 @@ def _meet(
 def _power_bwd_value_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, dkv_ptr,
     dv_ptr, chunks_ptr, tiles_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    T, H, G, K, V, P, factor, chunk_size,
+    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
+    stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_FINAL: tl.constexpr,
@@ -216,7 +216,7 @@ def _power_bwd_value_kernel(
     row_off = (batch * T + start) * H + g * repeats
     for repeat in range(repeats):
         for first in range(before + BLOCK_N, length, BLOCK_T):
-            weight, q, dout = _meet(
+            weight, _q, dout = _meet(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
                 stride_qt, stride_ot, H, K, V, factor,
@@ -232,7 +232,7 @@ def _power_bwd_value_kernel(
     for repeat in range(repeats):
         for first in range(0, BLOCK_N, BLOCK_T):
             is_seen = (first + t)[None, :] >= n[:, None]
-            weight, q, dout = _meet(
+            weight, _q, dout = _meet(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, before + first + t, length, is_seen,
                 n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,
@@ -258,8 +258,8 @@ def _pulls(pull_ptr, row_off, token, length, H):
 def _power_bwd_key_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, dkv_ptr, dnorm_ptr,
     dk_ptr, k_dk_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
-    stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
-    stride_dh, T, H, G, K, V, P, factor, chunk_size,
+    stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db,
+    stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr,

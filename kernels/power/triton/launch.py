@@ -44,7 +44,7 @@ def with_dense_rows(x: Tensor) -> Tensor:
 
 def block_of(width: int) -> int:
     """A width padded to what `tl.dot` takes."""
-    return max(16, triton.next_power_of_2(width))
+    return max(16, int(triton.next_power_of_2(width)))
 
 
 Configs = tuple[triton.Config, ...]
@@ -56,7 +56,11 @@ def config(num_warps: int, num_stages: int, **sizes: int) -> triton.Config:
 
 
 def launch(
-    kernel: Any, grid: Callable[[dict[str, Any]], tuple[int, ...]], configs: Configs, *args: Any, **meta: Any
+    kernel: Any,
+    grid: Callable[[dict[str, Any]], tuple[int, ...]],
+    configs: Configs,
+    *args: Any,
+    **meta: Any,
 ) -> None:
     """Run a kernel with the fastest of a few configurations.
 

@@ -1,7 +1,7 @@
 """Gradients of queries in the chunked form.
 
-With pull_t = Σ_v dy_t·y_t, the gradient of a weight is dw_ti = (dy_t·v_i − pull_t) / den_t, eq. (11):
-dy goes into products as it is, and 1 / den multiplies their rows.
+With pull_t = Σ_v dy_t·y_t, the gradient of a weight is dw_ti = (dy_t·v_i − pull_t) / den_t,
+eq. (11): dy goes into products as it is, and 1 / den multiplies their rows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def query_gradient(
     unused = states.kv
     launch(
         _power_bwd_query_kernel,
-        lambda meta: (chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]), H),
+        lambda meta: (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_T"]), H),
         _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         q,
         k,
@@ -104,8 +104,8 @@ def into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
 def _power_bwd_query_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt, stride_dh,
-    T, H, G, K, V, P, factor, chunk_size,
+    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
+    stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
@@ -161,8 +161,8 @@ def _power_bwd_query_kernel(
         else:
             for slot in range(NUM_SLOTS):
                 part = slot_gradient(
-                    dout, -pull, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
-                    DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
+                    dout, -pull, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
+                    K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
                 )  # fmt: skip
                 acc += into_slot(part, slot, TILE, BLOCK_K)
     first_high, first_low = 0.0, 0.0
@@ -237,283 +237,3 @@ def _power_bwd_query_kernel(
         (acc * row_factor[:, None]).to(dq_ptr.dtype.element_ty),
         mask=t_mask[:, None] & (kk < K)[None, :],
     )
-
-
-def key_gradient(
-    call: PowerCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    inverse: Tensor | None,
-    pull: Tensor | None,
-    gates: Gates | None,
-    dstates: States,
-    chunks: Chunks,
-    tiles: Tiles,
-    operands: Operands,
-    *,
-    has_final: bool,
-    has_norm: bool,
-    dk: Tensor,
-    dv: Tensor,
-    k_dk: Tensor | None,
-) -> None:
-    """Fill dk, dv, eq. (14), and k·dk (B, G, T), from the gradients of the states after each chunk."""
-    T, H, K = q.shape[1:]
-    G, V = v.shape[2:]
-    is_narrow = max(K, V) <= 64 and call.degree < 4
-    slots = slots_of(K, call.degree, q.device, not has_final)
-    unused = dstates.kv
-    launch(
-        _power_bwd_key_kernel,
-        lambda meta: (chunks.count * triton.cdiv(chunks.size, meta["BLOCK_N"]), G),
-        _KEY_32 if q.dtype != torch.bfloat16 else _KEY_NARROW if is_narrow else _KEY_WIDE,
-        q,
-        k,
-        v,
-        dout,
-        unused if inverse is None else inverse,
-        unused if pull is None else pull,
-        unused if gates is None else gates.high,
-        unused if gates is None else gates.low,
-        dstates.kv,
-        dstates.norm,
-        dk,
-        dv,
-        unused if k_dk is None else k_dk,
-        chunks.table,
-        tiles.table,
-        slots.table,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        T,
-        H,
-        G,
-        K,
-        V,
-        tiles.P,
-        call.scale**call.degree,
-        chunks.size,
-        NUM_BLOCKS=tiles.num_blocks,
-        NUM_SLOTS=triton.cdiv(K, tiles.tile),
-        SLOT_BLOCKS=slots.num_blocks,
-        DEGREE=call.degree,
-        TILE=tiles.tile,
-        AT_ONCE=tiles.at_once,
-        BLOCK_F=tiles.at_once * tiles.tile**call.degree,
-        BLOCK_K=block_of(K),
-        BLOCK_V=block_of(V),
-        HAS_GATES=gates is not None,
-        HAS_FINAL=has_final,
-        HAS_NORM=has_norm,
-        HAS_PRODUCT=k_dk is not None,
-        NORMALIZE=call.normalize,
-        DOT=operands.dtype,
-        PRECISION=operands.precision,
-    )
-
-
-@triton.jit
-def _key_block_gradient(
-    acc_k, acc_v, k, value, q_ptr, dout_ptr, inverse_ptr, pull_ptr, row_off, mask, decay, is_seen,
-    stride_qt, stride_ot, H, K, V, factor,
-    DEGREE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What one block of queries adds: keys are rows, queries columns; decay and is_seen broadcast."""
-    t = tl.arange(0, BLOCK_N)
-    kk = tl.arange(0, BLOCK_K)
-    v = tl.arange(0, BLOCK_V)
-    q = tl.load(
-        q_ptr + t[:, None] * stride_qt + kk[None, :],
-        mask=mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
-    dout = tl.load(
-        dout_ptr + t[:, None] * stride_ot + v[None, :],
-        mask=mask[:, None] & (v < V)[None, :],
-        other=0.0,
-    ).to(DOT)
-    common = decay * factor
-    dscore = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
-    if NORMALIZE:
-        inverse = tl.load(inverse_ptr + row_off + t * H, mask=mask, other=0.0)
-        pull = tl.load(pull_ptr + row_off + t * H, mask=mask, other=0.0)
-        common = common * inverse[None, :]
-        dscore -= pull[None, :]
-    score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    if DEGREE > 1:
-        # One factor of the score less than the weight has.
-        common = common * power(score, DEGREE - 1)
-    common = tl.where(is_seen, common, 0.0)
-    acc_v = tl.dot((common * score).to(DOT), dout, acc_v, input_precision=PRECISION)
-    acc_k = tl.dot((common * dscore).to(DOT), q, acc_k, input_precision=PRECISION)
-    return acc_k, acc_v
-
-
-@triton.jit
-def _power_bwd_key_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, dkv_ptr, dnorm_ptr,
-    dk_ptr, dv_ptr, k_dk_ptr, chunks_ptr, tiles_ptr, slots_ptr, stride_qb, stride_qt, stride_qh,
-    stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
-    stride_dkb, stride_dkt, stride_dkh, stride_dvb, stride_dvt, stride_dvh,
-    T, H, G, K, V, P, factor, chunk_size,
-    NUM_BLOCKS: tl.constexpr, NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr,
-    DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr,
-    HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PRODUCT: tl.constexpr,
-    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    # Decay meets at the block's last token e: G_C − G_e for the state, G_t − G_e for later queries,
-    # and G_e − G_i for the keys themselves. The block's own queries come last, with a matrix.
-    per_chunk = tl.cdiv(chunk_size, BLOCK_N)
-    chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
-    _, batch, start, end, _, sequence_end = load_chunk(chunks_ptr, chunk)
-    before = (tl.program_id(0) % per_chunk) * BLOCK_N
-    length = (end - start).to(tl.int32)
-    if before >= length:
-        return
-    g = tl.program_id(1).to(tl.int64)
-    repeats = H // G
-    n = tl.arange(0, BLOCK_N)
-    kk = tl.arange(0, BLOCK_K)
-    v = tl.arange(0, BLOCK_V)
-    n_mask = n < length - before
-    k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
-    v_ptr += batch * stride_vb + (start + before) * stride_vt + g * stride_vh
-    q_ptr += batch * stride_qb
-    dout_ptr += batch * stride_ob
-    gate_off = (batch * G + g) * T + start
-    k = tl.load(
-        k_ptr + n[:, None] * stride_kt + kk[None, :],
-        mask=n_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
-    value = tl.load(
-        v_ptr + n[:, None] * stride_vt + v[None, :],
-        mask=n_mask[:, None] & (v < V)[None, :],
-        other=0.0,
-    ).to(DOT)
-
-    # Step 1: what the states after the chunk ask for.
-    acc_k = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    acc_v = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    if (end < sequence_end) | HAS_FINAL:
-        dkv_ptr += (chunk * G + g) * P * V
-        dnorm_ptr += (chunk * G + g) * P
-        for block in range(NUM_BLOCKS):
-            phi = features(
-                k_ptr,
-                n * stride_kt,
-                n_mask,
-                tiles_ptr,
-                block,
-                K,
-                DEGREE,
-                TILE,
-                AT_ONCE,
-                False,
-                True,
-            )
-            f = block * BLOCK_F + tl.arange(0, BLOCK_F)
-            dkv = tl.load(
-                dkv_ptr + f[:, None].to(tl.int64) * V + v[None, :],
-                mask=(f < P)[:, None] & (v < V)[None, :],
-                other=0.0,
-            )
-            acc_v = tl.dot(phi.to(DOT), dkv.to(DOT), acc_v, input_precision=PRECISION)
-        if DEGREE == 1:
-            dkv = tl.load(
-                dkv_ptr + kk[:, None] * V + v[None, :],
-                mask=(kk < K)[:, None] & (v < V)[None, :],
-                other=0.0,
-            ).to(DOT)
-            acc_k = tl.dot(value, tl.trans(dkv), acc_k, input_precision=PRECISION)
-            if HAS_NORM:
-                acc_k += tl.load(dnorm_ptr + kk, mask=kk < K, other=0.0)[None, :]
-        else:
-            ones = tl.full((BLOCK_N,), 1.0, tl.float32)
-            for slot in range(NUM_SLOTS):
-                part = slot_gradient(
-                    value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
-                    K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
-                )  # fmt: skip
-                acc_k += into_slot(part, slot, TILE, BLOCK_K)
-            # The factor p of all steps comes last; this one has it already.
-            acc_k *= 1 / DEGREE
-
-    last_high, last_low = 0.0, 0.0
-    n_high, n_low = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
-    if HAS_GATES:
-        last = gate_off + tl.minimum(before + BLOCK_N, length) - 1
-        last_high, last_low = tl.load(high_ptr + last), tl.load(low_ptr + last)
-        end_high = tl.load(high_ptr + gate_off + length - 1)
-        end_low = tl.load(low_ptr + gate_off + length - 1)
-        n_high = tl.load(high_ptr + gate_off + before + n, mask=n_mask, other=0.0)
-        n_low = tl.load(low_ptr + gate_off + before + n, mask=n_mask, other=0.0)
-        to_end = exp2_flushed((end_high - last_high) + (end_low - last_low))
-        acc_k *= to_end
-        acc_v *= to_end
-
-    # Step 2: later queries of the chunk.
-    for repeat in range(repeats):
-        h = g * repeats + repeat
-        for first in range(before + BLOCK_N, length, BLOCK_N):
-            mask = n < length - first
-            decay = tl.full((1, BLOCK_N), 1.0, tl.float32)
-            if HAS_GATES:
-                t_high = tl.load(high_ptr + gate_off + first + n, mask=mask, other=0.0)
-                t_low = tl.load(low_ptr + gate_off + first + n, mask=mask, other=0.0)
-                decay = exp2_flushed((t_high - last_high) + (t_low - last_low))[None, :]
-            token = start + first
-            acc_k, acc_v = _key_block_gradient(
-                acc_k, acc_v, k, value,
-                q_ptr + token * stride_qt + h * stride_qh, dout_ptr + token * stride_ot + h * stride_oh,
-                inverse_ptr, pull_ptr, (batch * T + token) * H + h, mask, decay, mask[None, :],
-                stride_qt, stride_ot, H, K, V, factor,
-                DEGREE, BLOCK_N, BLOCK_K, BLOCK_V, NORMALIZE, DOT, PRECISION,
-            )  # fmt: skip
-    if HAS_GATES:
-        since = exp2_flushed((last_high - n_high) + (last_low - n_low))
-        acc_k *= since[:, None]
-        acc_v *= since[:, None]
-
-    # Step 3: the block's own queries.
-    is_seen = (n[None, :] >= n[:, None]) & n_mask[None, :]
-    decay = tl.full((1, BLOCK_N), 1.0, tl.float32)
-    if HAS_GATES:
-        decay = exp2_flushed(
-            (n_high[None, :] - n_high[:, None]) + (n_low[None, :] - n_low[:, None])
-        )
-    for repeat in range(repeats):
-        h = g * repeats + repeat
-        token = start + before
-        acc_k, acc_v = _key_block_gradient(
-            acc_k, acc_v, k, value,
-            q_ptr + token * stride_qt + h * stride_qh, dout_ptr + token * stride_ot + h * stride_oh,
-            inverse_ptr, pull_ptr, (batch * T + token) * H + h, n_mask, decay, is_seen,
-            stride_qt, stride_ot, H, K, V, factor,
-            DEGREE, BLOCK_N, BLOCK_K, BLOCK_V, NORMALIZE, DOT, PRECISION,
-        )  # fmt: skip
-
-    acc_k *= DEGREE
-    dk_ptr += batch * stride_dkb + (start + before) * stride_dkt + g * stride_dkh
-    dv_ptr += batch * stride_dvb + (start + before) * stride_dvt + g * stride_dvh
-    tl.store(
-        dk_ptr + n[:, None] * stride_dkt + kk[None, :],
-        acc_k.to(dk_ptr.dtype.element_ty),
-        mask=n_mask[:, None] & (kk < K)[None, :],
-    )
-    tl.store(
-        dv_ptr + n[:, None] * stride_dvt + v[None, :],
-        acc_v.to(dv_ptr.dtype.element_ty),
-        mask=n_mask[:, None] & (v < V)[None, :],
-    )
-    if HAS_PRODUCT:
-        product = tl.sum(k.to(tl.float32) * acc_k, axis=1)
-        tl.store(k_dk_ptr + gate_off + before + n, product, mask=n_mask)

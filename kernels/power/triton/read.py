@@ -46,7 +46,7 @@ def read_out(
     launch(
         _power_fwd_read_kernel,
         lambda meta: (
-            chunks.count * triton.cdiv(chunks.size, meta["BLOCK_T"]),
+            chunks.num * triton.cdiv(chunks.size, meta["BLOCK_T"]),
             H,
             triton.cdiv(V, block_v),
         ),

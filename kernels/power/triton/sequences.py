@@ -29,7 +29,7 @@ class Chunks(NamedTuple):
     size: int  # tokens
 
     @property
-    def count(self) -> int:
+    def num(self) -> int:
         """Rows of the table. Those of a packed call may end in empty chunks."""
         return self.table.shape[0]
 
@@ -95,7 +95,7 @@ def sum_gates(log_g: Tensor, chunks: Chunks) -> Gates:
     """Eq. (3): float64 sums, split into two float32 each."""
     B, T, G = log_g.shape
     high, low = (log_g.new_empty(B, G, T, dtype=torch.float32) for _ in range(2))
-    _power_fwd_gates_kernel[(chunks.count, G)](
+    _power_fwd_gates_kernel[(chunks.num, G)](
         log_g,
         high,
         low,
@@ -110,7 +110,8 @@ def sum_gates(log_g: Tensor, chunks: Chunks) -> Gates:
 
 @triton.jit
 def _power_fwd_gates_kernel(
-    log_g_ptr, high_ptr, low_ptr, table_ptr, T, G, stride_b, stride_t, stride_g, BLOCK_T: tl.constexpr
+    log_g_ptr, high_ptr, low_ptr, table_ptr, T, G, stride_b, stride_t, stride_g,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     _, batch, start, end, _, _ = load_chunk(table_ptr, tl.program_id(0))
     g = tl.program_id(1).to(tl.int64)

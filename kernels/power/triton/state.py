@@ -61,15 +61,15 @@ def chunk_states(
     x, y = tokens.x, tokens.y
     T, K, V = x.shape[1], x.shape[3], y.shape[3]
     G = num_heads
-    kv = x.new_empty(chunks.count, G, tiles.P, V, dtype=torch.float32)
-    norm = x.new_empty((chunks.count, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
+    kv = x.new_empty(chunks.num, G, tiles.P, V, dtype=torch.float32)
+    norm = x.new_empty((chunks.num, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
     features_at_once = tiles.at_once * tiles.tile**degree
     block_v = min(block_of(V), 128)
     unused = kv
     is_narrow = features_at_once <= 128 and block_v <= 64
     launch(
         _power_fwd_state_kernel,
-        lambda _: (chunks.count * tiles.num_blocks, triton.cdiv(V, block_v), G),
+        lambda _: (chunks.num * tiles.num_blocks, triton.cdiv(V, block_v), G),
         _NARROW_32 if x.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
         x,
         y,
@@ -196,7 +196,7 @@ def scan(
     """What stands before each chunk (or, in reverse, after it) of a sum of `parts` with decay.
 
     Args:
-        parts: (chunks, G, P, V) or (chunks, G, P) float32, overwritten where `read_dtype` is float32.
+        parts: (chunks, G, P, V) or (chunks, G, P) float32; the result where that is float32.
         read_dtype: dtype of the result. The running sum itself stays in float32 registers.
         initial: (S, …) what every sequence starts with; in reverse the gradient of its end.
         final: (S, …) is filled with what every sequence ends with.
@@ -211,7 +211,7 @@ def scan(
     row_blocks = triton.cdiv(P, block_p)
     products = None
     if other is not None:
-        products = parts.new_empty(chunks.count, G, row_blocks)
+        products = parts.new_empty(chunks.num, G, row_blocks)
     _power_fwd_scan_kernel[(chunks.sequences.shape[0] * row_blocks, G)](
         parts,
         read,
@@ -288,7 +288,7 @@ def _power_fwd_scan_kernel(
         part = tl.load(parts_ptr + chunk_off + off, mask=mask, other=0.0)
         tl.store(read_ptr + chunk_off + off, running.to(read_ptr.dtype.element_ty), mask=mask)
         if HAS_GATES:
-            _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
+            _, batch, _, end, _, _ = load_chunk(chunks_ptr, chunk)
             last_off = (batch * G + g) * T + end - 1
             decay = exp2_flushed(tl.load(high_ptr + last_off) + tl.load(low_ptr + last_off))
             running *= decay

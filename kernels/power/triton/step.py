@@ -110,7 +110,9 @@ def _power_fwd_step_kernel(
     gate = 1.0
     if HAS_GATES:
         gate = tl.exp(tl.load(log_g_ptr + b * stride_gb + g * stride_gh).to(tl.float32))
-    value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v_mask, other=0.0).to(tl.float32)
+    value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v_mask, other=0.0).to(
+        tl.float32
+    )
     one = tl.arange(0, 1)
     acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK_R,), tl.float32)
@@ -145,7 +147,9 @@ def _power_fwd_step_kernel(
             tl.store(new_norm_ptr + state_off + f, norm + phi_k, mask=f < P)
     # The token's own weight is the power itself: features would cancel.
     q = tl.load(
-        q_ptr + r[:, None] * stride_qh + kk[None, :], mask=r_mask[:, None] & (kk < K)[None, :], other=0.0
+        q_ptr + r[:, None] * stride_qh + kk[None, :],
+        mask=r_mask[:, None] & (kk < K)[None, :],
+        other=0.0,
     ).to(tl.float32)
     k = tl.load(k_ptr + kk, mask=kk < K, other=0.0).to(tl.float32)
     own = power(scale * tl.sum(q * k[None, :], axis=1), DEGREE)
