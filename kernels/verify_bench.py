@@ -97,7 +97,8 @@ def _useful_work(shape: Shape, leaves: list[Tensor], result: dict[str, Any]) -> 
     """Rates by the FLOPs that the cost model counts, and the memory that is allowed."""
     if shape.form == "auto":
         return {}
-    sizes = (shape.T, shape.K, shape.K, shape.degree, shape.form)
+    C = choose_chunk_size(shape.T, shape.K, shape.K, shape.degree, "triton")
+    sizes = (shape.T, shape.K, shape.K, shape.degree, shape.form, C)
     heads = shape.B * shape.H
     flops = heads * power_flops(*sizes)
     total = flops + heads * power_backward_flops(*sizes)
@@ -106,10 +107,9 @@ def _useful_work(shape: Shape, leaves: list[Tensor], result: dict[str, Any]) -> 
         "forward_backward_tflops": total / result["forward_backward_ms"] / 1e9,
     }
     if shape.form == "chunked":
-        chunk_size = choose_chunk_size(shape.T, shape.K, shape.K, shape.degree)
         state_bytes = 4 * state_features(shape.K, shape.degree) * (shape.K + 1)
         inputs = sum(x.numel() * x.element_size() for x in leaves)
-        work["allowed_bytes"] = 4 * inputs + heads * -(-shape.T // chunk_size) * state_bytes
+        work["allowed_bytes"] = 4 * inputs + heads * -(-shape.T // C) * state_bytes
     return work
 
 

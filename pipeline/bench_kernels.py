@@ -10,77 +10,112 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from longhaul.kernels import power_attention
-from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
+from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, power_flops
 
 _TOKENS = (4096, 8192, 16384, 65536)
-_LONGEST_ATTENTION_FORM = 8192
+_TOKENS_OF_FORMS = (512, 1024, 2048, 4096, 8192, 16384)
 _HEADS, _WIDTH, _DEGREE = 4, 64, 2
 _SECONDS_PER_ROW = 2.0
+_SQUARE = 2048
 
 
 def run() -> None:
-    """Print the table."""
+    """Print the tables, for a GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(
-        f"B1 H{_HEADS} K{_WIDTH} V{_WIDTH} float32, degree {_DEGREE}, gated, normalised; "
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}. Best of several rounds, "
-        "taken in turns. 'of matmul' is useful FLOPs (4 P V + 2 C (K + V) a token and head, "
-        "P = 2,080) a second over those of a 2,048 x 2,048 product in the same row's rounds."
+        f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}. "
+        f"B1 H{_HEADS} K{_WIDTH} V{_WIDTH} {_dtype(device)}, degree {_DEGREE}, gated, normalised. "
+        "Best of several rounds, taken in turns. 'of matmul' is useful FLOPs (4 P V + 2 C (K + V) "
+        f"a token and head, P = 2,080) a second over those of a {_SQUARE:,} x {_SQUARE:,} product "
+        "in the same row's rounds."
     )
-    columns = ("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul", "attention ms")
-    print("  ".join(f"{column:>12}" for column in columns), flush=True)
+    _print_row("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul")
     ratios = {}
     for T in _TOKENS:
         for with_backward in (False, True):
-            ratios[T, with_backward] = _row(T, with_backward)
-    for with_backward, name in ((False, "forward"), (True, "forward + backward")):
+            ratios[T, with_backward] = _beside_softmax(T, with_backward, device)
+    for with_backward, passes in ((False, "forward"), (True, "forward + backward")):
         faster = [T for T in _TOKENS if ratios[T, with_backward] >= 1]
         crossover = f"from {min(faster):,} tokens on" if faster else "nowhere"
-        print(f"{name}: chunked is faster than sdpa {crossover}")
-    lengths = [2**n for n in range(6, 17)]
-    chosen = [T for T in lengths if choose_form(T, _WIDTH, _WIDTH, _DEGREE) == "chunked"]
-    print(f'form="auto" leaves the attention form at {min(chosen)} tokens')
+        print(f"{passes}: chunked is faster than sdpa {crossover}")
+    _compare_forms(device)
 
 
-def _row(T: int, with_backward: bool) -> float:
-    shape = (1, T, _HEADS, _WIDTH)
-    q, k, v = (torch.randn(shape, requires_grad=with_backward) for _ in range(3))
-    log_g = logsigmoid(torch.randn(shape[:3]) + 4).requires_grad_(with_backward)
-    # Softmax gets its heads-first layout for free: the copy is not part of its time.
-    q_heads, k_heads, v_heads = (
-        x.detach().transpose(1, 2).contiguous().requires_grad_(with_backward) for x in (q, k, v)
+def _compare_forms(device: torch.device) -> None:
+    """Where the two forms cross, by the clock and by the cost model."""
+    print("forward + backward of both forms:")
+    _print_row("tokens", "attention ms", "chunked ms")
+    measured, predicted = [], []
+    backend = "triton" if device.type == "cuda" else "torch"
+    for T in _TOKENS_OF_FORMS:
+        inputs = _inputs(T, device, requires_grad=True)
+        calls = {"attention": _power("attention", *inputs), "chunked": _power("chunked", *inputs)}
+        best = _best_seconds(calls, True, device)
+        _print_row(f"{T:,}", *(f"{1e3 * seconds:,.1f}" for seconds in best.values()))
+        if best["chunked"] <= best["attention"]:
+            measured.append(T)
+        if choose_form(T, _WIDTH, _WIDTH, _DEGREE, backend) == "chunked":
+            predicted.append(T)
+    print(
+        f"chunked is faster from {min(measured, default=None)} tokens on by the clock, from "
+        f'{min(predicted, default=None)} on by the cost model that form="auto" asks'
     )
-    square = torch.randn(2048, 2048)
 
-    def power(form: str) -> Callable[[], Tensor]:
-        return lambda: power_attention(q, k, v, log_g, degree=_DEGREE, form=form)[0]  # type: ignore[arg-type]
 
+def _beside_softmax(T: int, with_backward: bool, device: torch.device) -> float:
+    """Print one row; return how many times faster than softmax attention it is."""
+    q, k, v, log_g = _inputs(T, device, requires_grad=with_backward)
+    # Softmax gets its heads-first layout for free: the copy is not part of its time.
+    heads_first = [
+        x.detach().transpose(1, 2).contiguous().requires_grad_(with_backward) for x in (q, k, v)
+    ]
+    square = torch.randn(_SQUARE, _SQUARE, device=device, dtype=_dtype(device))
     calls: dict[str, Callable[[], Tensor]] = {
         "matmul": lambda: square @ square,
-        "sdpa": lambda: scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True),
-        "chunked": power("chunked"),
+        "sdpa": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+        "chunked": _power("chunked", q, k, v, log_g),
     }
-    if T <= _LONGEST_ATTENTION_FORM:
-        calls["attention"] = power("attention")
-    best = _best_seconds(calls, with_backward)
-
-    C = choose_chunk_size(T, _WIDTH, _WIDTH, _DEGREE)
+    best = _best_seconds(calls, with_backward, device)
+    backend = "triton" if device.type == "cuda" else "torch"
+    C = choose_chunk_size(T, _WIDTH, _WIDTH, _DEGREE, backend)
     flops = _HEADS * power_flops(T, _WIDTH, _WIDTH, _DEGREE, "chunked", C)
-    rate = flops / best["chunked"] / (2 * 2048**3 / best["matmul"])
+    rate = flops / best["chunked"] / (2 * _SQUARE**3 / best["matmul"])
     ratio = best["sdpa"] / best["chunked"]
-    cells = (
+    _print_row(
         f"{T:,}",
         "fwd + bwd" if with_backward else "fwd",
         f"{1e3 * best['sdpa']:,.1f}",
         f"{1e3 * best['chunked']:,.1f}",
         f"{ratio:.2f}",
         "" if with_backward else f"{rate:.0%}",
-        f"{1e3 * best['attention']:,.1f}" if "attention" in best else "",
     )
-    print("  ".join(f"{cell:>12}" for cell in cells), flush=True)
     return ratio
 
 
-def _best_seconds(calls: dict[str, Callable[[], Tensor]], with_backward: bool) -> dict[str, float]:
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _inputs(
+    T: int, device: torch.device, *, requires_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shape = (1, T, _HEADS, _WIDTH)
+    q, k, v = (
+        torch.randn(shape, device=device, dtype=_dtype(device), requires_grad=requires_grad)
+        for _ in range(3)
+    )
+    log_g = logsigmoid(torch.randn(shape[:3], device=device) + 4).requires_grad_(requires_grad)
+    return q, k, v, log_g
+
+
+def _power(form: Form, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Callable[[], Tensor]:
+    return lambda: power_attention(q, k, v, log_g, degree=_DEGREE, form=form)[0]
+
+
+def _best_seconds(
+    calls: dict[str, Callable[[], Tensor]], with_backward: bool, device: torch.device
+) -> dict[str, float]:
     """Least time of each call; they take turns, so that a noisy minute hits all of them."""
     best: dict[str, float] = {}
     gradient: Tensor | None = None
@@ -95,6 +130,12 @@ def _best_seconds(calls: dict[str, Callable[[], Tensor]], with_backward: bool) -
                 if gradient is None or gradient.shape != out.shape:
                     gradient = torch.ones_like(out)
                 out.backward(gradient)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             took = time.perf_counter() - before
             best[name] = min(best.get(name, took), took)
     return best
+
+
+def _print_row(*cells: str) -> None:
+    print("  ".join(f"{cell:>12}" for cell in cells), flush=True)

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from longhaul.kernels.power.attention import queries_per_block
 from longhaul.kernels.shapes import padded_width, state_features, symmetric_dim, tile_width
 
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 
-_CHUNK_SIZES = (64, 128, 256)
+
+class Machine(NamedTuple):
+    """What a token and head costs, forward and backward, in microseconds times …"""
+
+    token: float  # K + V: reading and writing
+    pair: float  # pairs of tokens scored in a chunk: decay, power, mask
+    pair_product: float  # … times K + V: their matrix products
+    feature: float  # features: building them and their gradients
+    feature_product: float  # … times V: their products with states
+    state: float  # P V, once a chunk: states written, scanned, read
+    tile_row: float  # rows of tiles, once a chunk: operations started
+    chunk: float  # once a chunk: operations started whatever the sizes
+    block: int  # queries that are scored at a time
+    chunk_sizes: tuple[int, ...]
+
+
+# Only ratios matter. The first was fitted to the torch backend in float32 on two AVX-512 cores, T
+# from 512 to 4,096 and K from 16 to 64. The second is arithmetic, not measured: an H100-class chip
+# at 400 TFLOP/s of products, 29 T/s other operations and 3 TB/s; 7 products a pair and, at 1.2
+# times each for padding and for states read twice, 14 a feature; 30 operations a pair and 25 a
+# feature; 36 bytes a value of a state, which is written, scanned and read three times.
+_MACHINES = {
+    "torch": Machine(0.032, 3.0e-3, 2.6e-5, 1.8e-3, 2.0e-5, 2.4e-3, 34, 100, 128, (64, 128, 256)),
+    "triton": Machine(
+        5e-6, 1.0e-6, 1.8e-8, 8.6e-7, 4.3e-8, 1.2e-5, 0, 0, 128, (128, 256, 512, 1024, 2048)
+    ),
+}
 
 
 def power_flops(
@@ -47,41 +72,41 @@ def mixing_flops(T: int, K: int, V: int, degree: int) -> int:
     return power_flops(T, K, V, degree, choose_form(T, K, V, degree)) // T
 
 
-def choose_chunk_size(T: int, K: int, V: int, degree: int) -> int:
+def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:
     """The chunk length that costs least."""
-    best = _CHUNK_SIZES[0]
+    sizes = _MACHINES[backend].chunk_sizes
+    best = sizes[0]
     # Not min(…, key=…), which torch.compile cannot trace.
-    for C in _CHUNK_SIZES[1:]:
-        if _chunked_cost(T, K, V, degree, C) < _chunked_cost(T, K, V, degree, best):
+    for C in sizes[1:]:
+        if chunked_cost(T, K, V, degree, C, backend) < chunked_cost(T, K, V, degree, best, backend):
             best = C
     return best
 
 
-def choose_form(T: int, K: int, V: int, degree: int) -> Literal["attention", "chunked"]:
+def choose_form(
+    T: int, K: int, V: int, degree: int, backend: str = "torch"
+) -> Literal["attention", "chunked"]:
     """The form that costs least for T tokens; beyond degree 4 no state pays at a useful width."""
-    C = choose_chunk_size(T, K, V, degree)
+    C = choose_chunk_size(T, K, V, degree, backend)
     if degree > 4 or C >= T:
         return "attention"
-    chunked = _chunked_cost(T, K, V, degree, C)
-    return "chunked" if chunked < _inside_cost(T, K, V) else "attention"
+    chunked = chunked_cost(T, K, V, degree, C, backend)
+    return "chunked" if chunked < attention_cost(T, K, V, backend) else "attention"
 
 
-# Cost is in microseconds per token and head, forward and backward. The numbers were fitted to the
-# torch backend in float32 on two AVX-512 cores, T from 512 to 4,096 and K from 16 to 64; only their
-# ratios matter here.
+def attention_cost(T: int, K: int, V: int, backend: str) -> float:
+    """Every pair of tokens, in blocks of whole tiles: microseconds per token and head."""
+    cost = _MACHINES[backend]
+    pairs = (T + min(T, cost.block)) / 2
+    return cost.token * (K + V) + pairs * (cost.pair + cost.pair_product * (K + V))
 
 
-def _inside_cost(C: int, K: int, V: int) -> float:
-    """Loading and storing, then every score that a query meets in blocks of whole tiles."""
-    block = queries_per_block(C)
-    keys = (C + block) / 2
-    return 0.032 * (K + V) + keys * (3.0e-3 + 2.6e-5 * (K + V))
-
-
-def _chunked_cost(T: int, K: int, V: int, degree: int, C: int) -> float:
-    """Inside the chunk; features and their products; per chunk, the state and the calls."""
+def chunked_cost(T: int, K: int, V: int, degree: int, C: int, backend: str) -> float:
+    """Pairs inside the chunk, features, and once a chunk the state: as `attention_cost`."""
+    cost = _MACHINES[backend]
     P = state_features(K, degree)
-    tile_rows = (degree - 1) * padded_width(K, degree) / tile_width(degree)
-    per_chunk = 2.4e-3 * P * V + 34 * tile_rows + 100
     C = min(C, T)
-    return _inside_cost(C, K, V) + 2.0e-5 * P * (V + 89) + per_chunk / C
+    tile_rows = (degree - 1) * padded_width(K, degree) / tile_width(degree)
+    per_chunk = cost.state * P * V + cost.tile_row * tile_rows + cost.chunk
+    per_token = P * (cost.feature + cost.feature_product * V)
+    return attention_cost(C, K, V, backend) + per_token + per_chunk / C

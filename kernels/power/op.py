@@ -99,8 +99,8 @@ def power_attention(
         scale=scale,
         normalize=normalize,
         output_final_state=output_final_state,
-        form=choose_form(longest, K, V, degree) if form == "auto" else form,
-        chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree),
+        form=choose_form(longest, K, V, degree, resolved) if form == "auto" else form,
+        chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree, resolved),
     )
     if resolved == "triton":
         resolved = _for_call(backend, call, q, v, initial_state)

@@ -2,7 +2,14 @@
 
 import pytest
 
-from longhaul.kernels.power.cost import choose_chunk_size, choose_form, mixing_flops, power_flops
+from longhaul.kernels.power.cost import (
+    attention_cost,
+    choose_chunk_size,
+    choose_form,
+    chunked_cost,
+    mixing_flops,
+    power_flops,
+)
 
 
 def test_flops_by_hand() -> None:
@@ -45,3 +52,27 @@ def test_cost_per_token_stops_growing_with_the_length() -> None:
     assert mixing_flops(512, 64, 64, 2) == 513 * 128
     C = choose_chunk_size(2**16, 64, 64, 2)
     assert mixing_flops(2**16, 64, 64, 2) == 4 * 2080 * 64 + 2 * C * 128
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_the_chunk_is_the_cheapest_of_all_offered(backend: str) -> None:
+    for K, degree in ((64, 1), (32, 2), (64, 2), (16, 4)):
+        chosen = choose_chunk_size(2**16, K, K, degree, backend)
+        offered = (64, 128, 256) if backend == "torch" else tuple(2**n for n in range(7, 12))
+        costs = {C: chunked_cost(2**16, K, K, degree, C, backend) for C in offered}
+        assert costs[chosen] == min(costs.values())
+
+
+def test_on_a_gpu_larger_states_take_longer_chunks() -> None:
+    """A state is written and read once a chunk: the larger it is, the fewer there should be."""
+    sizes = [choose_chunk_size(2**16, K, K, 2, "triton") for K in (16, 32, 64, 128)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+
+
+def test_cost_is_linear_in_the_length_and_quadratic_without_chunks() -> None:
+    for backend in ("torch", "triton"):
+        long, longer = (chunked_cost(T, 64, 64, 2, 256, backend) for T in (2**16, 2**20))
+        assert long == longer
+        pairs, twice = (attention_cost(T, 64, 64, backend) for T in (2**16, 2**17))
+        assert 1.9 < twice / pairs < 2.1
