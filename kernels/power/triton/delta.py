@@ -1,0 +1,66 @@
+"""What every row of the gradients needs of the output: its product with the output's gradient."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
+
+_BLOCK_ROWS = 32
+
+
+def row_terms(dout: Tensor, out: Tensor, is_live: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """Two (B, T, H) float32 from delta_t = dout_t·out_t; is_live is None: not normalised.
+
+    The first is what a denominator takes from the gradient of each of its weights: delta_t, 0 where
+    it was floored, None without one. The second is r_t of eq. (15), the gradient of a factor that
+    all weights of a row share: delta_t where no denominator cancels it, else 0.
+    """
+    B, T, H, V = out.shape
+    dout, out = with_dense_rows(dout), with_dense_rows(out)
+    change = out.new_empty(B, T, H, dtype=torch.float32)
+    pull = None if is_live is None else torch.empty_like(change)
+    _power_bwd_delta_kernel[(triton.cdiv(T * H, _BLOCK_ROWS), B)](
+        dout,
+        out,
+        is_live,
+        pull,
+        change,
+        T,
+        H,
+        *dout.stride()[:3],
+        *out.stride()[:3],
+        V=V,
+        BLOCK_ROWS=_BLOCK_ROWS,
+        BLOCK_V=block_of(V),
+    )
+    return pull, change
+
+
+@triton.jit
+def _power_bwd_delta_kernel(
+    dout_ptr, out_ptr, is_live_ptr, pull_ptr, change_ptr, T, H,
+    stride_dout_b, stride_dout_t, stride_dout_h, stride_out_b, stride_out_t, stride_out_h,
+    V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    t, h = row // H, row % H
+    row_mask = t < T
+    v = tl.arange(0, BLOCK_V)[None, :]
+    mask = row_mask[:, None] & (v < V)
+    dout_off = batch * stride_dout_b + t * stride_dout_t + h * stride_dout_h
+    out_off = batch * stride_out_b + t * stride_out_t + h * stride_out_h
+    dout = tl.load(dout_ptr + dout_off[:, None] + v, mask=mask, other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + out_off[:, None] + v, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(dout * out, axis=1)
+    row += batch * T * H
+    if is_live_ptr is None:
+        tl.store(change_ptr + row, delta, mask=row_mask)
+    else:
+        is_live = tl.load(is_live_ptr + row, mask=row_mask, other=0) != 0
+        tl.store(pull_ptr + row, tl.where(is_live, delta, 0.0), mask=row_mask)
+        tl.store(change_ptr + row, tl.where(is_live, 0.0, delta), mask=row_mask)
