@@ -67,13 +67,13 @@ def _beside_softmax(T: int, with_backward: bool, device: torch.device) -> float:
     """Print one row; return how many times faster than softmax attention it is."""
     q, k, v, log_g = _inputs(T, device, requires_grad=with_backward)
     # Softmax gets its heads-first layout for free: the copy is not part of its time.
-    heads_first = [
+    q_heads, k_heads, v_heads = (
         x.detach().transpose(1, 2).contiguous().requires_grad_(with_backward) for x in (q, k, v)
-    ]
+    )
     square = torch.randn(_SQUARE, _SQUARE, device=device, dtype=_dtype(device))
     calls: dict[str, Callable[[], Tensor]] = {
         "matmul": lambda: square @ square,
-        "sdpa": lambda: scaled_dot_product_attention(*heads_first, is_causal=True),
+        "sdpa": lambda: scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True),
         "chunked": _power("chunked", q, k, v, log_g),
     }
     best = _best_seconds(calls, with_backward, device)
