@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
+from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.triton.attention import attention_forward
 from longhaul.kernels.power.triton.attention_backward import attention_backward
 from longhaul.kernels.power.triton.chunked import chunked_backward, chunked_forward
-from longhaul.kernels.power.triton.step import step
+from longhaul.kernels.power.triton.step import take_step
 
 __all__ = ["backward", "forward", "step", "why_not"]
 
@@ -23,6 +27,11 @@ def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
     if needs_state and call.degree not in (1, 2, 4):
         return f"its kernels keep states of degree 1, 2 and 4, found {call.degree}"
     return None
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _is_plain_attention(call: PowerCall, kv: Tensor | None) -> bool:
@@ -40,11 +49,12 @@ def forward(
     cu_seqlens: Tensor | None,
 ) -> Forward:
     """Output, final state and denominators: call.py says what each is."""
-    if _is_plain_attention(call, kv):
-        out, inverse, is_live = attention_forward(call, q, k, v, log_g, cu_seqlens)
-        return Forward(out, None, None, inverse, is_live)
-    # With a state to read or to leave, the attention form is the chunked one with a single chunk.
-    return chunked_forward(call, q, k, v, log_g, kv, norm, cu_seqlens)
+    with _on(q.device):
+        if _is_plain_attention(call, kv):
+            out, inverse, is_live = attention_forward(call, q, k, v, log_g, cu_seqlens)
+            return Forward(out, None, None, inverse, is_live)
+        # With a state to read or to leave, the attention form is the chunked one with one chunk.
+        return chunked_forward(call, q, k, v, log_g, kv, norm, cu_seqlens)
 
 
 def backward(
@@ -56,8 +66,29 @@ def backward(
     needs: tuple[bool, ...],
 ) -> Grads:
     """Gradients of q, k, v, log_g, kv and norm; None where not needed."""
-    if _is_plain_attention(call, saved.kv):
+    with _on(saved.q.device):
+        if not _is_plain_attention(call, saved.kv):
+            return chunked_backward(call, saved, dout, dkv, dnorm, needs)
         if dout is None:
             return (None,) * 6
         return (*attention_backward(call, saved, dout, needs), None, None)
-    return chunked_backward(call, saved, dout, dkv, dnorm, needs)
+
+
+def step(
+    state: PowerState,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    *,
+    degree: int,
+    scale: float,
+    normalize: bool,
+    inplace: bool,
+) -> tuple[Tensor, PowerState]:
+    """One token, q (B, 1, H, K) and so on; the state after it, which is the given one if in place."""
+    with _on(q.device):
+        return take_step(
+            state, q, k, v, log_g,
+            degree=degree, scale=scale, normalize=normalize, inplace=inplace,
+        )  # fmt: skip

@@ -19,7 +19,7 @@ _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 _BLOCK_V = 16
 
 
-def step(
+def take_step(
     state: PowerState,
     q: Tensor,
     k: Tensor,
