@@ -86,7 +86,7 @@ def step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token, q (B, 1, H, K) and so on; the state after it, which is the given one if in place."""
+    """One token, q (B, 1, H, K) and so on, and the state after it: the given one if in place."""
     with _on(q.device):
         return take_step(
             state, q, k, v, log_g,
