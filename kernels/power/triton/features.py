@@ -177,12 +177,51 @@ def features(
 
 
 @triton.jit
+def matrix_offsets(K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where x_i x_j stands among the features of degree 2, and whether it does: (BLOCK_K, BLOCK_K).
+
+    With the norm as a symmetric matrix N, Σ_f m_f φ(x)_f n_f = xᵀ N x is one product, where sums
+    over all features would cross the lanes of a warp in every tile.
+    """
+    i = tl.arange(0, BLOCK_K)[:, None]
+    j = tl.arange(0, BLOCK_K)[None, :]
+    count = tl.cdiv(K, TILE)
+    first, last = tl.minimum(i, j) // TILE, tl.maximum(i, j) // TILE
+    tile = first * count - first * (first - 1) // 2 + last - first
+    # Coordinates of the tile that comes first run fastest; in a tile with itself, those of i do.
+    is_swapped = i // TILE > j // TILE
+    fast = tl.where(is_swapped, j, i) % TILE
+    slow = tl.where(is_swapped, i, j) % TILE
+    return (tile * TILE + slow) * TILE + fast, last < count
+
+
+@triton.jit
+def load_norm_matrix(norm_ptr, K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """N of `matrix_offsets`. Only a norm from outside can be asymmetric, inside a tile."""
+    off, is_there = matrix_offsets(K, TILE, BLOCK_K)
+    return tl.load(norm_ptr + off, mask=is_there, other=0.0)
+
+
+@triton.jit
+def times_matrix(x, matrix, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """x @ matrix as exact as float32, for x that has only the bits of DOT."""
+    high = matrix.to(DOT)
+    product = tl.dot(x, high, input_precision=PRECISION)
+    if tl.float32 != DOT:
+        low = (matrix - high.to(tl.float32)).to(DOT)
+        product = tl.dot(x, low, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def slot_gradient(
     y, c, x_ptr, t_off, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
     DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SLOT_BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x in one tile, eq. (18).
+
+    At degree 2 the part of n is left to `load_norm_matrix`.
 
     x_a meets every product of p − 1 coordinates. A row of `slots` names the first row of the state
     of one tuple of tiles, the stride of a in it, tile and stride of every other coordinate, and a
@@ -209,10 +248,10 @@ def slot_gradient(
         z *= tl.load(row_ptr + 2 * DEGREE).to(tl.float32)[None, :, None]
         rows = rows[:, :, None] + (a[None, :] * tl.load(row_ptr + 1)[:, None])[:, None, :]
         rows = tl.reshape(rows, (rows.shape[0] * rows.shape[1] * rows.shape[2],))
-        kv_off = rows.to(tl.int64)[:, None] * V + v[None, :]
+        kv_off = rows[:, None] * V + v[None, :]
         kv = tl.load(kv_ptr + kv_off, mask=(v < V)[None, :], other=0.0).to(DOT)  # (F, BLOCK_V)
         dphi = tl.dot(y, tl.trans(kv), input_precision=PRECISION)  # (BLOCK_T, F)
-        if HAS_NORM:
+        if HAS_NORM and DEGREE > 2:
             dphi += c[:, None] * tl.load(norm_ptr + rows)[None, :]
         z = tl.reshape(z, (z.shape[0], z.shape[1] * z.shape[2]))
         dphi = tl.reshape(dphi, (z.shape[0], z.shape[1], TILE))

@@ -14,7 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.features import Tiles, features, slot_gradient, slots_of
+from longhaul.kernels.power.triton.features import (
+    Tiles,
+    features,
+    load_norm_matrix,
+    slot_gradient,
+    slots_of,
+    times_matrix,
+)
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.query_gradient import into_slot
 from longhaul.kernels.power.triton.read import power
@@ -192,7 +199,7 @@ def _power_bwd_value_kernel(
         )
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
         dkv = tl.load(
-            dkv_ptr + f[:, None].to(tl.int64) * V + v[None, :],
+            dkv_ptr + f[:, None] * V + v[None, :],
             mask=(f < P)[:, None] & (v < V)[None, :],
             other=0.0,
         )
@@ -283,6 +290,7 @@ def _power_bwd_key_kernel(
     v_ptr += batch * stride_vb + (start + before) * stride_vt + g * stride_vh
     gate_off = (batch * G + g) * T + start
     value = _rows(v_ptr, n, n_mask, stride_vt, V, BLOCK_V, DOT)
+    k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
 
     # Step 1: what the states after the chunk ask for.
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -306,6 +314,9 @@ def _power_bwd_key_kernel(
                     K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
                 )  # fmt: skip
                 acc += into_slot(part, slot, TILE, BLOCK_K)
+            if HAS_NORM and DEGREE == 2:
+                matrix = load_norm_matrix(dnorm_ptr, K, TILE, BLOCK_K)
+                acc += times_matrix(k, matrix + tl.trans(matrix), DOT, PRECISION)
             # The factor p of all steps comes last; this one has it already.
             acc *= 1 / DEGREE
 
@@ -319,7 +330,6 @@ def _power_bwd_key_kernel(
         acc *= exp2_flushed((end_high - last_high) + (end_low - last_low))
 
     # Step 2: later queries of the chunk, of every query head of the group.
-    k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
     every = tl.full((BLOCK_N, BLOCK_T), True, tl.int1)
     repeats = H // G
     q_ptr += batch * stride_qb + start * stride_qt + g * repeats * stride_qh

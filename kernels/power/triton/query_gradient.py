@@ -12,7 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.features import Tiles, slot_gradient, slots_of
+from longhaul.kernels.power.triton.features import (
+    Tiles,
+    load_norm_matrix,
+    slot_gradient,
+    slots_of,
+    times_matrix,
+)
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.read import power
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
@@ -143,6 +149,12 @@ def _power_bwd_query_kernel(
     if NORMALIZE:
         pull = tl.load(pull_ptr + row_off, mask=t_mask, other=0.0)
 
+    q = tl.load(
+        q_ptr + t[:, None] * stride_qt + kk[None, :],
+        mask=t_mask[:, None] & (kk < K)[None, :],
+        other=0.0,
+    ).to(DOT)
+
     # Step 1: the state.
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     if (start > sequence_start) | HAS_INITIAL:
@@ -165,6 +177,10 @@ def _power_bwd_query_kernel(
                     K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
                 )  # fmt: skip
                 acc += into_slot(part, slot, TILE, BLOCK_K)
+            if NORMALIZE and DEGREE == 2:
+                matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
+                product = times_matrix(q, matrix + tl.trans(matrix), DOT, PRECISION)
+                acc -= pull[:, None] * product
     first_high, first_low = 0.0, 0.0
     # The factor p of all steps comes last; this one has it already.
     acc *= 1 / DEGREE
@@ -174,11 +190,6 @@ def _power_bwd_query_kernel(
         acc *= exp2_flushed(first_high + first_low)
 
     # Step 2: earlier blocks of keys.
-    q = tl.load(
-        q_ptr + t[:, None] * stride_qt + kk[None, :],
-        mask=t_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
     for first in range(0, before, BLOCK_N):
         k_off = (first + n).to(tl.int64)
         k = tl.load(

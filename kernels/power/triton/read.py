@@ -8,7 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.features import Tiles, features
+from longhaul.kernels.power.triton.features import (
+    Tiles,
+    features,
+    load_norm_matrix,
+    times_matrix,
+)
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.state import States
@@ -133,31 +138,46 @@ def _power_fwd_read_kernel(
     v_ptr += batch * stride_vb + start * stride_vt + g * stride_vh
     gate_off = (batch * G + g) * T + start
 
+    q = tl.load(
+        q_ptr + t[:, None] * stride_qt + kk[None, :],
+        mask=t_mask[:, None] & (kk < K)[None, :],
+        other=0.0,
+    ).to(DOT)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK_T,), tl.float32)
     norm_square = 0.0
     has_state = (start > sequence_start) | HAS_INITIAL
-    state_off = (chunk * G + g) * P
+    kv_ptr += (chunk * G + g) * P * V
+    norm_ptr += (chunk * G + g) * P
+    if NORMALIZE and DEGREE <= 2:
+        # In float32: the denominator decides how far a small one can be trusted, eq. (16).
+        if has_state:
+            if DEGREE == 1:
+                norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
+                den = tl.sum(q.to(tl.float32) * norm[None, :], axis=1)
+            else:
+                matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
+                product = times_matrix(q, matrix, DOT, PRECISION)
+                den = tl.sum(product * q.to(tl.float32), axis=1)
+                norm_square = tl.sum(matrix * matrix)
     for block in range(0, tl.where(has_state, NUM_BLOCKS, 0)):
         phi = features(
             q_ptr, t * stride_qt, t_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
         )
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
         kv = tl.load(
-            kv_ptr + (state_off + f)[:, None] * V + v[None, :],
+            kv_ptr + f[:, None] * V + v[None, :],
             mask=(f < P)[:, None] & (v < V)[None, :],
             other=0.0,
         )
         acc = tl.dot(phi.to(DOT), kv.to(DOT), acc, input_precision=PRECISION)
-        if NORMALIZE:
-            # In float32: the denominator decides how far a small one can be trusted, eq. (16).
-            norm = tl.load(norm_ptr + state_off + f, mask=f < P, other=0.0)
+        if NORMALIZE and DEGREE > 2:
+            norm = tl.load(norm_ptr + f, mask=f < P, other=0.0)
             den += tl.sum(phi.to(tl.float32) * norm[None, :], axis=1)
-            if DEGREE > 1:
-                tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
-                times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
-                squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
-                norm_square += tl.sum(tl.sum(squares, axis=1) * times)
+            tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
+            times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
+            squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
+            norm_square += tl.sum(tl.sum(squares, axis=1) * times)
 
     first_high, first_low = 0.0, 0.0
     from_start = state_scale
@@ -168,11 +188,6 @@ def _power_fwd_read_kernel(
     acc *= from_start
     den *= from_start
 
-    q = tl.load(
-        q_ptr + t[:, None] * stride_qt + kk[None, :],
-        mask=t_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
     for first in range(0, before, BLOCK_N):
         k_off = (first + n).to(tl.int64)
         k = tl.load(

@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.features import Tiles, features
+from longhaul.kernels.power.triton.features import (
+    Tiles,
+    features,
+    matrix_offsets,
+    times_matrix,
+)
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 
@@ -99,12 +104,113 @@ def chunk_states(
         HAS_GATES=gates is not None,
         HAS_INVERSE=tokens.inverse is not None,
         HAS_PULL=tokens.pull is not None,
-        HAS_NORM=has_norm,
+        HAS_NORM=has_norm and degree > 2,
         TO_END=to_end,
         DOT=operands.dtype,
         PRECISION=operands.precision,
     )
+    if has_norm and degree <= 2:
+        _power_fwd_norm_kernel[(chunks.num, G)](
+            x,
+            unused if tokens.inverse is None else tokens.inverse,
+            unused if tokens.pull is None else tokens.pull,
+            unused if gates is None else gates.high,
+            unused if gates is None else gates.low,
+            norm,
+            chunks.table,
+            *x.stride()[:3],
+            T,
+            G,
+            K,
+            tiles.P,
+            factor,
+            REPEAT=x.shape[2] // G,
+            DEGREE=degree,
+            TILE=tiles.tile,
+            BLOCK_T=64 if K <= 64 else 32,
+            BLOCK_K=block_of(K),
+            HAS_GATES=gates is not None,
+            HAS_INVERSE=tokens.inverse is not None,
+            HAS_PULL=tokens.pull is not None,
+            TO_END=to_end,
+            DOT=operands.dtype,
+            PRECISION=operands.precision,
+            num_warps=4 if K <= 64 else 8,
+        )
     return States(kv, norm)
+
+
+@triton.jit
+def _weight(
+    high_ptr, low_ptr, inverse_ptr, gate_off, row_off, token, length, stride_row,
+    HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, TO_END: tl.constexpr,
+):  # fmt: skip
+    """What a token of the chunk counts, 0 beyond its end."""
+    mask = token < length
+    weight = tl.where(mask, 1.0, 0.0)
+    if HAS_GATES:
+        high = tl.load(high_ptr + gate_off + token, mask=mask, other=0.0)
+        low = tl.load(low_ptr + gate_off + token, mask=mask, other=0.0)
+        if TO_END:
+            last_off = gate_off + tl.maximum(length - 1, 0)
+            high = tl.load(high_ptr + last_off) - high
+            low = tl.load(low_ptr + last_off) - low
+        weight *= exp2_flushed(high + low)
+    if HAS_INVERSE:
+        weight *= tl.load(inverse_ptr + row_off + token * stride_row, mask=mask, other=0.0)
+    return weight
+
+
+@triton.jit
+def _power_fwd_norm_kernel(
+    x_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, norm_ptr, chunks_ptr,
+    stride_xb, stride_xt, stride_xh, T, G, K, P, factor,
+    REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr,
+    HAS_PULL: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # Σ_t weight_t x_t at degree 1; at degree 2 Σ_t weight_t x_t x_tᵀ, of which one half is stored.
+    chunk = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1).to(tl.int64)
+    _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
+    length = (end - start).to(tl.int32)
+    t = tl.arange(0, BLOCK_T)
+    kk = tl.arange(0, BLOCK_K)
+    gate_off = (batch * G + g) * T + start
+    norm_ptr += (chunk * G + g) * P
+    vector = tl.zeros((BLOCK_K,), tl.float32)
+    matrix = tl.zeros((BLOCK_K, BLOCK_K), tl.float32)
+    for repeat in range(REPEAT):
+        head = g * REPEAT + repeat
+        row_off = (batch * T + start) * (G * REPEAT) + head
+        for first in range(0, length, BLOCK_T):
+            token = first + t
+            mask = token < length
+            x_off = batch * stride_xb + (start + first) * stride_xt + head * stride_xh
+            x = tl.load(
+                x_ptr + x_off + t[:, None] * stride_xt + kk[None, :],
+                mask=mask[:, None] & (kk < K)[None, :],
+                other=0.0,
+            )
+            weight = _weight(
+                high_ptr, low_ptr, inverse_ptr, gate_off, row_off, token, length, G * REPEAT,
+                HAS_GATES, HAS_INVERSE, TO_END,
+            )  # fmt: skip
+            if HAS_PULL:
+                weight *= -tl.load(
+                    pull_ptr + row_off + token * (G * REPEAT), mask=mask, other=0.0
+                )  # fmt: skip
+            weighted = x.to(tl.float32) * weight[:, None]
+            if DEGREE == 1:
+                vector += tl.sum(weighted, axis=0)
+            else:
+                matrix += times_matrix(tl.trans(x).to(DOT), weighted, DOT, PRECISION)
+    if DEGREE == 1:
+        tl.store(norm_ptr + kk, vector * factor, mask=kk < P)
+    else:
+        off, is_there = matrix_offsets(K, TILE, BLOCK_K)
+        is_first = kk[:, None] // TILE <= kk[None, :] // TILE
+        tl.store(norm_ptr + off, matrix * factor, mask=is_there & is_first)
 
 
 @triton.jit
@@ -125,9 +231,6 @@ def _power_fwd_state_kernel(
     t = tl.arange(0, BLOCK_T)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     gate_off = (batch * G + g) * T + start
-    if HAS_GATES and TO_END:
-        last_off = gate_off + tl.maximum(length - 1, 0)
-        last_high, last_low = tl.load(high_ptr + last_off), tl.load(low_ptr + last_off)
     kv = tl.zeros((BLOCK_F, BLOCK_V), tl.float32)
     norm = tl.zeros((BLOCK_F,), tl.float32)
     for repeat in range(REPEAT):
@@ -147,18 +250,10 @@ def _power_fwd_state_kernel(
                 mask=mask[:, None] & (v < V)[None, :],
                 other=0.0,
             )
-            weight = tl.where(mask, 1.0, 0.0)
-            if HAS_GATES:
-                high = tl.load(high_ptr + gate_off + first + t, mask=mask, other=0.0)
-                low = tl.load(low_ptr + gate_off + first + t, mask=mask, other=0.0)
-                if TO_END:
-                    weight *= exp2_flushed((last_high - high) + (last_low - low))
-                else:
-                    weight *= exp2_flushed(high + low)
-            if HAS_INVERSE:
-                weight *= tl.load(
-                    inverse_ptr + row_off + (first + t) * (G * REPEAT), mask=mask, other=0.0
-                )
+            weight = _weight(
+                high_ptr, low_ptr, inverse_ptr, gate_off, row_off, first + t, length, G * REPEAT,
+                HAS_GATES, HAS_INVERSE, TO_END,
+            )  # fmt: skip
             if HAS_GATES or HAS_INVERSE:
                 y = y * weight[:, None]
             kv = tl.dot(phi.to(DOT), y.to(DOT), kv, input_precision=PRECISION)
