@@ -26,6 +26,16 @@ def why_unavailable(backend: str, device: torch.device) -> str | None:
     return f"the tensors are on {device}"
 
 
+def why_not_in(dtype: torch.dtype) -> str | None:
+    """The reason why Triton's kernels cannot take q, k and v of a dtype, or None when they can."""
+    if dtype == torch.float64:
+        return "it has no float64"
+    # torch.compile cannot look through Triton's settings; a graph is compiled for a GPU anyway.
+    if dtype != torch.float32 and not torch.compiler.is_compiling() and _is_interpreted():
+        return "its interpreter is silently wrong in 16 bits"
+    return None
+
+
 def _is_interpreted() -> bool:
     """Whether Triton runs its kernels in Python, which it does on any device."""
     # Triton takes long to import, and may not be there.

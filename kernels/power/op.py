@@ -11,15 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, cannot_run, resolve_backend
+from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_not_in
 from longhaul.kernels.power import library, plain
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import check_offsets, check_state, check_tensors
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
-
-_FLOAT64 = "it has no float64"
 
 
 def power_attention(
@@ -84,7 +82,7 @@ def power_attention(
     if resolved == "reference" or form == "recurrent":
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, B, T)
         if resolved == "triton":
-            resolved = _for_step(backend, q, k, v, log_g, kv, norm)
+            resolved = _for_step(backend, degree, q, k, v, log_g, kv, norm)
         one: plain.Form = partial(
             plain.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
         )
@@ -103,7 +101,7 @@ def power_attention(
         chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree, resolved),
     )
     if resolved == "triton":
-        resolved = _for_call(backend, call, q, v, initial_state)
+        resolved = _for_call(backend, call, q, v, has_state=initial_state is not None)
     out, kv, norm = library.run(call, q, k, v, log_g, kv, norm, cu_seqlens, backend=resolved)
     return out, None if kv is None or norm is None else PowerState(kv, norm)
 
@@ -139,7 +137,7 @@ def power_attention_step(
         raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
     resolved = resolve_backend(backend, q.device)
     if resolved == "triton":
-        resolved = _for_step(backend, q, k, v, log_g, *state)
+        resolved = _for_step(backend, degree, q, k, v, log_g, *state)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
         return plain.step(
@@ -160,23 +158,29 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _for_step(backend: Backend, q: Tensor, *others: Tensor | None) -> Literal["torch", "triton"]:
-    """Who takes a step where Triton could: its kernel of one token has no backward."""
-    if _needs_gradient(q, *others):
-        return "torch"
-    return _triton_unless(backend, _FLOAT64 if q.dtype == torch.float64 else None)
+def _for_step(
+    backend: Backend, degree: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
+) -> Literal["torch", "triton"]:
+    """Who takes a step where Triton could."""
+    if _needs_gradient(q, k, v, *others):
+        return _triton_unless(backend, "its kernel of one token has no backward")
+    one_token = PowerCall(
+        degree=degree, scale=1.0, normalize=True, output_final_state=True,
+        form="chunked", chunk_size=1,
+    )  # fmt: skip
+    return _for_call(backend, one_token, q, v, has_state=True)
 
 
 def _for_call(
-    backend: Backend, call: PowerCall, q: Tensor, v: Tensor, state: PowerState | None
+    backend: Backend, call: PowerCall, q: Tensor, v: Tensor, *, has_state: bool
 ) -> Literal["torch", "triton"]:
     """Who takes a call where Triton could."""
-    if q.dtype == torch.float64:
-        return _triton_unless(backend, _FLOAT64)
+    if reason := why_not_in(q.dtype):
+        return _triton_unless(backend, reason)
     # Triton takes long to import, and may not be there.
     from longhaul.kernels.power import triton
 
-    return _triton_unless(backend, triton.why_not(call, q.shape[3], v.shape[3], state is not None))
+    return _triton_unless(backend, triton.why_not(call, q.shape[3], v.shape[3], has_state))
 
 
 def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "triton"]:

@@ -1,12 +1,26 @@
 """Uninitialised memory holds NaN in every kernel test, so that nothing can lean on zeros."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
 
 import jaxtyping
 import pytest
 import torch
 
 from longhaul.kernels.testing import poisoned_memory
+
+if find_spec("triton") is not None:
+    from triton.runtime.interpreter import InterpretedFunction
+
+    initialize = InterpretedFunction.__init__
+
+    def initialize_unwrapped(self: Any, fn: Callable[..., Any], **settings: Any) -> None:
+        """Without the run-time check of annotations, whose wrapper hides a kernel's globals."""
+        initialize(self, inspect.unwrap(fn), **settings)
+
+    InterpretedFunction.__init__ = initialize_unwrapped
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import longhaul.kernels.power
 from longhaul.kernels import PowerState, backend, power_attention, power_attention_step
 from longhaul.kernels.backend import resolve_backend
 from longhaul.kernels.power import chunked, op
+from longhaul.kernels.power.cost import Form
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -117,6 +118,38 @@ def test_triton_asked_for_says_what_it_cannot_serve(kernels: FakeTriton) -> None
     kernels.reason = "it has no degree 12"
     with pytest.raises(ValueError, match="'triton' cannot run: it has no degree 12"):
         power_attention(*tensors(20), backend="triton")
+
+
+@pytest.mark.usefixtures("machine")
+def test_kernels_that_are_not_interpreted_refuse_the_cpu() -> None:
+    with pytest.raises(ValueError, match="'triton' cannot run: there is no CUDA device"):
+        power_attention(*tensors(20), backend="triton")
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+def test_the_interpreter_refuses_16_bits(form: Form) -> None:
+    """It computes with their raw bits, and says nothing."""
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(ValueError, match="'triton' cannot run: its interpreter is silently"):
+            power_attention(*tensors(20, dtype), form=form, backend="triton")
+
+
+def test_kernels_on_a_gpu_take_16_bits(machine: SimpleNamespace) -> None:
+    assert backend.why_not_in(torch.bfloat16) is None
+    assert backend.why_not_in(torch.float16) is None
+    assert backend.why_not_in(torch.float64) == "it has no float64"
+    machine.interpreter = True
+    assert backend.why_not_in(torch.float32) is None
+
+
+def test_a_step_of_triton_refuses_what_it_would_get_wrong() -> None:
+    x = [y.requires_grad_() for y in tensors(3)]
+    with pytest.raises(ValueError, match="its kernel of one token has no backward"):
+        power_attention(*x, form="recurrent", backend="triton")
+    state = PowerState(torch.zeros(1, 2, 84, 4), torch.zeros(1, 2, 84))
+    token = [y.detach()[:, :1, :, :4] for y in x]
+    with torch.no_grad(), pytest.raises(ValueError, match="degree 1, 2 and 4, found 6"):
+        power_attention_step(state, *token, degree=6, backend="triton")
 
 
 def test_triton_steps_where_no_gradient_is_needed(kernels: FakeTriton) -> None:
