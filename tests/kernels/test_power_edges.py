@@ -10,15 +10,32 @@ from torch.nn.functional import logsigmoid
 
 from longhaul.kernels import PowerState, power_attention, power_attention_step, state_features
 from longhaul.kernels.power.checks import check_offsets
+from longhaul.kernels.testing import assert_close
 
-FORMS: list[dict[str, Any]] = [
-    {"form": "attention"},
-    {"form": "chunked", "chunk_size": 16},
-    {"form": "recurrent"},
-    {"backend": "reference"},
-]
-IDS = ["attention", "chunked", "recurrent", "reference"]
-per_form = pytest.mark.parametrize("how", FORMS, ids=IDS)
+FORMS: dict[str, dict[str, Any]] = {
+    "attention": {"form": "attention"},
+    "chunked": {"form": "chunked", "chunk_size": 16},
+    "recurrent": {"form": "recurrent"},
+    "reference": {"backend": "reference"},
+}
+TRITON: dict[str, dict[str, Any]] = {
+    "triton attention": {"form": "attention", "backend": "triton"},
+    "triton chunked": {"form": "chunked", "chunk_size": 16, "backend": "triton"},
+}
+TRITON_STEPS: dict[str, Any] = {"form": "recurrent", "backend": "triton"}
+EVERY_FORM = FORMS | TRITON
+per_form = pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+# As in test_power.py, for degree 2.
+MULTIPLE = 30.0
+
+
+def is_triton(how: dict[str, Any]) -> bool:
+    return how.get("backend") == "triton"
+
+
+def dtype_of(*hows: dict[str, Any]) -> torch.dtype:
+    """Triton has no float64."""
+    return torch.float32 if any(map(is_triton, hows)) else torch.float64
 
 
 def inputs(T: int, K: int = 8, V: int = 4, H: int = 4, G: int = 2, B: int = 1) -> list[Tensor]:
@@ -27,78 +44,132 @@ def inputs(T: int, K: int = 8, V: int = 4, H: int = 4, G: int = 2, B: int = 1) -
     return [q, k, v, logsigmoid(torch.randn(B, T, G).double() + 2)]
 
 
-@pytest.mark.parametrize("second", FORMS, ids=IDS)
-@pytest.mark.parametrize("first", FORMS, ids=IDS)
-def test_a_split_changes_nothing(first: dict[str, Any], second: dict[str, Any]) -> None:
+def leaves_of(x: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [y.detach().to(dtype).requires_grad_() for y in x]
+
+
+SPLITS = [
+    *((first, second) for first in FORMS for second in FORMS),
+    ("triton attention", "triton chunked"),
+    ("triton chunked", "attention"),
+    ("chunked", "triton chunked"),
+    ("triton chunked", "triton steps"),
+    ("triton steps", "triton attention"),
+    ("reference", "triton steps"),
+    ("triton steps", "recurrent"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SPLITS)
+def test_a_split_changes_nothing(first: str, second: str) -> None:
     """Across forms and backends, with a split inside a chunk, after it, and near the ends."""
-    x = inputs(70, B=2)
-    whole, final = power_attention(*x, output_final_state=True)
-    assert final is not None
-    for split in (1, 16, 37, 69):
-        head, state = power_attention(*(y[:, :split] for y in x), output_final_state=True, **first)
-        tail, after = power_attention(
-            *(y[:, split:] for y in x), initial_state=state, output_final_state=True, **second
+    hows = EVERY_FORM | {"triton steps": TRITON_STEPS}
+    dtype = dtype_of(hows[first], hows[second])
+    is_slow = dtype == torch.float32
+    x = inputs(35, K=9, V=17) if is_slow else inputs(70, B=2)
+    settings: dict[str, Any] = {"output_final_state": True, "backend": "reference"}
+    wanted, rounded = (
+        flat(power_attention(*(y.to(part) for y in x), **settings))
+        for part in (torch.float64, torch.float32)
+    )
+    x = [y.to(dtype) for y in x]
+    for split in (1, 22) if is_slow else (1, 16, 37, 69):
+        head, state = power_attention(
+            *(y[:, :split] for y in x), output_final_state=True, **hows[first]
         )
-        torch.testing.assert_close(torch.cat([head, tail], dim=1), whole, rtol=1e-9, atol=1e-9)
-        assert after is not None
-        torch.testing.assert_close(tuple(after), tuple(final), rtol=1e-9, atol=1e-9)
+        tail, after = power_attention(
+            *(y[:, split:] for y in x), initial_state=state, output_final_state=True, **hows[second]
+        )
+        found = flat((torch.cat([head, tail], dim=1), after))
+        for actual, exact, definition in zip(found, wanted, rounded, strict=True):
+            assert_close(actual, exact, definition, multiple=MULTIPLE)
+
+
+def flat(results: tuple[Tensor, PowerState | None]) -> list[Tensor]:
+    out, state = results
+    assert state is not None
+    return [out, *state]
 
 
 @per_form
 def test_a_split_changes_no_gradient(how: dict[str, Any]) -> None:
-    x = [y.requires_grad_() for y in inputs(50)]
+    x = inputs(50)
     weights = torch.randn(1, 50, 4, 4).double()
-    whole, _ = power_attention(*x)
-    wanted = torch.autograd.grad((whole * weights).sum(), x)
-    head, state = power_attention(*(y[:, :23] for y in x), output_final_state=True, **how)
-    tail, _ = power_attention(*(y[:, 23:] for y in x), initial_state=state, **how)
-    actual = torch.autograd.grad((torch.cat([head, tail], 1) * weights).sum(), x)
-    torch.testing.assert_close(actual, wanted, rtol=1e-8, atol=1e-8)
+
+    def whole(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = leaves_of(x, dtype)
+        out, _ = power_attention(*leaves, backend="reference")
+        return torch.autograd.grad((out * weights).sum(), leaves)
+
+    leaves = leaves_of(x, dtype_of(how))
+    head, state = power_attention(*(y[:, :23] for y in leaves), output_final_state=True, **how)
+    tail, _ = power_attention(*(y[:, 23:] for y in leaves), initial_state=state, **how)
+    actual = torch.autograd.grad((torch.cat([head, tail], 1) * weights).sum(), leaves)
+    for found, exact, definition in zip(
+        actual, whole(torch.float64), whole(torch.float32), strict=True
+    ):
+        assert_close(found, exact, definition, multiple=MULTIPLE)
 
 
 @per_form
 @pytest.mark.parametrize("has_state", [False, True])
 def test_packed_documents_equal_separate_ones(how: dict[str, Any], has_state: bool) -> None:
+    """Outputs, final states and gradients, those of the initial states included."""
     offsets = [0, 1, 17, 50, 83]
-    x = [y.requires_grad_() for y in inputs(83)]
     N, P = len(offsets) - 1, state_features(8, 2)
-    state = None
+    x = inputs(83, H=2, G=1)
     if has_state:
-        past = torch.randn(N, 5, 2, 8).double()
+        past = torch.randn(N, 5, 1, 8).double()
         _, state = power_attention(
-            past, past, torch.randn(N, 5, 2, 4).double(), output_final_state=True
+            past, past, torch.randn(N, 5, 1, 4).double(), output_final_state=True
         )
         assert state is not None
-        assert state.kv.shape == (N, 2, P, 4)
-    packed, finals = power_attention(
-        *x,
-        cu_seqlens=torch.tensor(offsets),
-        initial_state=state,
-        output_final_state=has_state,
-        **how,
-    )
-    weights = torch.randn(packed.shape).double()
-    grads = torch.autograd.grad((packed * weights).sum(), x)
-    for n, (start, end) in enumerate(pairwise(offsets)):
-        document = [y.detach()[:, start:end].requires_grad_() for y in x]
-        before = None if state is None else PowerState(*(part[n : n + 1] for part in state))
+        assert state.kv.shape == (N, 1, P, 4)
+        x += state
+    weights = [torch.randn(1, 83, 2, 4).double(), torch.randn(N, 1, P, 4), torch.randn(N, 1, P)]
+
+    def results(
+        x: list[Tensor], weights: list[Tensor], offsets: Tensor | None, **how: Any
+    ) -> list[Tensor]:
         out, after = power_attention(
-            *document, initial_state=before, output_final_state=has_state, backend="reference"
+            *x[:4],
+            cu_seqlens=offsets,
+            initial_state=PowerState(*x[4:]) if has_state else None,
+            output_final_state=has_state,
+            **how,
         )
-        torch.testing.assert_close(packed[:, start:end], out, rtol=1e-9, atol=1e-9)
-        own = torch.autograd.grad((out * weights[:, start:end]).sum(), document)
-        packed_grads = tuple(grad[:, start:end] for grad in grads)
-        torch.testing.assert_close(packed_grads, own, rtol=1e-8, atol=1e-8)
-        if after is not None:
-            assert finals is not None
-            torch.testing.assert_close(finals.kv[n], after.kv[0], rtol=1e-9, atol=1e-9)
+        found = [out, *(after or ())]
+        loss = sum((y * weight).sum() for y, weight in zip(found, weights, strict=False))
+        return [*found, *torch.autograd.grad(loss, x)]
+
+    def separate(dtype: torch.dtype) -> list[Tensor]:
+        documents = []
+        for n, (start, end) in enumerate(pairwise(offsets)):
+            tokens = [y[:, start:end] for y in x[:4]] + [y[n : n + 1] for y in x[4:]]
+            own = [weights[0][:, start:end], *(y[n : n + 1] for y in weights[1:])]
+            documents.append(results(leaves_of(tokens, dtype), own, None, backend="reference"))
+        # Outputs and gradients of tokens follow one another along T; those of states along N.
+        return [
+            torch.cat(parts, dim=1 if parts[1].shape[1] == 16 else 0)
+            for parts in zip(*documents, strict=True)
+        ]
+
+    actual = results(leaves_of(x, dtype_of(how)), weights, torch.tensor(offsets), **how)
+    for found, exact, definition in zip(
+        actual, separate(torch.float64), separate(torch.float32), strict=True
+    ):
+        assert_close(found, exact, definition, multiple=MULTIPLE)
 
 
 @per_form
 def test_outputs_ignore_the_future_to_the_bit(how: dict[str, Any]) -> None:
-    x = [y.float() for y in inputs(300, K=16)]
+    if is_triton(how):
+        places, x = (1, 37, 69), inputs(70, K=9, H=2, G=1)
+    else:
+        places, x = (1, 100, 137, 299), inputs(300, K=16)
+    x = [y.float() for y in x]
     out, _ = power_attention(*x, **how)
-    for t in (1, 100, 137, 299):
+    for t in places:
         changed = [y.clone() for y in x]
         for y in changed[:3]:
             y[:, t:] = 100 * torch.randn_like(y[:, t:])
@@ -138,6 +209,39 @@ def test_gates_before_a_reset_feel_nothing_after_it(how: dict[str, Any]) -> None
     assert (actual - wanted)[:, :33].abs().max() < 1e-5 * size
 
 
+def check_against_the_definition(x: list[Tensor], how: dict[str, Any], degree: int) -> None:
+    """Outputs and gradients in float32."""
+
+    def results(dtype: torch.dtype, **how: Any) -> tuple[Tensor, ...]:
+        leaves = leaves_of(x, dtype)
+        out, _ = power_attention(*leaves, degree=degree, **how)
+        return out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)
+
+    weights = torch.randn(*x[0].shape[:3], x[2].shape[3], dtype=torch.float64)
+    for found, exact, definition in zip(
+        results(torch.float32, **how),
+        results(torch.float64, backend="reference"),
+        results(torch.float32, backend="reference"),
+        strict=True,
+    ):
+        assert_close(found, exact, definition, multiple=MULTIPLE / 2 * degree)
+
+
+@per_form
+def test_queries_and_keys_of_a_thousand_at_degree_4(how: dict[str, Any]) -> None:
+    """Weights of 1e25, with everything forgotten in the middle."""
+    q, k, v, log_g = inputs(33, K=5, H=2, G=1)
+    log_g[:, 20] = -torch.inf
+    # Positive, so that the first weight after the reset is as large as the others.
+    check_against_the_definition([1e3 * q.abs(), 1e3 * k.abs(), v, log_g], how, degree=4)
+
+
+@per_form
+def test_gates_of_one_over_a_long_time(how: dict[str, Any]) -> None:
+    q, k, v, log_g = inputs(400, K=4, V=3, H=1, G=1)
+    check_against_the_definition([q, k, v, 0 * log_g], how, degree=2)
+
+
 @per_form
 @pytest.mark.parametrize("gate", [-torch.inf, -1e30, -100.0, 0.0])
 def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: float) -> None:
@@ -160,9 +264,10 @@ def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: floa
 @pytest.mark.parametrize("scale", [1.0, 1e-12])
 def test_a_query_orthogonal_to_every_key_stays_small(how: dict[str, Any], scale: float) -> None:
     """The denominator is 0, and rounding alone decides what the state makes of it."""
-    q, k, v, log_g = (y.float() for y in inputs(200, K=16))
+    T = 60 if is_triton(how) else 200
+    q, k, v, log_g = (y.float() for y in inputs(T, K=16))
     k[..., 8:] = 0
-    q[:, 150:, :, :8] = 0
+    q[:, -50:, :, :8] = 0
     # A rotation keeps them orthogonal, and every product of coordinates away from 0.
     rotation = torch.linalg.qr(torch.randn(16, 16))[0]
     leaves = [y.requires_grad_() for y in (q @ rotation * scale, k @ rotation, v, log_g)]
@@ -199,7 +304,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("chunk_size: found 0", {"chunk_size": 0}),
     ("form: found 'fused'", {"form": "fused"}),
     ("backend: found 'cuda'", {"backend": "cuda"}),
-    ("backend: 'triton' cannot run", {"backend": "triton"}),
     ("k: found 3 heads, wanted a divisor of the 4", {"k": torch.ones(1, 20, 3, 8)}),
     (r"k: found shape \(1, 20, 2, 7\)", {"k": torch.ones(1, 20, 2, 7)}),
     (r"v: found shape \(1, 19, 2, 4\)", {"v": torch.ones(1, 19, 2, 4)}),
