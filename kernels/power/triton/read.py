@@ -149,7 +149,7 @@ def _power_fwd_read_kernel(
     has_state = (start > sequence_start) | HAS_INITIAL
     kv_ptr += (chunk * G + g) * P * V
     norm_ptr += (chunk * G + g) * P
-    if NORMALIZE and DEGREE <= 2:
+    if NORMALIZE and DEGREE <= 2:  # noqa: SIM102, one is known when compiling
         # In float32: the denominator decides how far a small one can be trusted, eq. (16).
         if has_state:
             if DEGREE == 1:
@@ -197,11 +197,12 @@ def _power_fwd_read_kernel(
             v_ptr + k_off[:, None] * stride_vt + v[None, :], mask=(v < V)[None, :], other=0.0
         ).to(DOT)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        weight = power(score, DEGREE) * state_scale
+        decay = tl.full((BLOCK_N,), 1.0, tl.float32) * state_scale
         if HAS_GATES:
             high = tl.load(high_ptr + gate_off + first + n)
             low = tl.load(low_ptr + gate_off + first + n)
-            weight *= exp2_flushed((first_high - high) + (first_low - low))[None, :]
+            decay *= exp2_flushed((first_high - high) + (first_low - low))
+        weight = power(score, DEGREE) * decay[None, :]
         acc = tl.dot(weight.to(DOT), value, acc, input_precision=PRECISION)
         if NORMALIZE:
             den += tl.sum(weight, axis=1)
