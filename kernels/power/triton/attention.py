@@ -7,7 +7,7 @@ units of their largest |z|, eq. (17): no power overflows, and no pair costs an e
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,23 +50,42 @@ class Blocks(NamedTuple):
     configs: Configs
 
 
-# Chosen by what compiles without spills, not yet by time.
-_NARROW = Blocks(  # 16 bits, K and V to 64
-    128, 64, (config(4, 3, BLOCK_D=16), config(8, 3, BLOCK_D=32), config(8, 2, BLOCK_D=32))
+def blocks(queries: int, keys: int, diagonal: int, *warps_and_stages: tuple[int, int]) -> Blocks:
+    """Blocks with one configuration for each pair of warps and stages."""
+    configs = (config(warps, stages, BLOCK_D=diagonal) for warps, stages in warps_and_stages)
+    return Blocks(queries, keys, tuple(configs))
+
+
+# For K and V up to 64, to 128, and wider. Chosen by what compiles without spills, not yet by time.
+_BFLOAT16 = (
+    blocks(128, 64, 16, (4, 3), (8, 3), (8, 2)),
+    blocks(128, 64, 32, (8, 2)),
+    blocks(64, 16, 16, (4, 2)),
 )
-_WIDE = Blocks(128, 64, (config(8, 2, BLOCK_D=32),))  # to 128
-_WIDEST = Blocks(64, 32, (config(4, 2, BLOCK_D=16),))  # to 256
-_NARROW_32 = Blocks(64, 32, (config(4, 2, BLOCK_D=16),))
-_WIDE_32 = Blocks(32, 32, (config(4, 2, BLOCK_D=16),))
-_INTERPRETED = Blocks(32, 16, (config(4, 1, BLOCK_D=8),))
+_FLOAT16 = (
+    blocks(128, 64, 16, (8, 2)),
+    blocks(64, 32, 16, (4, 2)),
+    blocks(32, 16, 16, (4, 1)),
+)
+_FLOAT32 = (
+    blocks(64, 32, 16, (8, 2)),
+    blocks(32, 16, 16, (4, 1)),
+    blocks(16, 16, 16, (4, 1)),
+)
+_INTERPRETED = blocks(32, 16, 16, (4, 1))
 
 
-def _blocks(q: Tensor, width: int) -> Blocks:
-    if is_interpreted():
-        return _INTERPRETED
-    if q.dtype == torch.bfloat16:
-        return _NARROW if width <= 64 else _WIDE if width <= 128 else _WIDEST
-    return _NARROW_32 if width <= 64 else _WIDE_32
+def by_dtype_and_width(
+    q: Tensor,
+    v: Tensor,
+    bfloat16: tuple[Any, ...],
+    float16: tuple[Any, ...],
+    float32: tuple[Any, ...],
+) -> Any:
+    """The entry of three such tables that serves a call."""
+    tables = {torch.bfloat16: bfloat16, torch.float16: float16}
+    width = max(q.shape[3], v.shape[3])
+    return tables.get(q.dtype, float32)[0 if width <= 64 else 1 if width <= 128 else 2]
 
 
 def attention_forward(
@@ -82,24 +101,25 @@ def attention_forward(
     The root cannot overflow where den^(−1) does; at degree 1 both are the same.
     """
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
-    B, T, H, K = q.shape
+    B, T, H = q.shape[:3]
     G, V = v.shape[2:]
-    blocks = _blocks(q, block_of(max(K, V)))
-    queries = longest_first(B, T, blocks.queries, cu_seqlens, q.device)
+    block = _INTERPRETED
+    if not is_interpreted():
+        block = by_dtype_and_width(q, v, _BFLOAT16, _FLOAT16, _FLOAT32)
+    queries = longest_first(B, T, block.queries, cu_seqlens, q.device)
     gates = to_end = None
     if log_g is not None:
         gates = sum_gates(log_g, cut(B, T, T, cu_seqlens, q.device))
-        to_end = roots_to_end(gates, cut(B, T, blocks.keys, cu_seqlens, q.device), call.degree)
+        to_end = roots_to_end(gates, cut(B, T, block.keys, cu_seqlens, q.device), call.degree)
     out = q.new_empty(B, T, H, V)
     inverse = is_live = None
     if call.normalize:
         inverse = q.new_empty(B, T, H, dtype=torch.float32)
         is_live = torch.empty_like(inverse, dtype=torch.bool)
-    operands = operands_of(q)
     launch(
         _power_fwd_attention_kernel,
         lambda _: (queries.num * H,),
-        blocks.configs,
+        block.configs,
         q,
         k,
         v,
@@ -118,17 +138,25 @@ def attention_forward(
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        K=K,
-        V=V,
-        DEGREE=call.degree,
-        BLOCK_M=blocks.queries,
-        BLOCK_N=blocks.keys,
-        BLOCK_K=block_of(K),
-        BLOCK_V=block_of(V),
-        DOT=operands.dtype,
-        PRECISION=operands.precision,
+        **constants_of(call, q, v, block),
     )
     return out, inverse, is_live
+
+
+def constants_of(call: PowerCall, q: Tensor, v: Tensor, block: Blocks) -> dict[str, Any]:
+    """What is known when a kernel is compiled."""
+    operands = operands_of(q)
+    return {
+        "K": q.shape[3],
+        "V": v.shape[3],
+        "DEGREE": call.degree,
+        "BLOCK_M": block.queries,
+        "BLOCK_N": block.keys,
+        "BLOCK_K": block_of(q.shape[3]),
+        "BLOCK_V": block_of(v.shape[3]),
+        "DOT": operands.dtype,
+        "PRECISION": operands.precision,
+    }
 
 
 def longest_first(
