@@ -192,9 +192,11 @@ def _power_bwd_attention_key_kernel(
     factor_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
     if factor_pull_ptr is not None:
         factor_pull_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
-    for head in range(repeat):
-        head_q_ptr = q_ptr + head * stride_q_h + BLOCK_N * stride_q_t
-        head_dout_ptr = dout_ptr + head * stride_dout_h + BLOCK_N * stride_dout_t
+    first_q_ptr = q_ptr
+    first_dout_ptr = dout_ptr
+    for _ in range(repeat):
+        head_q_ptr = q_ptr + BLOCK_N * stride_q_t
+        head_dout_ptr = dout_ptr + BLOCK_N * stride_dout_t
         for block in range(tl.cdiv(rest, BLOCK_M)):
             t = block * BLOCK_M + m
             left = rest - block * BLOCK_M
@@ -224,6 +226,8 @@ def _power_bwd_attention_key_kernel(
             dk += tl.dot(ds.to(DOT), q, input_precision=PRECISION)
             head_q_ptr += BLOCK_M * stride_q_t
             head_dout_ptr += BLOCK_M * stride_dout_t
+        q_ptr += stride_q_h
+        dout_ptr += stride_dout_h
         factor_ptr += T
         if factor_pull_ptr is not None:
             factor_pull_ptr += T
@@ -237,10 +241,12 @@ def _power_bwd_attention_key_kernel(
 
     # The block's own queries, pair by pair.
     d = tl.arange(0, BLOCK_D)
-    for head in range(repeat):
-        head_q_ptr = q_ptr + head * stride_q_h
-        head_dout_ptr = dout_ptr + head * stride_dout_h
-        row_off = (batch * T + start) * H + g * repeat + head
+    q_ptr = first_q_ptr
+    dout_ptr = first_dout_ptr
+    row_off = (batch * T + start) * H + g * repeat
+    for _ in range(repeat):
+        head_q_ptr = q_ptr
+        head_dout_ptr = dout_ptr
         for block in tl.range(0, tl.cdiv(length, BLOCK_D), num_stages=1):
             t = block * BLOCK_D + d
             left = length - block * BLOCK_D
@@ -271,6 +277,9 @@ def _power_bwd_attention_key_kernel(
             dk += tl.dot(ds.to(DOT), q, input_precision=PRECISION)
             head_q_ptr += BLOCK_D * stride_q_t
             head_dout_ptr += BLOCK_D * stride_dout_t
+        q_ptr += stride_q_h
+        dout_ptr += stride_dout_h
+        row_off += 1
 
     dk *= DEGREE
     row_off = (batch * T + start + n) * G + g
