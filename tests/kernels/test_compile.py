@@ -71,6 +71,22 @@ def tuned() -> None:
     _tuned_kernel[(4,)](x, x, 512, 1)
 
 
+# What every chip is tried with; the rest is compiled for one of them.
+EVERYWHERE = [
+    f"{shape} bfloat16"
+    for shape in (
+        "attention p2 K64 V64",
+        "attention p2 K128 V128",
+        "attention p4 K64 V64",
+        "chunked p1 K64 V64",
+        "chunked p1 K256 V256",
+        "chunked p2 K64 V64",
+        "chunked p2 K128 V128",
+        "chunked p4 K32 V64",
+        "step p2 K64 V64",
+    )
+]
+
 LAUNCHERS = {
     "double": double_variously,
     "matmul": lambda: matmul(num_warps=8, num_stages=2),
@@ -95,6 +111,21 @@ def program(launcher: str, targets: str) -> None:
             for kernel in compiled
         ]
     print(json.dumps(found))
+
+
+def table() -> None:
+    """Every shape for one chip, some for the others: `python -m longhaul.kernels.compile` does all
+    for all, and takes minutes more."""
+    from longhaul.kernels.compile import SHAPES, print_table
+
+    tasks = [
+        (shape, target)
+        for shape in SHAPES
+        for target in ("sm_80", "sm_90", "sm_100")
+        if target == "sm_90" or shape.name in EVERYWHERE
+    ]
+    if found := print_table(tasks, folders=False):
+        sys.exit("\n".join(found))
 
 
 def start(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -170,12 +201,12 @@ def test_the_command_names_what_it_wants() -> None:
     assert "found 'degree 3', wanted" in start(*module, "--only", "degree 3").stderr
 
 
-@pytest.mark.xfail(strict=True, reason="the kernels are being written")
-def test_every_kernel_compiles_for_every_chip_without_spills_and_fits() -> None:
-    done = start("-m", "longhaul.kernels.compile")
+@pytest.mark.xfail(strict=True, reason="ten kernels spill more than MAY_SPILL allows")
+def test_every_kernel_compiles_without_spills_and_fits() -> None:
+    done = start(__file__, "table")
     print(done.stdout)
     assert done.returncode == 0, done.stderr
 
 
 if __name__ == "__main__":
-    program(*sys.argv[1:])
+    table() if sys.argv[1:] == ["table"] else program(*sys.argv[1:])
