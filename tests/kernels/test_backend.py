@@ -152,6 +152,13 @@ def test_a_step_of_triton_refuses_what_it_would_get_wrong() -> None:
         power_attention_step(state, *token, degree=6, backend="triton")
 
 
+@pytest.mark.parametrize(("K", "V"), [(257, 4), (4, 257)])
+def test_triton_refuses_what_is_wider_than_its_blocks(K: int, V: int) -> None:
+    q, k, v = torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, V)
+    with pytest.raises(ValueError, match=f"K and V up to 256, found {K} and {V}"):
+        power_attention(q, k, v, degree=1, normalize=False, backend="triton")
+
+
 def test_triton_steps_where_no_gradient_is_needed(kernels: FakeTriton) -> None:
     x = tensors(5)
     how: dict[str, Any] = {"form": "recurrent", "output_final_state": True}

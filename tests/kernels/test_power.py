@@ -205,7 +205,9 @@ TRITON_CASES = [
         Case(T=63, B=1, degree=1, normalize=False, K=16, V=8, state="none"),
         (ATTENTION, CHUNKED_16),
     ),
-    ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=70, V=17), (CHUNKED_16,)),
+    # More than one block of features, and of values.
+    ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=70), (CHUNKED_16,)),
+    ("wide values", Case(T=20, B=1, H=2, G=1, V=130), (ATTENTION, CHUNKED_16)),
     ("degree 4", Case(T=40, B=1, degree=4), (CHUNKED_16,)),
     ("degree 4, two tiles and more", Case(T=33, B=1, H=2, G=1, degree=4, K=9), (CHUNKED_16,)),
     ("degree 4, no state", Case(T=40, B=1, degree=4, state="none"), (ATTENTION,)),
@@ -249,6 +251,21 @@ def test_float32_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
 )
 def test_triton_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
     case.check(torch.float32, **how)
+
+
+@pytest.mark.parametrize("K", [16, 20])
+def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
+    """As bfloat16 takes them; at K = 16 there are three, and a fourth that pads the table."""
+    from longhaul.kernels.power.triton import chunked, features
+
+    def tiles_of(*args: Any) -> Any:
+        return features.tiles_of.__wrapped__(*args)
+
+    monkeypatch.setattr(features, "_tiles_at_once", lambda *_: 2)
+    monkeypatch.setattr(chunked, "tiles_of", tiles_of)
+    assert tiles_of(16, 2, torch.device("cpu"), torch.float32).table.shape == (4, 3)
+    case = Case(T=40, B=1, H=2, G=1, K=K, state="arbitrary")
+    case.check(torch.float32, **TRITON[CHUNKED_16])
 
 
 @pytest.mark.parametrize("how", FORMS.values(), ids=FORMS.keys())
