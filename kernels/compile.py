@@ -98,11 +98,17 @@ SHAPES = (
 MAY_SPILL: dict[str, int] = {
     # An older chip, which ptxas gives fewer ways around a full register file.
     "* / sm_80": 64,
+    # Here ptxas gives up a few registers for another block in flight.
+    "* / sm_100": 32,
     # Products in three parts hold both operands twice; whoever wants speed takes bfloat16.
-    "* float32* / *": 160,
+    "* float32* / *": 480,
     "* float16* / *": 160,
-    # Accumulators of 256 columns fill the register file by themselves.
-    "* K256 *": 64,
+    # Accumulators of 256 columns, or two of 128, fill the register file by themselves.
+    "* K256 * / *": 320,
+    "attention p2 K128 * / _power_bwd_attention_key_kernel / sm_100": 128,
+    "chunked p2 K128 * / _power_bwd_key_kernel / sm_90": 32,
+    # A tile of degree 4 has 256 features, all of which are built at once.
+    "chunked p4 * / _power_fwd_read_kernel / sm_100": 400,
 }
 
 
