@@ -41,12 +41,22 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
     for name, x, shape in (("kv", state.kv, (N, G, P, V)), ("norm", state.norm, (N, G, P))):
         if x.shape != shape:
             raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}")
+        if not x.is_floating_point():
+            raise ValueError(f"state.{name}: found {x.dtype}, wanted a floating-point dtype")
 
 
-def check_offsets(cu_seqlens: Tensor, B: int, T: int) -> tuple[int, ...]:
+def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
+    """What is known of packed documents without their offsets."""
+    if q.shape[0] != 1:
+        raise ValueError(
+            f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: found device {cu_seqlens.device}, wanted {q.device} as q's")
+
+
+def check_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
     """The offsets as numbers: one wait for the device per tensor, not one per layer."""
-    if B != 1:
-        raise ValueError(f"cu_seqlens: found B = {B}, wanted 1: documents are packed along T")
     if cu_seqlens.is_inference():
         # Nothing tells whether it was written to since.
         return _read_offsets(cu_seqlens, T)

@@ -14,7 +14,7 @@ from torch import Tensor
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_not_in
 from longhaul.kernels.power import library, plain
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.checks import check_offsets, check_state, check_tensors
+from longhaul.kernels.power.checks import check_offsets, check_packing, check_state, check_tensors
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
@@ -74,13 +74,15 @@ def power_attention(
     B, T, _, K = q.shape
     G, V = v.shape[2:]
     scale = K**-0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        check_packing(cu_seqlens, q)
     resolved = resolve_backend(backend, q.device)
     if initial_state is not None:
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         check_state(initial_state, S, G, K, V, degree)
     kv, norm = (None, None) if initial_state is None else initial_state
     if resolved == "reference" or form == "recurrent":
-        offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, B, T)
+        offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
         if resolved == "triton":
             resolved = _for_step(backend, degree, q, k, v, log_g, kv, norm)
         one: plain.Form = partial(
@@ -91,7 +93,7 @@ def power_attention(
             out, after = plain.per_document(one, q, k, v, log_g, initial_state, offsets)
         return out, after if output_final_state else None
 
-    longest = T if cu_seqlens is None else _longest(cu_seqlens, B, T)
+    longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
     call = PowerCall(
         degree=degree,
         scale=scale,
@@ -146,12 +148,12 @@ def power_attention_step(
         )  # fmt: skip
 
 
-def _longest(cu_seqlens: Tensor, B: int, T: int) -> int:
+def _longest(cu_seqlens: Tensor, T: int) -> int:
     """Tokens of the longest document, which decides whether a state pays; T where none is known."""
     # While a graph is traced, and on `meta`, offsets have no values.
-    if torch.compiler.is_compiling() or cu_seqlens.is_meta:
+    if torch.compiler.is_compiling() or cu_seqlens.is_meta or type(cu_seqlens) is not Tensor:
         return T
-    return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, B, T)))
+    return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, T)))
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

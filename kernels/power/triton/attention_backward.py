@@ -1,6 +1,6 @@
 """Gradients of the attention form: scores are taken anew, once for queries and once for keys.
 
-A row's own factor is c_t = scale · den_t^(−1/p), so that w / den = (c_t z)^p ≤ 1 in size, eq. (18).
+A row's own factor is c_t = scale · den_t^(−1/p), so that w / den = (c_t z)^p ≤ 1 in size, eq. (17).
 """
 
 from __future__ import annotations

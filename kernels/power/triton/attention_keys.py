@@ -111,7 +111,7 @@ def attention_key_gradients(
 
 @triton.jit
 def score_gradient(s, dp, root, factor, factor_pull, DEGREE: tl.constexpr):
-    """z^(p−1) dz/ds (dp − pull) for z = s · root · factor: p times that is ds, eq. (18)."""
+    """z^(p−1) dz/ds (dp − pull) for z = s · root · factor: p times that is ds, eq. (17)."""
     if DEGREE == 1:
         return root * (dp * factor - factor_pull)
     elif DEGREE == 2:  # noqa: RET505

@@ -17,6 +17,8 @@ from longhaul.kernels.power.triton.step import take_step
 __all__ = ["backward", "forward", "step", "why_not"]
 
 _WIDEST = 256
+# Key widths whose states fit a program's registers and shared memory, by degree.
+_WIDEST_STATE = {1: 256, 2: 128, 4: 32}
 
 
 def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
@@ -24,8 +26,11 @@ def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
     if max(K, V) > _WIDEST:
         return f"its kernels take K and V up to {_WIDEST}, found {K} and {V}"
     needs_state = has_state or call.output_final_state or call.form == "chunked"
-    if needs_state and call.degree not in (1, 2, 4):
+    if needs_state and call.degree not in _WIDEST_STATE:
         return f"its kernels keep states of degree 1, 2 and 4, found {call.degree}"
+    if needs_state and _WIDEST_STATE[call.degree] < K:
+        widest = _WIDEST_STATE[call.degree]
+        return f"its kernels keep states of degree {call.degree} up to K = {widest}, found {K}"
     return None
 
 

@@ -75,6 +75,7 @@ def chunked_forward(
 ) -> Forward:
     """Output, final state and denominators."""
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
+    kv, norm = (None if x is None else x.contiguous() for x in (kv, norm))
     G, V = v.shape[2:]
     chunks = _chunks_of(call, q, cu_seqlens)
     tiles = tiles_of(q.shape[3], call.degree, q.device, q.dtype)
@@ -123,7 +124,9 @@ def chunked_backward(
         pull = torch.zeros_like(change)
     chunks = _chunks_of(call, q, saved.cu_seqlens)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    dlog_g = None if saved.log_g is None else saved.log_g.new_empty(saved.log_g.shape)
+    dlog_g = None
+    if saved.log_g is not None and needs[3]:
+        dlog_g = saved.log_g.new_empty(saved.log_g.shape)
     dinitial = []
     G, R = k.shape[2], q.shape[2] // k.shape[2]
     size = G // 2 if G % 2 == 0 else G

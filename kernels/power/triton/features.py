@@ -205,11 +205,13 @@ def load_norm_matrix(norm_ptr, K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
 @triton.jit
 def times_matrix(x, matrix, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """x @ matrix as exact as float32, for x that has only the bits of DOT."""
+    # One product of TF32 operands would drop half of the matrix's bits.
+    EXACT: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
     high = matrix.to(DOT)
-    product = tl.dot(x, high, input_precision=PRECISION)
+    product = tl.dot(x, high, input_precision=EXACT)
     if tl.float32 != DOT:
         low = (matrix - high.to(tl.float32)).to(DOT)
-        product = tl.dot(x, low, product, input_precision=PRECISION)
+        product = tl.dot(x, low, product, input_precision=EXACT)
     return product
 
 

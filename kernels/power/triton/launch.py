@@ -64,20 +64,19 @@ def launch(
 ) -> None:
     """Run a kernel with the fastest of a few configurations.
 
-    On a GPU Triton's autotuner finds it once for each set of compile-time constants and keeps it on
-    disk. The interpreter takes the first. A tensor on the CPU that is not interpreted means that
-    the launch is compiled only (kernels/offline.py): then every configuration is, since any of them
-    may ship.
+    Triton's autotuner finds it once for each set of compile-time constants and keeps it on disk.
+    The interpreter, which cannot tune, takes the first.
     """
-    if args[0].device.type != "cpu":
+    if is_interpreted():
+        kernel[grid(meta | configs[0].kwargs)](*args, **meta, **configs[0].all_kwargs())
+    else:
         _autotuned(kernel, configs)[grid](*args, **meta)
-        return
-    for one in configs[:1] if is_interpreted() else configs:
-        kernel[grid(meta | one.kwargs)](*args, **meta, **one.all_kwargs())
 
 
 @lru_cache(maxsize=256)
 def _autotuned(kernel: Any, configs: Configs) -> Any:
-    # Sizes of the data are no part of the key: another length of sequence costs no new search.
-    key = [p.name for p in kernel.params if p.is_constexpr and p.name not in configs[0].kwargs]
+    # Sizes of the data are no part of the key: another length of sequence costs no new search. Nor
+    # is DOT, which no file of results can hold: it follows from the dtypes of the tensors.
+    chosen = {"DOT", *configs[0].kwargs}
+    key = [p.name for p in kernel.params if p.is_constexpr and p.name not in chosen]
     return triton.autotune(configs=list(configs), key=key, cache_results=True)(kernel)

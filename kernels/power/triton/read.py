@@ -99,7 +99,7 @@ def read_out(
 
 @triton.jit
 def power(x, DEGREE: tl.constexpr):
-    """x^DEGREE by repeated multiplication; DEGREE is 0, 1, or any number."""
+    """x^DEGREE by repeated multiplication, for DEGREE ≥ 1."""
     result = x
     for _ in tl.static_range(DEGREE - 1):
         result = result * x

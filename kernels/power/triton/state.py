@@ -333,7 +333,8 @@ def scan(
         HAS_FINAL=final is not None,
         HAS_OTHER=other is not None,
         IS_REVERSE=is_reverse,
-        num_warps=4,
+        # Fewer values than threads would be loaded by several warps, and be overwritten by one.
+        num_warps=4 if block_p * block_v >= 128 else 1,
     )
     return read, None if products is None else products.double().sum(dim=2)
 

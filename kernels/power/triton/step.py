@@ -14,8 +14,7 @@ from longhaul.kernels.power.triton.read import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
-# Decoding is bound by reading and writing the state: values are cut into blocks of this width until
-# there are enough programs to fill a chip.
+# Decoding is bound by reading and writing the state: narrow blocks of values make more programs.
 _BLOCK_V = 16
 
 
