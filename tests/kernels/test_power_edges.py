@@ -241,6 +241,13 @@ def test_queries_and_keys_of_a_thousand_at_degree_4(how: dict[str, Any]) -> None
 
 
 @per_form
+def test_a_floored_denominator_has_no_gradient(how: dict[str, Any]) -> None:
+    q, k, v, log_g = inputs(33, H=2, G=1)
+    q[:, 20:] *= 1e-16
+    check_against_the_definition([q, k, v, log_g], how, degree=2)
+
+
+@per_form
 def test_gates_of_one_over_a_long_time(how: dict[str, Any]) -> None:
     q, k, v, log_g = inputs(400, K=4, V=3, H=1, G=1)
     check_against_the_definition([q, k, v, 0 * log_g], how, degree=2)
