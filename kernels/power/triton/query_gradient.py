@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.triton.attention import power
 from longhaul.kernels.power.triton.features import (
     Tiles,
     load_norm_matrix,
@@ -20,7 +21,6 @@ from longhaul.kernels.power.triton.features import (
     times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
-from longhaul.kernels.power.triton.read import power
 from longhaul.kernels.power.triton.sequences import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.state import States
 

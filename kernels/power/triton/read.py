@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.triton.attention import power
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
@@ -95,15 +96,6 @@ def read_out(
         PRECISION=operands.precision,
     )
     return out, inverse, is_live
-
-
-@triton.jit
-def power(x, DEGREE: tl.constexpr):
-    """x^DEGREE by repeated multiplication, for DEGREE ≥ 1."""
-    result = x
-    for _ in tl.static_range(DEGREE - 1):
-        result = result * x
-    return result
 
 
 @triton.jit
