@@ -56,7 +56,8 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=False)
         blocks = [
-            Block(config.attention.build(config.width, config.heads)) for _ in range(config.layers)
+            Block(config.attention.build(config.width, config.heads, layer))
+            for layer in range(config.layers)
         ]
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = nn.LayerNorm(config.width, bias=False)

@@ -1,58 +1,87 @@
-"""Rotary phases that stay right over a million tokens, and the rotation itself."""
+"""Rotary phases that stay right over a million tokens, rotations, and rates at evaluation."""
 
 import math
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 
-def frequencies(width: int, longest_document: int, device: torch.device) -> Float64[Tensor, "J"]:
-    """Turns per token of each of the width / 2 pairs: N^(-2 (j - 1) / width), j = 1, 2, ...
+@dataclass(frozen=True, kw_only=True)
+class PositionScaling:
+    """How positions beyond the training context are read, at evaluation only."""
 
-    The symmetric-power papers write it as an angle, theta_j = 2 pi / N^(2 (j - 1) / width).
+    name: str = "none"
+    """none | linear (rates divided by the factor) | dynamic_ntk (base raised with the length)."""
+
+    factor: float = 1.0
+    """Times by which the context is to grow."""
+
+    context: int = 0
+    """Training context, tokens; dynamic_ntk leaves shorter sequences alone."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("none", "linear", "dynamic_ntk"):
+            raise ValueError(
+                f"positions: found {self.name!r}, wanted one of none, linear, dynamic_ntk"
+            )
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"position factor: found {self.factor}, wanted 1 or more")
+        if self.name == "dynamic_ntk" and self.context < 1:
+            raise ValueError(f"position context: found {self.context}, wanted the training context")
+
+
+class Rotary:
+    """Rates of the width / 2 pairs: theta_j = first base^(-2 (j - 1) / width), j = 1, 2, ...
+
+    The usual embedding has first = 1 radian a token; the symmetric-power papers have first = 2 pi
+    and base = N, the longest document. Rates are held in turns a token.
     """
-    pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
-    return float(longest_document) ** (-2 * pairs / width)
 
+    def __init__(self, width: int, *, base: float, first_turns: float = 1 / (2 * math.pi)) -> None:
+        self.width = width
+        self.base = base
+        self.first_turns = first_turns
+        self.scaling = PositionScaling()
 
-def frequencies_from_base(width: int, base: float, device: torch.device) -> Float64[Tensor, "J"]:
-    """Turns per token of the usual rotary embedding, theta_j = base^(-2 (j - 1) / width)."""
-    pairs = torch.arange(width // 2, dtype=torch.float64, device=device)
-    return base ** (-2 * pairs / width) / (2 * math.pi)
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a longer sequence rotates its first keys otherwise: no state can follow that."""
+        return self.scaling.name == "dynamic_ntk"
 
+    def turns(self, length: int, device: torch.device) -> Float64[Tensor, "J"]:
+        """Turns a token of every pair, in a sequence of `length` tokens.
 
-def accumulate(
-    rates: Float[Tensor, "B T"],
-    start: Float64[Tensor, "B"] | None = None,
-    cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
-) -> Float64[Tensor, "B T"]:
-    """Rotation mu_t = mu_(t-1) + beta_t, in tokens, beginning anew at each packed document.
+        Sources: linear interpolation, Chen et al. (2023), arXiv:2306.15595; dynamic NTK, as CoCA
+        (arXiv:2309.08646) evaluates with it.
+        """
+        base, scaling = self.base, self.scaling
+        if scaling.name == "dynamic_ntk" and length > scaling.context:
+            grown = scaling.factor * length / scaling.context - (scaling.factor - 1)
+            base *= grown ** (self.width / max(self.width - 2, 1))
+        pairs = torch.arange(self.width // 2, dtype=torch.float64, device=device)
+        turns = self.first_turns * base ** (-2 * pairs / self.width)
+        return turns / scaling.factor if scaling.name == "linear" else turns
 
-    A float32 sum is off by 0.2 rad after a million tokens, and bf16 by whole turns; float64 holds
-    the phase to 1e-9 turns, and there is one number per token here, not one per pair.
-    """
-    rotation = rates.to(torch.float64).cumsum(dim=1)  # (B, T)
-    if cu_seqlens is not None:
-        starts = cu_seqlens[:-1].to(torch.int64)
-        lengths = cu_seqlens.to(torch.int64).diff()
-        before = torch.cat([rotation.new_zeros(1, 1), rotation], dim=1)[:, starts]
-        rotation = rotation - before.repeat_interleave(lengths, dim=1)
-    return rotation if start is None else rotation + start[:, None]
+    def phases(
+        self, rotation: Float64[Tensor, "B T"], length: int, dtype: torch.dtype
+    ) -> tuple[Float[Tensor, "B T 1 J"], Float[Tensor, "B T 1 J"]]:
+        """Cosine and sine of mu_t theta_j, at least in float32.
 
-
-def phases(
-    rotation: Float64[Tensor, "B T"], turns_per_token: Float64[Tensor, "J"], dtype: torch.dtype
-) -> tuple[Float[Tensor, "B T 1 J"], Float[Tensor, "B T 1 J"]]:
-    """Cosine and sine of 2 pi mu_t f_j; whole turns are dropped while still in float64."""
-    turns = rotation[:, :, None, None] * turns_per_token  # (B, T, 1, J)
-    angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
-    return angle.cos(), angle.sin()
+        A float32 sum of rates is off by 0.2 rad after a million tokens, and bf16 by whole turns, so
+        the rotation mu_t comes in float64 and whole turns are dropped in it: right to 1e-9 turns.
+        There is one number a token here, not one a pair.
+        """
+        turns = rotation[:, :, None, None] * self.turns(length, rotation.device)  # (B, T, 1, J)
+        dtype = torch.promote_types(dtype, torch.float32)
+        angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
+        return angle.cos(), angle.sin()
 
 
 def rotate(
-    x: Float[Tensor, "B T H K"], cos: Float[Tensor, "B T 1 J"], sin: Float[Tensor, "B T 1 J"]
-) -> Float[Tensor, "B T H K"]:
+    x: Float[Tensor, "*#rows K"], cos: Float[Tensor, "*#rows J"], sin: Float[Tensor, "*#rows J"]
+) -> Float[Tensor, "*#rows K"]:
     """Turn each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

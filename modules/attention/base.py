@@ -7,8 +7,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+
+from longhaul.modules.rotary import PositionScaling, Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +20,26 @@ class AttentionConfig(ABC):
     kind: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"  # or "quadratic": the growth of training time with T
 
+    @property
+    def positions(self) -> tuple[str, ...]:
+        """Position scalings that make sense at evaluation; kinds that rotate have more."""
+        return ("none",)
+
     @abstractmethod
-    def build(self, model_dim: int, num_heads: int) -> "Attention":
-        """The module, with freshly initialised parameters on the default device."""
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> "Attention":
+        """The module of a layer, counted from 0, freshly initialised on the default device."""
 
 
 class Attention(nn.Module, ABC):
     """Causal mixing of tokens: (B, T, D) to (B, T, D), carrying any past in an explicit state."""
 
-    def __init__(self, model_dim: int, num_heads: int) -> None:
+    config: AttentionConfig
+
+    def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
         if num_heads < 1 or model_dim % num_heads:
             raise ValueError(f"num_heads: found {num_heads}, wanted a divisor of width {model_dim}")
+        self.config = config
         self.model_dim = model_dim
         self.num_heads = num_heads
         self.head_dim = model_dim // num_heads
@@ -57,16 +67,60 @@ class Attention(nn.Module, ABC):
         """One more token after `state`, at a cost that the past does not raise for linear kinds."""
 
     @abstractmethod
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        """The mixing matrix written out, in the dtype of x: for tests and pictures."""
+    def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
+        """The mixing matrices written out, in the precision of x: for tests and pictures.
+
+        There are W = H of them unless the kind says otherwise. forward is
+        read_out(weights @ values): they are what the variant's formula calls its weights.
+        """
 
     @abstractmethod
+    def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
+        """What the mixing matrices mix."""
+
+    @abstractmethod
+    def read_out(
+        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
+    ) -> Float[Tensor, "B T D"]:
+        """From mixed values to the layer's output: norms and gates where there are any, W_o."""
+
+    @abstractmethod
+    def form(self, T: int) -> str:
+        """How T tokens are mixed in training: the form of the op, and its chunk if it has one."""
+
+    def projection_flops(self) -> int:
+        """Forward FLOPs a token of all products with weights (a multiply-add is two)."""
+        return sum(
+            2 * parameter.numel()
+            for name, parameter in self.named_parameters()
+            if name.endswith("weight") and parameter.ndim == 2
+        )
+
+    @abstractmethod
+    def mixing_flops(self, T: int) -> int:
+        """Forward FLOPs a token of mixing at context T: pairs of tokens, or the state."""
+
     def flops_per_token(self, T: int) -> int:
-        """Forward FLOPs a token at context T: projections and mixing (a multiply-add is two)."""
+        """Forward FLOPs a token at context T."""
+        return self.projection_flops() + self.mixing_flops(T)
 
     @abstractmethod
     def state_size(self) -> int | None:
         """Numbers carried a sequence, without padding; None when they grow with T."""
+
+    @abstractmethod
+    def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
+        """Bytes that a sequence's state takes after T tokens of `dtype`, padding included."""
+
+    def set_positions(self, scaling: PositionScaling) -> None:
+        """Read positions another way from now on; ValueError where the kind has no such way."""
+        if scaling.name not in self.config.positions:
+            raise ValueError(
+                f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
+                f"wanted {' or '.join(self.config.positions)}"
+            )
+        if isinstance(rotary := getattr(self, "rotary", None), Rotary):
+            rotary.scaling = scaling
 
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])
@@ -99,7 +153,7 @@ def attention_config(kind: str) -> type[AttentionConfig]:
 
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
-    """Build a variant by name; options are the fields of its config."""
+    """Build a variant by name, as a first layer has it; options are the fields of its config."""
     return attention_config(kind)(**options).build(model_dim, num_heads)
 
 

@@ -11,7 +11,7 @@ from longhaul.modules.attention.sympow import ForgetGate, RotationRate, Sympow, 
 class ConformalSympowConfig(SympowConfig):
     """The options of sympow."""
 
-    def build(self, model_dim: int, num_heads: int) -> Attention:
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return ConformalSympow(self, model_dim, num_heads)
 
 

@@ -1,24 +1,16 @@
 """Softmax attention with rotary positions: the quadratic baseline."""
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from longhaul.modules.attention.base import Attention, AttentionConfig, register
-from longhaul.modules.rotary import (
-    accumulate,
-    frequencies,
-    frequencies_from_base,
-    phases,
-    rotate,
-)
+from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.rotary import Rotary, rotate
 
 
 @register("softmax")
@@ -40,87 +32,49 @@ class SoftmaxConfig(AttentionConfig):
         if self.longest_document is not None and self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
 
-    def build(self, model_dim: int, num_heads: int) -> Attention:
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def rotary(self, width: int) -> Rotary:
+        if self.longest_document is None:
+            return Rotary(width, base=self.rotary_base)
+        return Rotary(width, base=float(self.longest_document), first_turns=1.0)
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Softmax(self, model_dim, num_heads)
 
 
-class KeyValueCache(NamedTuple):
-    """Everything seen so far; grows with T."""
-
-    k: Float[Tensor, "B H T K"]
-    v: Float[Tensor, "B H T K"]
-    rotation: Float64[Tensor, "B"]  # of the last token, in tokens
-
-
-class Softmax(Attention):
+class Softmax(FusedAttention):
     """y_t = sum_i softmax_i(q_t . k_i / sqrt(K)) v_i, with q and k rotated by their positions."""
 
     def __init__(self, config: SoftmaxConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(model_dim, num_heads)
-        self.config = config
+        super().__init__(config, model_dim, num_heads)
+        self.rotary = config.rotary(self.head_dim)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
-        self.out = nn.Linear(model_dim, model_dim, bias=False)
 
     def project(
-        self,
-        x: Float[Tensor, "B T D"],
-        start: Float64[Tensor, "B"] | None,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Float64[Tensor, "B T"]]:
-        """Rotated q and k, v, all (B, H, T, K), and the rotation of every token."""
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        rotation = accumulate(x.new_ones(x.shape[:2]), start, cu_seqlens)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if self.config.longest_document is None:
-            turns = frequencies_from_base(self.head_dim, self.config.rotary_base, x.device)
-        else:
-            turns = frequencies(self.head_dim, self.config.longest_document, x.device)
-        cos, sin = phases(rotation, turns, dtype)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), rotation
+        self, x: Float[Tensor, "B T D"], past: int
+    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        # Keys are cached rotated, unless a longer sequence would rotate them otherwise.
+        return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, past), v)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: KeyValueCache | None = None,
-        *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
-        keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | None]:
-        q, k, v, rotation = self.project(x, None if state is None else state.rotation, cu_seqlens)
-        if cu_seqlens is not None:
-            if state is not None or keep_state:
-                raise ValueError("cu_seqlens: packed documents carry no key-value cache")
-            lengths = cu_seqlens.diff().tolist()
-            parts = zip(*(tensor.split(lengths, dim=2) for tensor in (q, k, v)), strict=True)
-            documents = [
-                F.scaled_dot_product_attention(*part, is_causal=True)  # type: ignore[misc]
-                for part in parts
-            ]
-            mixed = torch.cat(documents, dim=2)
-        elif state is None:
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
-            bias = causal_lower_right(q.shape[2], k.shape[2])
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-        new_state = KeyValueCache(k, v, rotation[:, -1]) if keep_state else None
-        return self.out(rearrange(mixed, "b h t k -> b t (h k)")), new_state
+    def operands(
+        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S K"]
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
+        length = k.shape[2]
+        q = self._turn(q, length - q.shape[2], length)
+        return q, self._turn(k, 0, length) if self.rotary.depends_on_length else k
 
-    def step(
-        self, x: Float[Tensor, "B 1 D"], state: KeyValueCache
-    ) -> tuple[Float[Tensor, "B 1 D"], KeyValueCache]:
-        y, new_state = self(x, state)
-        return y, new_state
+    def _turn(
+        self, x: Float[Tensor, "B H T K"], past: int, length: int | None = None
+    ) -> Float[Tensor, "B H T K"]:
+        """x rotated by its positions past + 1, past + 2, ... in a sequence of `length` tokens."""
+        T = x.shape[2]
+        position = torch.arange(past + 1, past + T + 1, dtype=torch.float64, device=x.device)
+        cos, sin = self.rotary.phases(position[None], length or past + T, x.dtype)
+        return rotate(x, cos.transpose(1, 2), sin.transpose(1, 2))
 
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        q, k, _, _ = self.project(x, None, None)
-        logits = q @ k.mT / math.sqrt(self.head_dim)
-        future = torch.ones_like(logits, dtype=torch.bool).triu(1)
-        return logits.masked_fill(future, -math.inf).softmax(dim=-1)
-
-    def flops_per_token(self, T: int) -> int:
-        return 8 * self.model_dim**2 + 2 * (T + 1) * self.model_dim
-
-    def state_size(self) -> int | None:
-        return None
+    def cached_per_token(self) -> int:
+        return 2 * self.model_dim

@@ -1,27 +1,22 @@
 """Symmetric-power attention: a kernel (q . k)^p with a state of fixed size."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.kernels import PowerState, power_attention, power_attention_step, symmetric_dim
-from longhaul.kernels.power.cost import choose_form, power_flops
-from longhaul.modules.attention.base import (
-    Attention,
-    AttentionConfig,
-    linear_in_float32,
-    register,
-)
-from longhaul.modules.rotary import accumulate, frequencies, phases, rotate
+from longhaul.kernels.shapes import check_degree
+from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
 
 
 @register("sympow")
 @dataclass(frozen=True, kw_only=True)
-class SympowConfig(AttentionConfig):
+class SympowConfig(PowerConfig):
     """Options that all symmetric-power kinds share."""
 
     degree: int = 2
@@ -30,24 +25,23 @@ class SympowConfig(AttentionConfig):
     longest_document: int = 65_536
     """N in the rotation rates theta_j = 2 pi / N^(2 (j - 1) / K), tokens."""
 
-    chunk_size: int | None = None
-    """Tokens a chunk of the chunked form; None lets the cost model choose. Never the result."""
+    qk_norm: bool = False
+    """RMS-normalise queries and keys, each head by itself, with a learned gain."""
 
     def __post_init__(self) -> None:
-        if self.degree < 2 or self.degree % 2:
-            raise ValueError(f"degree: found {self.degree}, wanted an even number of 2 or more")
+        super().__post_init__()
+        check_degree(self.degree)
+        if self.degree == 1:
+            raise ValueError("degree: found 1, wanted an even number of 2 or more")
         if self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
 
-    def build(self, model_dim: int, num_heads: int) -> Attention:
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Sympow(self, model_dim, num_heads)
-
-
-class SympowState(NamedTuple):
-    """All that the past leaves behind."""
-
-    power: PowerState
-    rotation: Float64[Tensor, "B"]  # mu of the last token, in tokens
 
 
 class ForgetGate(nn.Module):
@@ -88,84 +82,44 @@ class RotationRate(nn.Module):
         return 1 + linear_in_float32(x, self.weight).squeeze(-1).tanh()
 
 
-class Sympow(Attention):
-    """y_t = sum_i w_ti v_i / sum_i w_ti, w_ti = (q_t . k_i)^p, q and k rotated by t theta.
+class Sympow(PowerAttention):
+    """y_t = sum_i w_ti v_i / sum_i w_ti, w_ti = (q_t . k_i)^p / K^(p / 2), rotated by t theta.
 
     Subclasses set `gate` (w_ti is multiplied by gamma_(i+1) ... gamma_t) and `rate` (the rotation
     becomes mu_t = mu_(t-1) + beta_t theta).
     Source: Symmetric Power Transformers, Buckman, Gelada, Zhang (2024).
     """
 
+    normalize = True
+
     def __init__(self, config: SympowConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(model_dim, num_heads)
-        self.config = config
+        super().__init__(config, model_dim, num_heads)
+        self.degree = config.degree
+        self.rotary = Rotary(self.head_dim, base=float(config.longest_document), first_turns=1.0)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
-        self.out = nn.Linear(model_dim, model_dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
         self.gate: ForgetGate | None = None
         self.rate: RotationRate | None = None
 
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        return {"rotation": torch.zeros(count, dtype=torch.float64, device=device)}  # mu, tokens
+
     def project(
-        self,
-        x: Float[Tensor, "B T D"],
-        start: Float64[Tensor, "B"] | None = None,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Float[Tensor, "B T H"] | None, Float64[Tensor, "B T"]]:
-        """Rotated q and k, v, all (B, T, H, K); log gates; the rotation mu of every token."""
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        rates = x.new_ones(x.shape[:2]) if self.rate is None else self.rate(x)
-        rotation = accumulate(rates, start, cu_seqlens)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        turns = frequencies(self.head_dim, self.config.longest_document, x.device)
-        cos, sin = phases(rotation, turns, dtype)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if self.rate is None:
+            rotation = documents.positions(carried["rotation"])
+        else:
+            rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
+        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = None if self.gate is None else self.gate(x)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v, log_g, rotation
+        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
+        return operands, {"rotation": documents.last(rotation)}
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T D"],
-        state: SympowState | None = None,
-        *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
-        keep_state: bool = True,
-    ) -> tuple[Float[Tensor, "B T D"], SympowState | None]:
-        start = None if state is None else state.rotation
-        q, k, v, log_g, rotation = self.project(x, start, cu_seqlens)
-        mixed, power = power_attention(
-            q, k, v, log_g,
-            degree=self.config.degree,
-            initial_state=None if state is None else state.power,
-            output_final_state=keep_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.config.chunk_size,
-        )  # fmt: skip
-        new_state = None if power is None else SympowState(power, rotation[:, -1])
-        return self.out(rearrange(mixed, "b t h k -> b t (h k)")), new_state
-
-    def step(
-        self, x: Float[Tensor, "B 1 D"], state: SympowState
-    ) -> tuple[Float[Tensor, "B 1 D"], SympowState]:
-        q, k, v, log_g, rotation = self.project(x, state.rotation)
-        mixed, power = power_attention_step(state.power, q, k, v, log_g, degree=self.config.degree)
-        y = self.out(rearrange(mixed, "b t h k -> b t (h k)"))
-        return y, SympowState(power, rotation[:, -1])
-
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        q, k, _, log_g, _ = self.project(x)
-        scores = torch.einsum("bthk,bihk->bhti", q, k) / self.head_dim**0.5
-        scores = scores**self.config.degree
-        if log_g is not None:
-            past = log_g.cumsum(dim=1).transpose(1, 2)  # (B, H, T)
-            scores = scores * (past[..., :, None] - past[..., None, :]).tril().exp()
-        weights: Tensor = scores.tril()
-        return weights / weights.sum(dim=-1, keepdim=True)
-
-    def flops_per_token(self, T: int) -> int:
-        extra = sum(2 * module.weight.numel() for module in (self.gate, self.rate) if module)
-        K, degree = self.head_dim, self.config.degree
-        form = choose_form(T, K, K, degree)
-        mixing = power_flops(T, K, K, degree, form, self.config.chunk_size)
-        return 8 * self.model_dim**2 + extra + self.num_heads * mixing // T
-
-    def state_size(self) -> int | None:
-        features = symmetric_dim(self.head_dim, self.config.degree)
-        return self.num_heads * features * (self.head_dim + 1)
+    def tensor_power_size(self) -> int:
+        """Numbers that the state would hold with the whole tensor power for features."""
+        return self.num_heads * self.key_dim**self.degree * (self.value_dim + 1)

@@ -55,8 +55,8 @@ def test_forward_applies_the_mixing_matrix(kind: str, T: int) -> None:
     attention, x = build(kind), tokens(T)
     weights = attention.weights(x)
     assert weights.shape == (2, HEADS, T, T)
-    v = attention.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (HEADS, -1))
-    wanted = attention.out(torch.einsum("bhti,bihk->bthk", weights, v).flatten(2))
+    mixed = torch.einsum("bhti,bihv->bthv", weights, attention.values(x))
+    wanted = attention.read_out(x, mixed)
     assert_same(attention(x, keep_state=False)[0], wanted)
 
 
@@ -112,9 +112,8 @@ def test_gradients_equal_those_through_the_mixing_matrix(kind: str) -> None:
     parameters = [x, *attention.parameters()]
     probe = torch.randn(2, 63, WIDTH, dtype=torch.float64)
     found = torch.autograd.grad((attention(x, keep_state=False)[0] * probe).sum(), parameters)
-    v = attention.qkv(x).chunk(3, dim=-1)[2].unflatten(-1, (HEADS, -1))
-    mixed = torch.einsum("bhti,bihk->bthk", attention.weights(x), v).flatten(2)
-    wanted = torch.autograd.grad((attention.out(mixed) * probe).sum(), parameters)
+    mixed = torch.einsum("bhti,bihv->bthv", attention.weights(x), attention.values(x))
+    wanted = torch.autograd.grad((attention.read_out(x, mixed) * probe).sum(), parameters)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
 

@@ -1,0 +1,119 @@
+"""ALiBi: softmax attention whose logits fall with distance, without any other position."""
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from longhaul.modules.attention.base import Attention, AttentionConfig, register
+from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+
+# Queries whose bias is written out at a time, where no fused kernel takes a formula.
+_QUERIES_AT_ONCE = 1024
+
+
+@register("alibi")
+@dataclass(frozen=True, kw_only=True)
+class AlibiConfig(AttentionConfig):
+    """ALiBi has no options: its slopes are fixed."""
+
+    cost: ClassVar[str] = "quadratic"
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        return Alibi(self, model_dim, num_heads)
+
+
+class Alibi(FusedAttention):
+    """y_t = sum_i softmax_i(q_t . k_i / sqrt(K) - m_h (t - i)) v_i, m_h = 2^(-8 h / H), h = 1, ...
+
+    The same as a forget gate of exp(-m_h) on exp(q . k): the bias is a fixed decay.
+    Source: Press, Smith, Lewis (2021), arXiv:2108.12409, with its slopes for any number of heads.
+    """
+
+    def __init__(self, config: AlibiConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+
+    def project(
+        self, x: Float[Tensor, "B T D"], past: int
+    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        return q, KeyValueCache(k, v)
+
+    def operands(
+        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S K"]
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
+        return q, k
+
+    def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
+        logits = super().logits(x)
+        position = torch.arange(x.shape[1], dtype=logits.dtype, device=x.device)
+        return logits - self._slopes(logits) * (position[:, None] - position)
+
+    def mix(self, q: Float[Tensor, "B H T K"], cache: KeyValueCache) -> Float[Tensor, "B H T V"]:
+        return _mix_flex(q, *cache) if q.is_cuda else self._mix_biased(q, *cache)
+
+    def _mix_biased(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """A block of queries at a time, against no key that all of them precede."""
+        T, S = q.shape[2], k.shape[2]
+        position = torch.arange(S, dtype=torch.promote_types(q.dtype, torch.float32))
+        outputs = []
+        for start in range(S - T, S, _QUERIES_AT_ONCE):
+            end = min(start + _QUERIES_AT_ONCE, S)
+            distance = position[start:end, None] - position[:end]
+            bias = (-self._slopes(distance) * distance).masked_fill(distance < 0, -math.inf)
+            block = q[:, :, start - (S - T) : end - (S - T)]
+            outputs.append(
+                F.scaled_dot_product_attention(
+                    block, k[:, :, :end], v[:, :, :end], attn_mask=bias.to(q.dtype)[None]
+                )
+            )
+        return torch.cat(outputs, dim=2)
+
+    def _slopes(self, like: Tensor) -> Float[Tensor, "H 1 1"]:
+        return like.new_tensor(alibi_slopes(self.num_heads))[:, None, None]
+
+    def cached_per_token(self) -> int:
+        return 2 * self.model_dim
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """2^(-8 h / n), h = 1 .. n, for the power of two n below H; those of 2 n between fill up."""
+    n = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
+    between = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
+    return tuple((slopes + between)[:num_heads])
+
+
+def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The bias as a formula in a fused kernel: no T x S tensor. On a CPU, forward alone runs."""
+    T, S = q.shape[2], k.shape[2]
+    slopes = torch.tensor(alibi_slopes(q.shape[1]), device=q.device)
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
+        return score - slopes[h] * (t + (S - T) - i)
+
+    # Uncompiled it would write the logits out.
+    attend = _compiled_flex() if q.is_cuda else flex_attention
+    mixed: Tensor = attend(q, k, v, score_mod=biased, block_mask=_causal(T, S, q.device))
+    return mixed
+
+
+@cache
+def _compiled_flex() -> Any:
+    return torch.compile(flex_attention)
+
+
+@lru_cache(maxsize=8)
+def _causal(T: int, S: int, device: torch.device) -> BlockMask:
+    def not_future(b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
+        return t + (S - T) >= i
+
+    return create_block_mask(not_future, None, None, T, S, device=device)

@@ -1,0 +1,86 @@
+"""Collinear constrained attention: keys that share every query's angle, in one fused call."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.attention.softmax import SoftmaxConfig
+from longhaul.modules.rotary import rotate
+
+
+@register("coca")
+@dataclass(frozen=True, kw_only=True)
+class CocaConfig(SoftmaxConfig):
+    """The rotary options of softmax, and which of the two CoCAs."""
+
+    mode: str = "strict"
+    """strict (the paper's formula) | slack (what the released code computes)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode not in ("strict", "slack"):
+            raise ValueError(f"mode: found {self.mode!r}, wanted one of strict, slack")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        return Coca(self, model_dim, num_heads)
+
+
+class Coca(FusedAttention):
+    """Softmax over logits in which a pair's key is its query times positive coefficients.
+
+        t_n = relu((u_first + u_second) / 2), u = W_t x_n         (K / 2 numbers a head)
+
+    strict: the key q_m o [t_n, t_n] (eq. 6) is rotated by n. Query and key of a pair then have one
+    angle, which cancels, so the logit depends on m - n alone and is ordinary rotary attention:
+
+        logit_mn = sum_j |q_m,j|^2 t_n,j cos((m - n) theta_j)
+                 = RoPE_m([|q_m|^2, 0]) . RoPE_n([t_n, 0])
+
+    slack: the coefficients are rotated and multiplied by q_m afterwards (eqs. 7 and 8, element by
+    element, as the released code has them), which no longer depends on m - n alone:
+
+        logit_mn = RoPE_m(q_m) . (q_m o RoPE_n([t_n, t_n]))
+                 = (q_m o RoPE_m(q_m)) . RoPE_n([t_n, t_n])
+
+    Logits are divided by sqrt(K). The cache keeps t, half as wide as keys are.
+    Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, section 2.4.
+    """
+
+    def __init__(self, config: CocaConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.is_strict = config.mode == "strict"
+        self.rotary = config.rotary(self.head_dim)
+        self.qtv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+
+    def project(
+        self, x: Float[Tensor, "B T D"], past: int
+    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
+        q, u, v = rearrange(self.qtv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        first, second = u.chunk(2, dim=-1)
+        return q, KeyValueCache(((first + second) / 2).relu(), v)
+
+    def operands(
+        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
+        T, S = q.shape[2], k.shape[2]
+        position = torch.arange(1, S + 1, dtype=torch.float64, device=q.device)
+        cos, sin = (
+            phase.transpose(1, 2) for phase in self.rotary.phases(position[None], S, q.dtype)
+        )
+        now = cos[:, :, S - T :], sin[:, :, S - T :]
+        if self.is_strict:
+            first, second = q.chunk(2, dim=-1)
+            size = first.square() + second.square()
+            none = torch.zeros_like(size)
+            queries = rotate(torch.cat([size, none], dim=-1), *now)
+            # [t, 0] has but one half to turn.
+            return queries, torch.cat([k * cos, k * sin], dim=-1).to(q.dtype)
+        return q * rotate(q, *now), rotate(torch.cat([k, k], dim=-1), cos, sin)
+
+    def cached_per_token(self) -> int:
+        return 3 * self.model_dim // 2

@@ -1,0 +1,112 @@
+"""Softmax over all earlier tokens through PyTorch's fused attention: what quadratic kinds share."""
+
+import math
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+from longhaul.modules.attention.base import Attention, AttentionConfig
+
+
+class KeyValueCache(NamedTuple):
+    """Everything seen so far, as the kind caches it; grows with T."""
+
+    k: Float[Tensor, "B H T J"]
+    v: Float[Tensor, "B H T V"]
+
+
+class FusedAttention(Attention):
+    """y_t = sum_i softmax_i(logit_ti) v_i; a variant says what is cached and what logits are."""
+
+    def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.out = nn.Linear(model_dim, model_dim, bias=False)
+
+    @abstractmethod
+    def project(
+        self, x: Float[Tensor, "B T D"], past: int
+    ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
+        """Queries of the tokens that follow `past` ones, and what is cached of them."""
+
+    @abstractmethod
+    def operands(
+        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
+    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
+        """q' and k' of the logits q'_t . k'_i / sqrt(K), for the last T of S tokens."""
+
+    def mix(self, q: Float[Tensor, "B H T K"], cache: KeyValueCache) -> Float[Tensor, "B H T V"]:
+        """Softmax attention of the last T of the cached tokens."""
+        q, k = self.operands(q, cache.k)
+        if q.shape[2] == k.shape[2]:
+            return F.scaled_dot_product_attention(q, k, cache.v, is_causal=True)
+        bias = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, cache.v, attn_mask=bias)
+
+    def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
+        """The logits written out, without the mask."""
+        q, cache = self.project(x, 0)
+        q, k = self.operands(q, cache.k)
+        return q @ k.mT / math.sqrt(q.shape[-1])
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: KeyValueCache | None = None,
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | None]:
+        if cu_seqlens is not None:
+            if state is not None or keep_state:
+                raise ValueError("cu_seqlens: packed documents carry no key-value cache")
+            parts = x.split(cu_seqlens.diff().tolist(), dim=1)
+            return torch.cat([self(part, keep_state=False)[0] for part in parts], dim=1), None
+        q, cache = self.project(x, 0 if state is None else state.k.shape[2])
+        if state is not None:
+            cache = KeyValueCache(
+                torch.cat([state.k, cache.k], dim=2), torch.cat([state.v, cache.v], dim=2)
+            )
+        mixed = rearrange(self.mix(q, cache), "b h t v -> b t h v")
+        return self.read_out(x, mixed), cache if keep_state else None
+
+    def step(
+        self, x: Float[Tensor, "B 1 D"], state: KeyValueCache
+    ) -> tuple[Float[Tensor, "B 1 D"], KeyValueCache]:
+        y, new_state = self(x, state)
+        return y, new_state
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
+        logits = self.logits(x)
+        future = torch.ones_like(logits, dtype=torch.bool).triu(1)
+        return logits.masked_fill(future, -math.inf).softmax(dim=-1)
+
+    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H V"]:
+        return self.project(x, 0)[1].v.transpose(1, 2)
+
+    def read_out(
+        self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T H V"]
+    ) -> Float[Tensor, "B T D"]:
+        y: Tensor = self.out(rearrange(mixed, "b t h v -> b t (h v)"))
+        return y
+
+    def form(self, T: int) -> str:
+        return "fused softmax"
+
+    def mixing_flops(self, T: int) -> int:
+        return 2 * (T + 1) * self.model_dim  # the causal half of 4 T D
+
+    def state_size(self) -> int | None:
+        return None
+
+    @abstractmethod
+    def cached_per_token(self) -> int:
+        """Numbers that the cache keeps of a token."""
+
+    def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
+        return T * self.cached_per_token() * dtype.itemsize

@@ -1,0 +1,283 @@
+"""Attention through the one op: what all kinds of linear cost share."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from longhaul.kernels import (
+    PowerState,
+    power_attention,
+    power_attention_step,
+    state_features,
+    symmetric_dim,
+)
+from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
+from longhaul.modules.attention.base import Attention, AttentionConfig
+from longhaul.modules.attention.initial_state import InitialState
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class PowerConfig(AttentionConfig):
+    """Options that all kinds of linear cost share."""
+
+    initial_state: str = "zero"
+    """zero | learned: the state before a document's first token."""
+
+    rank: int = 8
+    """Rank of a learned initial state, pivot tokens a head."""
+
+    chunk_size: int | None = None
+    """Tokens a chunk of the chunked form; None lets the cost model choose. Never the result."""
+
+    def __post_init__(self) -> None:
+        if self.initial_state not in ("zero", "learned"):
+            raise ValueError(
+                f"initial_state: found {self.initial_state!r}, wanted one of zero, learned"
+            )
+        for name in ("rank", "chunk_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: found {value}, wanted 1 or more")
+
+
+class Read(NamedTuple):
+    """One application of the op: row_t sum_i exp(G_t - G_i) column_i (scale q_t . k_i)^p v_i."""
+
+    log_g: Float[Tensor, "B T H"] | None = None  # no decay
+    column: Float[Tensor, "B T H"] | None = None  # one
+    row: Float[Tensor, "B T H"] | None = None  # one
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values, and the reads of them whose sum is the output."""
+
+    q: Float[Tensor, "B T H K"]
+    k: Float[Tensor, "B T H K"]
+    v: Float[Tensor, "B T H V"]
+    reads: tuple[Read, ...] = (Read(),)
+
+
+class PowerAttentionState(NamedTuple):
+    """All that the past of N documents leaves behind."""
+
+    power: PowerState
+    carried: dict[str, Tensor]  # what the next gates and rotations follow from, N rows each
+
+
+class PowerAttention(Attention):
+    """A variant that is the op behind its own q, k, v, gates and scalings.
+
+    A variant says in `project` what they are. Several reads share one call of the op, as heads.
+    """
+
+    degree = 1
+    scale: float | None = None  # K^(-1/2)
+    normalize = False
+    num_reads = 1
+    initial_state: InitialState | None
+
+    def __init__(
+        self,
+        config: PowerConfig,
+        model_dim: int,
+        num_heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        """key_dim and value_dim are the widths in the op, the head's own where absent."""
+        super().__init__(config, model_dim, num_heads)
+        self.chunk_size = config.chunk_size
+        self.key_dim = key_dim or self.head_dim
+        self.value_dim = value_dim or self.head_dim
+        self.out = nn.Linear(model_dim, model_dim, bias=False)
+        self.initial_state = None
+        if config.initial_state == "learned":
+            self.initial_state = InitialState(num_heads, self.key_dim, self.value_dim, config.rank)
+
+    @abstractmethod
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        """What the op takes for x, after what was carried, and what is carried on."""
+
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        """What `project` is given where `count` documents begin."""
+        return {}
+
+    def pivot_columns(self) -> tuple[float, ...]:
+        """Factors with which a learned initial state enters each read."""
+        return (1.0,) * self.num_reads
+
+    def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v and log gates of one call of the op: reads side by side, as heads."""
+        q, k, v, reads = operands
+        values = [
+            v if read.column is None else (v * read.column[..., None]).to(v.dtype) for read in reads
+        ]
+        if len(reads) == 1:
+            return q, k, values[0], reads[0].log_g
+        gated = [read.log_g for read in reads if read.log_g is not None]
+        log_g = None
+        if gated:
+            none = torch.zeros_like(gated[0])
+            log_g = torch.cat([none if r.log_g is None else r.log_g for r in reads], dim=2)
+        q, k = q.repeat(1, 1, len(reads), 1), k.repeat(1, 1, len(reads), 1)
+        return q, k, torch.cat(values, dim=2), log_g
+
+    def merge(self, out: Float[Tensor, "B T RH V"], operands: Operands) -> Tensor:
+        """The sum of the reads."""
+        reads = operands.reads
+        parts = out.chunk(len(reads), dim=2)
+        parts = [
+            part if read.row is None else part * read.row[..., None]
+            for part, read in zip(parts, reads, strict=True)
+        ]
+        return torch.stack(parts).sum(dim=0).to(out.dtype) if len(parts) > 1 else parts[0]
+
+    def read_out(
+        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
+    ) -> Float[Tensor, "B T D"]:
+        y: Tensor = self.out(rearrange(mixed, "b t h v -> b t (h v)"))
+        return y
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: PowerAttentionState | None = None,
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        keep_state: bool = True,
+    ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
+        self._check_rates(is_whole=state is None and cu_seqlens is None and not keep_state)
+        documents = Documents(x, cu_seqlens)
+        if state is None:
+            power = self._initial_power(documents.count)
+            carried = self.initial_carried(documents.count, x.device)
+        else:
+            power, carried = state
+        operands, carried = self.project(x, documents, carried)
+        mixed, power = power_attention(
+            *self.stack(operands),
+            degree=self.degree,
+            scale=self.scale,
+            normalize=self.normalize,
+            initial_state=power,
+            output_final_state=keep_state,
+            cu_seqlens=cu_seqlens,
+            chunk_size=self.chunk_size,
+        )
+        y = self.read_out(x, self.merge(mixed, operands))
+        return y, None if power is None else PowerAttentionState(power, carried)
+
+    def step(
+        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
+    ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
+        self._check_rates(is_whole=False)
+        operands, carried = self.project(x, Documents(x), state.carried)
+        mixed, power = power_attention_step(
+            state.power,
+            *self.stack(operands),
+            degree=self.degree,
+            scale=self.scale,
+            normalize=self.normalize,
+        )
+        y = self.read_out(x, self.merge(mixed, operands))
+        return y, PowerAttentionState(power, carried)
+
+    def operands(self, x: Float[Tensor, "B T D"]) -> Operands:
+        """What `project` makes of whole documents, one a row."""
+        documents = Documents(x)
+        return self.project(x, documents, self.initial_carried(documents.count, x.device))[0]
+
+    def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
+        return self.operands(x).v
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
+        operands = self.operands(x)
+        scale = self.key_dim**-0.5 if self.scale is None else self.scale
+        scores = scale * torch.einsum("bthk,bihk->bhti", operands.q, operands.k)
+        weights = scores**self.degree * self.coefficients(operands)
+        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights
+
+    def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
+        """Factors of (scale q_t . k_i)^p: the sum over reads of row_t exp(G_t - G_i) column_i."""
+        q = operands.q
+        B, T, H, _ = q.shape
+        ones = q.new_ones(B, T, H, dtype=torch.promote_types(q.dtype, torch.float32))
+        total = ones.new_zeros(B, H, T, T)
+        for log_g, column, row in operands.reads:
+            column = rearrange(ones if column is None else column, "b i h -> b h 1 i")
+            row = rearrange(ones if row is None else row, "b t h -> b h t 1")
+            total = total + row * _decay(log_g, T, ones) * column
+        return total.tril()
+
+    def form(self, T: int) -> str:
+        if self._form(T) == "attention":
+            return "attention"
+        chunk_size = self.chunk_size or choose_chunk_size(
+            T, self.key_dim, self.value_dim, self.degree
+        )
+        return f"chunked {chunk_size}"
+
+    def mixing_flops(self, T: int) -> int:
+        K, V, p = self.key_dim, self.value_dim, self.degree
+        heads = self.num_reads * self.num_heads
+        return heads * power_flops(T, K, V, p, self._form(T), self.chunk_size) // T
+
+    def state_size(self) -> int | None:
+        features = symmetric_dim(self.key_dim, self.degree)
+        columns = self.value_dim + self.normalize
+        return self.num_reads * self.num_heads * features * columns + self._num_carried()
+
+    def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
+        features = state_features(self.key_dim, self.degree)
+        power = 4 * self.num_reads * self.num_heads * features * (self.value_dim + 1)
+        carried = self.initial_carried(1, torch.device("meta")).values()
+        return power + sum(x.numel() * x.element_size() for x in carried)
+
+    def _num_carried(self) -> int:
+        return sum(x.numel() for x in self.initial_carried(1, torch.device("meta")).values())
+
+    def _form(self, T: int) -> str:
+        return choose_form(T, self.key_dim, self.value_dim, self.degree)
+
+    def _initial_power(self, count: int) -> PowerState | None:
+        """The learned state, once a document."""
+        if self.initial_state is None:
+            return None
+        key, value = self.initial_state()
+        reads = tuple(
+            Read(column=torch.full_like(key[..., 0], column)) for column in self.pivot_columns()
+        )
+        q, k, v, _ = self.stack(Operands(key, key, value, reads))
+        _, state = power_attention(
+            q, k, v, degree=self.degree, normalize=False, output_final_state=True
+        )
+        assert state is not None
+        return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+
+    def _check_rates(self, *, is_whole: bool) -> None:
+        rotary = getattr(self, "rotary", None)
+        if isinstance(rotary, Rotary) and rotary.depends_on_length and not is_whole:
+            raise ValueError(
+                f"positions: found dynamic_ntk for a state of kind {self.config.kind}, whose keys "
+                "cannot be rotated again as the sequence grows; wanted linear or none, or whole "
+                "windows without a state"
+            )
+
+
+def _decay(log_g: Tensor | None, T: int, like: Tensor) -> Float[Tensor, "*B_H T T"]:
+    """exp(G_t - G_i) for i <= t: products of gates, so that a gate of zero is a zero, not a NaN."""
+    if log_g is None:
+        return like.new_ones(T, T)
+    gates = rearrange(log_g.exp(), "b t h -> b h t 1")
+    is_later = torch.ones(T, T, dtype=torch.bool, device=log_g.device).tril(-1)
+    return torch.where(is_later, gates, torch.ones_like(gates)).cumprod(dim=-2)
