@@ -13,15 +13,21 @@ class InitialState(nn.Module):
     Source: Quantum-Inspired Linear Attention, "Fine-tuning".
     """
 
-    def __init__(self, num_heads: int, key_dim: int, value_dim: int, rank: int) -> None:
+    def __init__(
+        self, num_heads: int, key_dim: int, value_dim: int, rank: int, *, has_log_mass: bool
+    ) -> None:
+        """has_log_mass: where keys are weighed by a softmax, also the log of the pivots' mass."""
         super().__init__()
         self.key = nn.Parameter(torch.empty(num_heads, rank, key_dim))
         self.value = nn.Parameter(torch.empty(num_heads, rank, value_dim))
+        self.log_mass = nn.Parameter(torch.empty(num_heads)) if has_log_mass else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.key, std=self.key.shape[-1] ** -0.5)
         nn.init.zeros_(self.value)
+        if self.log_mass is not None:
+            nn.init.zeros_(self.log_mass)
 
     def forward(self) -> tuple[Float[Tensor, "1 rank H K"], Float[Tensor, "1 rank H V"]]:
         """Keys and values as a document of `rank` tokens."""

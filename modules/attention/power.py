@@ -1,12 +1,13 @@
 """Attention through the one op: what all kinds of linear cost share."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor, nn
 
 from longhaul.kernels import (
@@ -51,8 +52,8 @@ class Read(NamedTuple):
     """One application of the op: row_t sum_i exp(G_t - G_i) column_i (scale q_t . k_i)^p v_i."""
 
     log_g: Float[Tensor, "B T H"] | None = None  # no decay
-    column: Float[Tensor, "B T H"] | None = None  # one
-    row: Float[Tensor, "B T H"] | None = None  # one
+    column: Float[Tensor, "B T H #V"] | None = None  # one
+    row: Float[Tensor, "B T H #V"] | None = None  # one
 
 
 class Operands(NamedTuple):
@@ -81,7 +82,9 @@ class PowerAttention(Attention):
     scale: float | None = None  # K^(-1/2)
     normalize = False
     num_reads = 1
+    has_log_mass = False  # whether the reads weigh keys by a softmax, which begins with some mass
     initial_state: InitialState | None
+    norm: nn.GroupNorm | None  # of the output, each head by itself
 
     def __init__(
         self,
@@ -98,15 +101,26 @@ class PowerAttention(Attention):
         self.key_dim = key_dim or self.head_dim
         self.value_dim = value_dim or self.head_dim
         self.out = nn.Linear(model_dim, model_dim, bias=False)
+        self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":
-            self.initial_state = InitialState(num_heads, self.key_dim, self.value_dim, config.rank)
+            self.initial_state = InitialState(
+                num_heads, self.key_dim, self.value_dim, config.rank, has_log_mass=self.has_log_mass
+            )
 
     @abstractmethod
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         """What the op takes for x, after what was carried, and what is carried on."""
+
+    def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N H"]:
+        """Log of the softmax mass of what precedes a document's first token."""
+        if self.initial_state is None or self.initial_state.log_mass is None:
+            return torch.full(
+                (count, self.num_heads), -math.inf, dtype=torch.float64, device=device
+            )
+        return self.initial_state.log_mass.double().expand(count, -1)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         """What `project` is given where `count` documents begin."""
@@ -119,9 +133,7 @@ class PowerAttention(Attention):
     def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and log gates of one call of the op: reads side by side, as heads."""
         q, k, v, reads = operands
-        values = [
-            v if read.column is None else (v * read.column[..., None]).to(v.dtype) for read in reads
-        ]
+        values = [v if read.column is None else (v * read.column).to(v.dtype) for read in reads]
         if len(reads) == 1:
             return q, k, values[0], reads[0].log_g
         gated = [read.log_g for read in reads if read.log_g is not None]
@@ -134,19 +146,25 @@ class PowerAttention(Attention):
 
     def merge(self, out: Float[Tensor, "B T RH V"], operands: Operands) -> Tensor:
         """The sum of the reads."""
-        reads = operands.reads
-        parts = out.chunk(len(reads), dim=2)
-        parts = [
-            part if read.row is None else part * read.row[..., None]
-            for part, read in zip(parts, reads, strict=True)
-        ]
-        return torch.stack(parts).sum(dim=0).to(out.dtype) if len(parts) > 1 else parts[0]
+        parts = out.chunk(len(operands.reads), dim=2)
+        total: Tensor | None = None
+        for part, read in zip(parts, operands.reads, strict=True):
+            part = part if read.row is None else part * read.row
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(out.dtype)
 
     def read_out(
-        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
+        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(rearrange(mixed, "b t h v -> b t (h v)"))
+        y: Tensor = self.out(self.normed(rearrange(mixed, "b t w v -> b t (w v)")))
         return y
+
+    def normed(self, y: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        """Each head's output with mean 0 and variance 1, where the kind asks for that."""
+        if self.norm is None:
+            return y
+        return self.norm(y.flatten(0, 1)).view_as(y).to(y.dtype)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -211,11 +229,11 @@ class PowerAttention(Attention):
         """Factors of (scale q_t . k_i)^p: the sum over reads of row_t exp(G_t - G_i) column_i."""
         q = operands.q
         B, T, H, _ = q.shape
-        ones = q.new_ones(B, T, H, dtype=torch.promote_types(q.dtype, torch.float32))
+        ones = q.new_ones(B, T, H, 1, dtype=torch.promote_types(q.dtype, torch.float32))
         total = ones.new_zeros(B, H, T, T)
         for log_g, column, row in operands.reads:
-            column = rearrange(ones if column is None else column, "b i h -> b h 1 i")
-            row = rearrange(ones if row is None else row, "b t h -> b h t 1")
+            column = rearrange(ones if column is None else column, "b i h 1 -> b h 1 i")
+            row = rearrange(ones if row is None else row, "b t h 1 -> b h t 1")
             total = total + row * _decay(log_g, T, ones) * column
         return total.tril()
 
@@ -255,7 +273,7 @@ class PowerAttention(Attention):
             return None
         key, value = self.initial_state()
         reads = tuple(
-            Read(column=torch.full_like(key[..., 0], column)) for column in self.pivot_columns()
+            Read(column=torch.full_like(key[..., :1], column)) for column in self.pivot_columns()
         )
         q, k, v, _ = self.stack(Operands(key, key, value, reads))
         _, state = power_attention(
@@ -278,6 +296,6 @@ def _decay(log_g: Tensor | None, T: int, like: Tensor) -> Float[Tensor, "*B_H T 
     """exp(G_t - G_i) for i <= t: products of gates, so that a gate of zero is a zero, not a NaN."""
     if log_g is None:
         return like.new_ones(T, T)
-    gates = rearrange(log_g.exp(), "b t h -> b h t 1")
+    gates = rearrange(log_g.to(like.dtype).exp(), "b t h -> b h t 1")
     is_later = torch.ones(T, T, dtype=torch.bool, device=log_g.device).tril(-1)
     return torch.where(is_later, gates, torch.ones_like(gates)).cumprod(dim=-2)

@@ -148,7 +148,7 @@ def test_state_size_is_the_mathematical_one() -> None:
         size = build_attention("sympow", 768, 12, degree=degree).state_size()
         assert size is not None
         assert 12 * 2 * size == pytest.approx(published, rel=0.03)
-        assert size == 12 * symmetric_dim(64, degree) * 65
+        assert size == 12 * symmetric_dim(64, degree) * 65 + 1  # and the rotation
 
 
 def test_softmax_has_no_state_of_fixed_size() -> None:

@@ -1,0 +1,192 @@
+"""Cartan kernels: rotations on both sides, and a generator of magnitudes between them."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.key_softmax import key_softmax
+from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.sympow import ForgetGate
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
+
+
+@register("cartan")
+@dataclass(frozen=True, kw_only=True)
+class CartanConfig(PowerConfig):
+    """The generator, and what stands around it."""
+
+    generator: str = "full"
+    """additive (softmax over key logits) | product (forget gates) | full (both multiplied)."""
+
+    negative_diagonal: bool = False
+    """Multiply rotated keys by tanh(1 + W x), a number a coordinate: negative ones reflect."""
+
+    bilinear: bool = True
+    """False: no inner product of queries and keys, but a state of two numbers a channel."""
+
+    rotary_base: float = 10_000.0
+    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.generator not in ("additive", "product", "full"):
+            raise ValueError(
+                f"generator: found {self.generator!r}, wanted one of additive, product, full"
+            )
+        if self.negative_diagonal and not self.bilinear:
+            raise ValueError(
+                "negative_diagonal: found true with bilinear false, whose keys are a diagonal of "
+                "any sign already; wanted false"
+            )
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        variant = Cartan if self.bilinear else CartanChannels
+        return variant(self, model_dim, num_heads)
+
+
+class KeyLogit(nn.Module):
+    """s_t = W x_t, one a head, float32."""
+
+    def __init__(self, model_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        return linear_in_float32(x, self.weight)
+
+
+class Cartan(PowerAttention):
+    """y_t = sum_i g_ti (R_t q_t / |q_t|) . (D_i R_i k_i / |k_i|) v_i, then a norm a head.
+
+        additive: g_ti = exp(s_i) / sum_(j <= t) exp(s_j)     what to attend to
+        product:  g_ti = gamma_(i+1) ... gamma_t              how memories fade
+        full:     the two multiplied
+
+    with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t + b) a head, R the rotation by position, and
+    D_i = diag(tanh(1 + W_d x_i)) with negative_diagonal, else 1.
+    Source: the notes on Cartan decomposition; key_softmax.py makes additive a gate.
+    """
+
+    scale = 1.0
+
+    def __init__(
+        self,
+        config: CartanConfig,
+        model_dim: int,
+        num_heads: int,
+        *,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+    ) -> None:
+        self.has_log_mass = config.generator != "product"
+        super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+        self.logit = KeyLogit(model_dim, num_heads) if config.generator != "product" else None
+        self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
+        self.norm = nn.GroupNorm(num_heads, model_dim)
+        self.add_projections(config)
+
+    def add_projections(self, config: CartanConfig) -> None:
+        D = self.model_dim
+        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(D, 3 * D, bias=False)
+        self.diagonal = nn.Linear(D, D, bias=False) if config.negative_diagonal else None
+
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        carried = {"position": torch.zeros(count, dtype=torch.float64, device=device)}
+        if self.logit is not None:
+            carried["log_mass"] = self.initial_log_mass(count, device)
+        return carried
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        read, after = self.generate(x, documents, carried)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
+        if self.diagonal is not None:
+            k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
+        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, (read,))
+        return operands, {name: documents.last(value) for name, value in after.items()}
+
+    def generate(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Read, dict[str, Tensor]]:
+        """Gates and factors of the values, and what is carried, at every token."""
+        after = {"position": documents.positions(carried["position"])}
+        log_g = None if self.gate is None else self.gate(x)
+        column = None
+        if self.logit is not None:
+            softmax = key_softmax(self.logit(x), documents, carried["log_mass"])
+            log_g = softmax.log_g if log_g is None else log_g + softmax.log_g
+            column = softmax.alpha[..., None]
+            after["log_mass"] = softmax.log_mass
+        return Read(log_g, column), after
+
+
+class CartanChannels(Cartan):
+    """The attention-free form: y_t,c = sum_i g_ti (R_t q_t,c) . (R_i k_i,c) v_i,c, q_t,c in R^2.
+
+    Every channel has its own pair of query and key coordinates and its own rate of rotation; the
+    generator stays one a head. Two numbers a channel are remembered, sum_i g_ti R_i k_i v_i: in the
+    op, keys and queries of width 1, values R_i k_i v_i of width 2 V, and queries outside of it.
+    There are D mixing matrices, one a channel.
+    """
+
+    def __init__(self, config: CartanConfig, model_dim: int, num_heads: int) -> None:
+        width = 2 * model_dim // max(num_heads, 1)
+        super().__init__(config, model_dim, num_heads, key_dim=1, value_dim=width)
+
+    def add_projections(self, config: CartanConfig) -> None:
+        self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(self.model_dim, 5 * self.model_dim, bias=False)
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        read, after = self.generate(x, documents, carried)
+        q, k, v = self._channels(x)
+        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        kept = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
+        ones = torch.ones_like(v[..., :1])
+        operands = Operands(ones, ones, kept, (read._replace(row=rotate(q, cos, sin)),))
+        return operands, {name: documents.last(value) for name, value in after.items()}
+
+    def _channels(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, a pair (c, c + V) for each channel c of a head, and values."""
+        q, k, v = self.qkv(x).split([2 * self.model_dim, 2 * self.model_dim, self.model_dim], -1)
+        q, k, v = (rearrange(one, "b t (h k) -> b t h k", h=self.num_heads) for one in (q, k, v))
+        return q, k, v
+
+    def merge(self, out: Float[Tensor, "B T H V2"], operands: Operands) -> Float[Tensor, "B T H V"]:
+        first, second = super().merge(out, operands).chunk(2, dim=-1)
+        return first + second
+
+    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
+        return rearrange(self._channels(x)[2], "b t h v -> b t (h v) 1")
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
+        documents = Documents(x)
+        read, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
+        q, k, v = self._channels(x)
+        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
+        pairs = torch.einsum("bthvs,bihvs->bhvti", q, k)
+        magnitude = self.coefficients(Operands(v[..., :1], v[..., :1], v, (read,)))
+        return rearrange(pairs * magnitude[:, :, None], "b h v t i -> b (h v) t i")

@@ -1,0 +1,105 @@
+"""Complex linear attention, in real arithmetic."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Complex, Float, Shaped
+from torch import Tensor, nn
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.retention import log_decays
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
+
+
+@register("complex")
+@dataclass(frozen=True, kw_only=True)
+class ComplexConfig(PowerConfig):
+    """Rotation and decay."""
+
+    rotary_base: float = 10_000.0
+    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+
+    decay: bool = False
+    """Forget with retention's fixed decays, 1 - 2^(-5 - h) for head h = 0, 1, ..."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        return ComplexAttention(self, model_dim, num_heads)
+
+
+class ComplexAttention(PowerAttention):
+    """|y_n> = sum_m gamma^(n - m) <q_n| R^(n - m) |k_m> |v_m> / sqrt(K), R_j = exp(i theta_j)
+
+    with q, k, v in C^(K / 2); both parts of the inner product are kept, and each head's output is
+    normalised. The phases fold into q and k. A complex number is held as [real part, imaginary
+    part], and with <q|k> = q . [k_r, k_i] + i q . [k_i, -k_r] the sum is two reads of the op:
+
+        op(q, [k_r, k_i], [v_r, v_i]) + op(q, [k_i, -k_r], [-v_i, v_r])
+
+    Source: Quantum-Inspired Linear Attention with Complex Embeddings.
+    """
+
+    num_reads = 2
+
+    def __init__(self, config: ComplexConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.decay = config.decay
+        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.norm = nn.GroupNorm(num_heads, model_dim)
+
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        return {"position": torch.zeros(count, dtype=torch.float64, device=device)}
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        position = documents.positions(carried["position"])
+        cos, sin = self.rotary.phases(position, documents.T, x.dtype)
+        log_g = None
+        if self.decay:
+            log_g = log_decays(self.num_heads, x.device).expand(*x.shape[:2], -1)
+        # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
+        read = Read(log_g)
+        operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, (read, read))
+        return operands, {"position": documents.last(position)}
+
+    def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        q, _, _, log_g = super().stack(operands)
+        k_real, k_imaginary = operands.k.chunk(2, dim=-1)
+        v_real, v_imaginary = operands.v.chunk(2, dim=-1)
+        k = torch.cat([operands.k, torch.cat([k_imaginary, -k_real], dim=-1)], dim=2)
+        v = torch.cat([operands.v, torch.cat([-v_imaginary, v_real], dim=-1)], dim=2)
+        return q, k, v, log_g
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
+        q, k, v, reads = self.operands(x)
+        q, k = _complex(q) / self.key_dim**0.5, _complex(k)
+        once = Operands(q.real, k.real, v, reads[:1])
+        return torch.einsum("bthj,bihj->bhti", q.conj(), k) * self.coefficients(once)
+
+    def values(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B T H J"]:
+        return _complex(super().values(x))
+
+    def read_out(
+        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H J"]
+    ) -> Float[Tensor, "B T D"]:
+        if mixed.is_complex():
+            mixed = torch.cat([mixed.real, mixed.imag], dim=-1)
+        return super().read_out(x, mixed)
+
+
+def _complex(x: Float[Tensor, "B T H K"]) -> Complex[Tensor, "B T H J"]:
+    return torch.complex(*x.chunk(2, dim=-1))

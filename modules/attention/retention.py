@@ -1,0 +1,84 @@
+"""Retention: linear attention with a fixed decay a head."""
+
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Float32, Shaped
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
+
+
+@register("retention")
+@dataclass(frozen=True, kw_only=True)
+class RetentionConfig(PowerConfig):
+    """What follows the retention, and its rotation."""
+
+    rotary_base: float = 10_000.0
+    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+
+    group_norm: bool = True
+    """Normalise each head's output."""
+
+    swish_gate: bool = False
+    """Multiply the output by swish(W_g x), a fifth D x D matrix."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        return Retention(self, model_dim, num_heads)
+
+
+class Retention(PowerAttention):
+    """y_t = sum_i gamma_h^(t - i) (q_t . k_i / sqrt(K)) v_i, gamma_h = 1 - 2^(-5 - h), h = 0, 1 ...
+
+    with q and k rotated by their positions, then group norm and swish(W_g x) where asked for.
+    Source: Sun et al. (2023), arXiv:2307.08621.
+    """
+
+    def __init__(self, config: RetentionConfig, model_dim: int, num_heads: int) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.swish = nn.Linear(model_dim, model_dim, bias=False) if config.swish_gate else None
+        if config.group_norm:
+            self.norm = nn.GroupNorm(num_heads, model_dim)
+
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        return {"position": torch.zeros(count, dtype=torch.float64, device=device)}
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        position = documents.positions(carried["position"])
+        cos, sin = self.rotary.phases(position, documents.T, x.dtype)
+        log_g = log_decays(self.num_heads, x.device).expand(*x.shape[:2], -1)
+        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
+        return operands, {"position": documents.last(position)}
+
+    def read_out(
+        self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
+    ) -> Float[Tensor, "B T D"]:
+        y = self.normed(rearrange(mixed, "b t h v -> b t (h v)"))
+        if self.swish is not None:
+            y = y * silu(self.swish(x))
+        return self.out(y)  # type: ignore[no-any-return]
+
+
+def log_decays(num_heads: int, device: torch.device) -> Float32[Tensor, "H"]:
+    """log(1 - 2^(-5 - h)), h = 0, 1, ...: memories of 32 tokens, 64, ..."""
+    head = torch.arange(num_heads, dtype=torch.float32, device=device)
+    return torch.log1p(-(2.0 ** (-5 - head)))

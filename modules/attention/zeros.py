@@ -1,0 +1,222 @@
+"""ZeroS: softmax over key logits without its constant term, so that weights sum to zero."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.key_softmax import key_softmax
+from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.sympow import ForgetGate
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
+
+
+@register("zeros")
+@dataclass(frozen=True, kw_only=True)
+class ZerosConfig(PowerConfig):
+    """Which terms of the softmax's expansion are taken apart."""
+
+    zeroth: str = "none"
+    """none | first_layer: keep the mean of the values there, times tanh(W_0 x)."""
+
+    second_order: bool = False
+    """Take the second-order term out of the rest, with a gate of its own."""
+
+    ordered: bool = False
+    """Subtracted terms fade with forget gates, a product of them for each order."""
+
+    rotary_base: float = 10_000.0
+    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.zeroth not in ("none", "first_layer"):
+            raise ValueError(f"zeroth: found {self.zeroth!r}, wanted none or first_layer")
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        return ("none", "linear", "dynamic_ntk")
+
+    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+        return Zeros(self, model_dim, num_heads, keeps_mean=self.zeroth != "none" and layer == 0)
+
+
+class DeviationLogit(nn.Module):
+    """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from the mean before it.
+
+    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), smoothed by a learned prior mu of weight e^tau.
+    """
+
+    def __init__(self, model_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.project = nn.Linear(model_dim, model_dim, bias=False)
+        self.mu = nn.Parameter(torch.empty(num_heads, model_dim // num_heads))
+        self.tau = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.mu)
+        nn.init.zeros_(self.tau)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        count: Float[Tensor, "B T"],
+        documents: Documents,
+        sum_u: Float[Tensor, "N H K"],
+    ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H K"]]:
+        """Logits, and the sums of u up to every token, at least in float32."""
+        u = rearrange(self.project(x), "b t (h k) -> b t h k", h=self.num_heads)
+        u = u.to(torch.promote_types(u.dtype, torch.float32))
+        total = documents.cumsum(u, sum_u).to(u.dtype)
+        weight = self.tau.to(u.dtype).exp()[:, None]
+        mean = (weight * self.mu.to(u.dtype) + total) / (
+            weight + count[..., None, None].to(u.dtype)
+        )
+        return -(u * mean).sum(dim=-1) / u.shape[-1] ** 0.5, total
+
+
+class OrderGates(nn.Module):
+    """sigma^1, sigma^h and, where there are such terms, sigma^2 and sigma^0: one a head, float32."""
+
+    def __init__(self, model_dim: int, num_heads: int, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.names = names
+        self.weight = nn.Parameter(torch.empty(len(names) * num_heads, model_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> dict[str, Float[Tensor, "B T H"]]:
+        logits = linear_in_float32(x, self.weight).chunk(len(self.names), dim=-1)
+        return {
+            name: one.tanh() if name == "0" else one.sigmoid()
+            for name, one in zip(self.names, logits, strict=True)
+        }
+
+
+class Zeros(PowerAttention):
+    """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, each head's output normalised.
+
+    With the mean S_t of the logits s_1 .. s_t, softmax_i(s_1 .. s_t) = zeroth + first + second + ...:
+
+        zeroth = 1 / t,  first = (s_i - S_t) / t,  second = ((s_i - S_t)^2 - variance_t) / (2 t)
+
+        w_ti = sigma^1_t first + sigma^h_t (softmax - zeroth - first)
+               + sigma^2_t second - sigma^h_t second                  with second_order
+               + sigma^0_t zeroth                                     with zeroth, in the first layer
+
+    Each sums to zero over i, zeroth alone apart. ordered multiplies what sigma^h subtracts of order
+    n by gamma^n_(i+1) ... gamma^n_t; the sums are then no longer zero.
+
+    A term is a polynomial in s_i whose coefficients depend on t, so all are reads of the op with
+    values s_i^m v_i / t, each a running mean (gate (t - 1) / t), next to the softmax's own read.
+    Sources: ZeroS, Lu et al. (2025), arXiv:2602.05230; the notes for ordered and second order.
+    """
+
+    scale = 1.0
+    has_log_mass = True
+
+    def __init__(
+        self, config: ZerosConfig, model_dim: int, num_heads: int, *, keeps_mean: bool
+    ) -> None:
+        super().__init__(config, model_dim, num_heads)
+        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.logit = DeviationLogit(model_dim, num_heads)
+        self.orders = (0, 1, 2) if config.second_order else (0, 1)
+        names = [str(order) for order in self.orders if order or keeps_mean]
+        self.gates = OrderGates(model_dim, num_heads, (*names, "h"))
+        self.fading = nn.ModuleList(
+            ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
+        )
+        self.norm = nn.GroupNorm(num_heads, model_dim)
+        self.num_reads = 1 + len(self._moments())
+
+    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
+        zeros = torch.zeros(count, self.num_heads, dtype=torch.float64, device=device)
+        carried = {
+            "position": zeros[:, 0].clone(),
+            "log_mass": self.initial_log_mass(count, device),
+            "sum_u": torch.zeros(count, self.num_heads, self.head_dim, device=device),
+            "sum_s": zeros,
+        }
+        if 2 in self.orders:
+            carried["sum_s2"] = zeros.clone()
+        return carried
+
+    def pivot_columns(self) -> tuple[float, ...]:
+        # Pivot tokens are competitors in the softmax; the means are over real tokens.
+        return (1.0, *(0.0 for _ in self._moments()))
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        after = {"position": documents.positions(carried["position"])}
+        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
+
+        s, after["sum_u"] = self.logit(x, after["position"], documents, carried["sum_u"])
+        after["sum_s"] = documents.cumsum(s.double(), carried["sum_s"])
+        if 2 in self.orders:
+            after["sum_s2"] = documents.cumsum(s.double().square(), carried["sum_s2"])
+        softmax = key_softmax(s, documents, carried["log_mass"])
+        after["log_mass"] = softmax.log_mass
+
+        gates = self.gates(x)
+        reads = [Read(softmax.log_g, softmax.alpha[..., None], gates["h"][..., None])]
+        reads += self._means(x, s, gates, after)
+        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, tuple(reads))
+        return operands, {name: documents.last(value) for name, value in after.items()}
+
+    def _terms(self) -> list[tuple[int | None, int, str, int]]:
+        """Gate product, order, sigma and sign of every term besides the softmax itself."""
+        kept = [(None, int(name), name, 1) for name in self.gates.names if name != "h"]
+        fading = [order if len(self.fading) else None for order in self.orders]
+        subtracted = [
+            (chain, order, "h", -1) for chain, order in zip(fading, self.orders, strict=True)
+        ]
+        return [*kept, *subtracted]
+
+    def _moments(self) -> list[tuple[int | None, int]]:
+        """Gate product and power m of s_i of every read besides the softmax's."""
+        found = {(chain, m): None for chain, order, _, _ in self._terms() for m in range(order + 1)}
+        return list(found)
+
+    def _means(
+        self,
+        x: Float[Tensor, "B T D"],
+        s: Float[Tensor, "B T H"],
+        gates: dict[str, Tensor],
+        after: dict[str, Tensor],
+    ) -> list[Read]:
+        """The reads of all terms, those of one moment and gate product together."""
+        count = after["position"][..., None]
+        mean = (after["sum_s"] / count).to(s.dtype)
+        coefficients = [[torch.ones_like(s)], [-mean, torch.ones_like(s)]]
+        if 2 in self.orders:
+            half = torch.full_like(s, 0.5)
+            square = (after["sum_s2"] / count).to(s.dtype)
+            coefficients.append([mean.square() - square / 2, -mean, half])
+        rows: dict[tuple[int | None, int], Tensor] = defaultdict(lambda: torch.zeros_like(s))
+        for chain, order, sigma, sign in self._terms():
+            for m, coefficient in enumerate(coefficients[order]):
+                rows[chain, m] = rows[chain, m] + sign * gates[sigma] * coefficient
+        log_mean = (-1 / count).log1p().to(s.dtype).expand_as(s)
+        reads = []
+        for chain, m in self._moments():
+            log_g = log_mean if chain is None else log_mean + self.fading[chain](x)
+            column = s**m / count.to(s.dtype)
+            reads.append(Read(log_g, column[..., None], rows[chain, m][..., None]))
+        return reads
