@@ -21,12 +21,15 @@ class ConfigError(ValueError):
     """A config that names something unknown, has a wrong type, or cannot be run."""
 
 
-def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(
+    path: str | Path, overrides: Sequence[str] = (), *, kind: str | None = None
+) -> RunConfig:
     """The run that a YAML file and `key.sub=value` strings describe.
 
     Args:
         path: a file, or the name of a preset that ships, such as run/demo.yaml.
         overrides: values that win over the file's.
+        kind: another kind of model.attention, which keeps those options that it has.
 
     Raises:
         ConfigError: one line that names the key, what was found and what was wanted.
@@ -39,7 +42,10 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {' '.join(str(error).split())}") from error
     try:
-        return _build(_merge(_read(_find(path)), command_line))
+        merged = _merge(_read(_find(path)), command_line)
+        if kind is not None:
+            merged = _merge(merged, OmegaConf.create({"model": {"attention": {"kind": kind}}}))
+        return _build(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
 
@@ -56,7 +62,11 @@ def to_dict(config: Any) -> dict[str, Any]:
         values["kind"] = config.kind
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        values[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
+        if dataclasses.is_dataclass(value):
+            value = to_dict(value)
+        elif isinstance(value, dict):
+            value = {key: to_dict(entry) for key, entry in value.items()}
+        values[field.name] = value
     return values
 
 
@@ -107,17 +117,39 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 
 def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
     """`upper` over `lower`. A kind that upper changes keeps those inherited options that it has."""
-    old = OmegaConf.select(lower, "model.attention", throw_on_missing=False)
-    new = OmegaConf.select(upper, "model.attention", throw_on_missing=False)
-    kind = new.get("kind") if isinstance(new, DictConfig) else None
-    if isinstance(old, DictConfig) and kind is not None and kind != old.get("kind"):
-        known = {field.name for field in dataclasses.fields(_attention(kind))}
-        for option in [option for option in old if option not in known]:
-            del old[option]
+    old, new = _attentions(lower), _attentions(upper)
+    for path in old.keys() & new.keys():
+        kind = new[path].get("kind")
+        if kind is not None and kind != old[path].get("kind"):
+            known = {field.name for field in dataclasses.fields(_attention(kind, path))}
+            for option in [option for option in old[path] if option not in known]:
+                del old[path][option]
     _check_mappings(OmegaConf.to_container(lower), OmegaConf.to_container(upper))
     merged = OmegaConf.merge(lower, upper)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _attentions(tree: Any) -> dict[str, Any]:
+    """Every mapping of attention options in an unchecked tree, by its path."""
+    mapping = (dict, DictConfig)
+    model = tree.get("model")
+    found: dict[str, Any] = {}
+    if not isinstance(model, mapping):
+        return found
+    if isinstance(model.get("attention"), mapping):
+        found["model.attention"] = model["attention"]
+    layers = model.get("layer_attention")
+    for key in layers if isinstance(layers, mapping) else ():
+        if not isinstance(key, str):
+            # YAML reads 1:30 as the number 90, so no number is taken for a layer.
+            raise ConfigError(
+                f"model.layer_attention: found the number {key} as a key, wanted text in quotes, "
+                f'such as "0" or "::2"'
+            )
+        if isinstance(layers[key], mapping):
+            found[f"model.layer_attention.{key}"] = layers[key]
+    return found
 
 
 def _check_mappings(lower: Any, upper: Any, prefix: str = "") -> None:
@@ -131,32 +163,31 @@ def _check_mappings(lower: Any, upper: Any, prefix: str = "") -> None:
             _check_mappings(lower[key], value, f"{prefix}{key}.")
 
 
-def _attention(kind: object) -> type[AttentionConfig]:
+def _attention(kind: object, path: str) -> type[AttentionConfig]:
     if not isinstance(kind, str):
-        raise ConfigError(f"model.attention.kind: expected str, got {kind}")
+        raise ConfigError(f"{path}.kind: expected str, got {kind}")
     try:
         return attention_config(kind)
     except ValueError as error:
-        raise ConfigError(f"model.{error}") from error
+        raise ConfigError(f"{path}{str(error).removeprefix('attention')}") from error
 
 
 def _build(raw: DictConfig) -> RunConfig:
     try:
         values: dict[str, Any] = OmegaConf.to_container(raw, resolve=True)  # type: ignore[assignment]
-        model = values.get("model")
-        options = model.get("attention") if isinstance(model, dict) else None
-        if not isinstance(options, dict) or "kind" not in options:
-            raise ConfigError(
-                f"model.attention.kind: missing, wanted one of {', '.join(registered_variants())}"
-            )
-        attention = _attention(options.pop("kind"))
-        _check(values, RunConfig, {"model.attention": attention})
-        nested = {"model": {"attention": OmegaConf.structured(attention)}}
-        tree = OmegaConf.merge(OmegaConf.structured(RunConfig), nested, values)
-        try:
-            OmegaConf.to_object(tree.model.attention)
-        except ValueError as error:
-            raise ConfigError(f"model.attention.{error}") from error
+        variants: dict[str, type[AttentionConfig]] = {}
+        for path, options in ({"model.attention": {}} | _attentions(values)).items():
+            if "kind" not in options:
+                kinds = ", ".join(registered_variants())
+                raise ConfigError(f"{path}.kind: missing, wanted one of {kinds}")
+            variants[path] = _attention(options.pop("kind"), path)
+        _check(values, RunConfig, variants)
+        tree = OmegaConf.merge(OmegaConf.structured(RunConfig), _typed(values, variants), values)
+        for path, options in _attentions(tree).items():
+            try:
+                OmegaConf.to_object(options)
+            except ValueError as error:
+                raise ConfigError(f"{path}.{error}") from error
         config = OmegaConf.to_object(tree)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: missing, and it has no default") from error
@@ -169,6 +200,20 @@ def _build(raw: DictConfig) -> RunConfig:
         raise ConfigError(str(error)) from error
     assert isinstance(config, RunConfig)
     return config
+
+
+def _typed(
+    values: dict[str, Any], variants: dict[str, type[AttentionConfig]]
+) -> dict[str, dict[str, Any]]:
+    """The part of the tree whose classes the kinds decide."""
+    structured = {path: OmegaConf.structured(variant) for path, variant in variants.items()}
+    layers = values["model"].get("layer_attention", {})
+    return {
+        "model": {
+            "attention": structured["model.attention"],
+            "layer_attention": {key: structured[f"model.layer_attention.{key}"] for key in layers},
+        }
+    }
 
 
 def _check(
@@ -190,6 +235,12 @@ def _check(
             if not isinstance(value, dict):
                 raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
             _check(value, nested, variants, f"{path}.")  # type: ignore[arg-type]
+            continue
+        if typing.get_origin(nested) is dict:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
+            for name, entry in value.items():
+                _check_mapping
             continue
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING

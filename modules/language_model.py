@@ -1,7 +1,7 @@
 """The language model: GPT-2's shape, rotary positions, an extra norm after the embedding."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import LinearCrossEntropyOptions
 
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.block import Block
+from longhaul.modules.rotary import PositionScaling
 
 # Rows of logits computed at a time where no gradient is wanted: 1,024 x 50,304 float32 are 206 MB.
 _ROWS_AT_ONCE = 1024
@@ -23,6 +24,9 @@ class LanguageModelConfig:
 
     attention: AttentionConfig
     """The variant, by its `kind`, and its options."""
+
+    layer_attention: dict[str, AttentionConfig] = field(default_factory=dict)
+    """Other variants for some layers, by number ("5") or slice ("3::4"); later entries win."""
 
     layers: int = 12
     """Residual blocks."""
@@ -45,6 +49,36 @@ class LanguageModelConfig:
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
                 f"{2 * self.heads}"
             )
+        for key in self.layer_attention:
+            self._layers_of(key)
+
+    def attention_of(self, layer: int) -> AttentionConfig:
+        """The variant of a layer, counted from 0."""
+        attention = self.attention
+        for key, other in self.layer_attention.items():
+            if layer in self._layers_of(key):
+                attention = other
+        return attention
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds in use, each once, in the order of the first layer that has it."""
+        return tuple(dict.fromkeys(self.attention_of(layer).kind for layer in range(self.layers)))
+
+    def _layers_of(self, key: str) -> range:
+        """The layers that a number or slice names, as Python reads it."""
+        layers = range(self.layers)
+        try:
+            bounds = [int(bound) if bound else None for bound in key.split(":")]
+            found = layers[slice(*bounds)] if ":" in key else layers[int(key) :][:1]
+        except (ValueError, TypeError):
+            found = range(0)
+        if not found:
+            raise ValueError(
+                f"model.layer_attention: found {key!r}, wanted a number or slice of the layers 0 "
+                f'to {self.layers - 1}, such as "0" or "::2"'
+            )
+        return found
 
 
 class LanguageModel(nn.Module):
@@ -56,7 +90,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=False)
         blocks = [
-            Block(config.attention.build(config.width, config.heads, layer))
+            Block(config.attention_of(layer).build(config.width, config.heads, layer))
             for layer in range(config.layers)
         ]
         self.blocks = nn.ModuleList(blocks)
@@ -145,15 +179,28 @@ class LanguageModel(nn.Module):
             states.append(new_state)
         return self._logits(self.final_norm(x[:, 0])), states
 
+    def set_positions(self, scaling: PositionScaling) -> None:
+        """Read positions another way from now on; ValueError where a layer has no such way."""
+        for block in self._blocks():
+            block.attention.set_positions(scaling)
+
     def num_parameters(self) -> int:
-        """Trainable numbers; the tied unembedding counts once."""
+        """Numbers in all parameters; the tied unembedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
         """Forward FLOPs a token at context T; training takes three times as many."""
+        return self.weight_flops() + self.mixing_flops(T)
+
+    def weight_flops(self) -> int:
+        """Forward FLOPs a token of all products with weights: projections, MLPs, unembedding."""
         head = 2 * self.config.vocabulary * self.config.width
         mlp = 16 * self.config.width**2
-        return head + sum(mlp + block.attention.flops_per_token(T) for block in self._blocks())
+        return head + sum(mlp + block.attention.projection_flops() for block in self._blocks())
+
+    def mixing_flops(self, T: int) -> int:
+        """Forward FLOPs a token of attention or state, all layers, at context T."""
+        return sum(block.attention.mixing_flops(T) for block in self._blocks())
 
     def _blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self.blocks]

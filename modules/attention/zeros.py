@@ -52,7 +52,7 @@ class ZerosConfig(PowerConfig):
 class DeviationLogit(nn.Module):
     """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from the mean before it.
 
-    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), smoothed by a learned prior mu of weight e^tau.
+    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), smoothed by a learned prior mu.
     """
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -86,7 +86,7 @@ class DeviationLogit(nn.Module):
 
 
 class OrderGates(nn.Module):
-    """sigma^1, sigma^h and, where there are such terms, sigma^2 and sigma^0: one a head, float32."""
+    """sigma^1, sigma^h and, for terms that there are, sigma^2 and sigma^0: one a head, float32."""
 
     def __init__(self, model_dim: int, num_heads: int, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -106,15 +106,15 @@ class OrderGates(nn.Module):
 
 
 class Zeros(PowerAttention):
-    """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, each head's output normalised.
+    """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, then a norm a head.
 
-    With the mean S_t of the logits s_1 .. s_t, softmax_i(s_1 .. s_t) = zeroth + first + second + ...:
+    With the mean S_t of the logits s_1 .. s_t, softmax_i(s) = zeroth + first + second + ...:
 
         zeroth = 1 / t,  first = (s_i - S_t) / t,  second = ((s_i - S_t)^2 - variance_t) / (2 t)
 
         w_ti = sigma^1_t first + sigma^h_t (softmax - zeroth - first)
-               + sigma^2_t second - sigma^h_t second                  with second_order
-               + sigma^0_t zeroth                                     with zeroth, in the first layer
+               + sigma^2_t second - sigma^h_t second       with second_order
+               + sigma^0_t zeroth                          with zeroth, in the first layer
 
     Each sums to zero over i, zeroth alone apart. ordered multiplies what sigma^h subtracts of order
     n by gamma^n_(i+1) ... gamma^n_t; the sums are then no longer zero.
