@@ -156,11 +156,13 @@ def _check_mappings(lower: Any, upper: Any, prefix: str = "") -> None:
     """Refuse another value where a mapping is inherited; OmegaConf's merge drops or dies of it."""
     for key, value in upper.items():
         if isinstance(lower.get(key), dict):
-            if not isinstance(value, dict):
-                raise ConfigError(
-                    f"{prefix}{key}: expected a mapping of keys, got {json.dumps(value)}"
-                )
-            _check_mappings(lower[key], value, f"{prefix}{key}.")
+            _check_mappings(lower[key], _mapping(value, f"{prefix}{key}"), f"{prefix}{key}.")
+
+
+def _mapping(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
+    return value
 
 
 def _attention(kind: object, path: str) -> type[AttentionConfig]:
@@ -232,15 +234,12 @@ def _check(
             raise ConfigError(f"{path}: unknown key, the nearest known one is {prefix}{near[0]}")
         nested = variants.get(path, hints[key])
         if dataclasses.is_dataclass(nested):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
-            _check(value, nested, variants, f"{path}.")  # type: ignore[arg-type]
+            _check(_mapping(value, path), nested, variants, f"{path}.")  # type: ignore[arg-type]
             continue
         if typing.get_origin(nested) is dict:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{path}: expected a mapping of keys, got {json.dumps(value)}")
-            for name, entry in value.items():
-                _check_mapping
+            for name, entry in _mapping(value, path).items():
+                below = f"{path}.{name}"
+                _check(_mapping(entry, below), variants[below], variants, f"{below}.")
             continue
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING

@@ -70,7 +70,7 @@ class LanguageModelConfig:
         layers = range(self.layers)
         try:
             bounds = [int(bound) if bound else None for bound in key.split(":")]
-            found = layers[slice(*bounds)] if ":" in key else layers[int(key) :][:1]
+            found = layers[slice(*bounds)] if ":" in key else range(layers.index(int(key)) + 1)[-1:]
         except (ValueError, TypeError):
             found = range(0)
         if not found:

@@ -78,10 +78,8 @@ class DeviationLogit(nn.Module):
         u = rearrange(self.project(x), "b t (h k) -> b t h k", h=self.num_heads)
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         total = documents.cumsum(u, sum_u).to(u.dtype)
-        weight = self.tau.to(u.dtype).exp()[:, None]
-        mean = (weight * self.mu.to(u.dtype) + total) / (
-            weight + count[..., None, None].to(u.dtype)
-        )
+        prior = self.tau.to(u.dtype).exp()[:, None]
+        mean = (prior * self.mu.to(u.dtype) + total) / (prior + count[..., None, None].to(u.dtype))
         return -(u * mean).sum(dim=-1) / u.shape[-1] ** 0.5, total
 
 
