@@ -1,10 +1,13 @@
 """Scans along time that begin anew at every document."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
+
+from longhaul.kernels.power.checks import check_offsets, check_packing
 
 
 class Documents:
@@ -18,20 +21,17 @@ class Documents:
         x: Float[Tensor, "B T *rest"],
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
     ) -> None:
-        """Raises ValueError when cu_seqlens are no offsets from 0 to T, or B is not 1."""
+        """Raises ValueError where cu_seqlens are no offsets from 0 to T, or B is not 1."""
         self.T = x.shape[1]
         self.device = x.device
         self.lengths: list[int] | None = None
         self.count = x.shape[0]
         if cu_seqlens is None:
             return
-        self.lengths = cu_seqlens.diff().tolist()
+        check_packing(cu_seqlens, x)
+        offsets = check_offsets(cu_seqlens, self.T)
+        self.lengths = [end - start for start, end in pairwise(offsets)]
         self.count = len(self.lengths)
-        if x.shape[0] != 1 or sum(self.lengths) != self.T or min(self.lengths, default=0) < 1:
-            raise ValueError(
-                f"cu_seqlens: found documents of {self.lengths} tokens in B = {x.shape[0]}, T = "
-                f"{self.T}, wanted B = 1 and at least one token each, {self.T} together"
-            )
 
     def split(self, x: Float[Tensor, "B T *rest"]) -> list[Tensor]:
         """One tensor a document where they are packed, else x itself."""

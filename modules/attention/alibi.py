@@ -63,7 +63,8 @@ class Alibi(FusedAttention):
     def _mix_biased(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """A block of queries at a time, against no key that all of them precede."""
         T, S = q.shape[2], k.shape[2]
-        position = torch.arange(S, dtype=torch.promote_types(q.dtype, torch.float32))
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        position = torch.arange(S, dtype=dtype, device=q.device)
         outputs = []
         for start in range(S - T, S, _QUERIES_AT_ONCE):
             end = min(start + _QUERIES_AT_ONCE, S)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -160,5 +161,5 @@ def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A projection that autocast does not round: gates and rotation rates are summed over T."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):
+    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.gates import ForgetGate, PerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
-from longhaul.modules.attention.sympow import ForgetGate
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -56,21 +56,6 @@ class CartanConfig(PowerConfig):
         return variant(self, model_dim, num_heads)
 
 
-class KeyLogit(nn.Module):
-    """s_t = W x_t, one a head, float32."""
-
-    def __init__(self, model_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
-        return linear_in_float32(x, self.weight)
-
-
 class Cartan(PowerAttention):
     """y_t = sum_i g_ti (R_t q_t / |q_t|) . (D_i R_i k_i / |k_i|) v_i, then a norm a head.
 
@@ -96,7 +81,7 @@ class Cartan(PowerAttention):
     ) -> None:
         self.has_log_mass = config.generator != "product"
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
-        self.logit = KeyLogit(model_dim, num_heads) if config.generator != "product" else None
+        self.logit = PerHead(model_dim, num_heads) if config.generator != "product" else None
         self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
         self.norm = nn.GroupNorm(num_heads, model_dim)
         self.add_projections(config)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.sympow import ForgetGate, RotationRate, Sympow, SympowConfig
+from longhaul.modules.attention.gates import ForgetGate
+from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
 
 
 @register("conformal_sympow")

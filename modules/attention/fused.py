@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from longhaul.modules.attention.base import Attention, AttentionConfig
+from longhaul.modules.documents import Documents
 
 
 class KeyValueCache(NamedTuple):
@@ -65,7 +66,7 @@ class FusedAttention(Attention):
         if cu_seqlens is not None:
             if state is not None or keep_state:
                 raise ValueError("cu_seqlens: packed documents carry no key-value cache")
-            parts = x.split(cu_seqlens.diff().tolist(), dim=1)
+            parts = Documents(x, cu_seqlens).split(x)
             return torch.cat([self(part, keep_state=False)[0] for part in parts], dim=1), None
         q, cache = self.project(x, 0 if state is None else state.k.shape[2])
         if state is not None:

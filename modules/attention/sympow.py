@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longhaul.kernels.shapes import check_degree
 from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.gates import ForgetGate
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
@@ -42,29 +43,6 @@ class SympowConfig(PowerConfig):
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Sympow(self, model_dim, num_heads)
-
-
-class ForgetGate(nn.Module):
-    """log gamma_t = log sigmoid(W x_t + b), one a head, float32.
-
-    The bias starts head h at gamma = 1 - 2^(-5 - h) (the decays of retention, arXiv:2307.08621), so
-    that training begins with memories of 32 tokens and longer.
-    """
-
-    def __init__(self, model_dim: int, num_heads: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
-        self.bias = nn.Parameter(torch.empty(num_heads))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        decay = 1 - 2.0 ** (-5 - torch.arange(self.bias.numel(), dtype=torch.float32))
-        with torch.no_grad():
-            self.bias.copy_(torch.logit(decay))
-
-    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
-        return nn.functional.logsigmoid(linear_in_float32(x, self.weight, self.bias))
 
 
 class RotationRate(nn.Module):
@@ -122,4 +100,4 @@ class Sympow(PowerAttention):
 
     def tensor_power_size(self) -> int:
         """Numbers that the state would hold with the whole tensor power for features."""
-        return self.num_heads * self.key_dim**self.degree * (self.value_dim + 1)
+        return self.num_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)

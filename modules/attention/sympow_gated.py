@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.sympow import ForgetGate, Sympow, SympowConfig
+from longhaul.modules.attention.gates import ForgetGate
+from longhaul.modules.attention.sympow import Sympow, SympowConfig
 
 
 @register("sympow_gated")

@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.gates import ForgetGate, PerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
-from longhaul.modules.attention.sympow import ForgetGate
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -83,26 +83,6 @@ class DeviationLogit(nn.Module):
         return -(u * mean).sum(dim=-1) / u.shape[-1] ** 0.5, total
 
 
-class OrderGates(nn.Module):
-    """sigma^1, sigma^h and, for terms that there are, sigma^2 and sigma^0: one a head, float32."""
-
-    def __init__(self, model_dim: int, num_heads: int, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.names = names
-        self.weight = nn.Parameter(torch.empty(len(names) * num_heads, model_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-    def forward(self, x: Float[Tensor, "B T D"]) -> dict[str, Float[Tensor, "B T H"]]:
-        logits = linear_in_float32(x, self.weight).chunk(len(self.names), dim=-1)
-        return {
-            name: one.tanh() if name == "0" else one.sigmoid()
-            for name, one in zip(self.names, logits, strict=True)
-        }
-
-
 class Zeros(PowerAttention):
     """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, then a norm a head.
 
@@ -134,7 +114,7 @@ class Zeros(PowerAttention):
         self.logit = DeviationLogit(model_dim, num_heads)
         self.orders = (0, 1, 2) if config.second_order else (0, 1)
         names = [str(order) for order in self.orders if order or keeps_mean]
-        self.gates = OrderGates(model_dim, num_heads, (*names, "h"))
+        self.sigma = nn.ModuleDict({name: PerHead(model_dim, num_heads) for name in (*names, "h")})
         self.fading = nn.ModuleList(
             ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
         )
@@ -172,15 +152,19 @@ class Zeros(PowerAttention):
         softmax = key_softmax(s, documents, carried["log_mass"])
         after["log_mass"] = softmax.log_mass
 
-        gates = self.gates(x)
-        reads = [Read(softmax.log_g, softmax.alpha[..., None], gates["h"][..., None])]
-        reads += self._means(x, s, gates, after)
+        # sigma^0 may take either sign, as the paper has it.
+        sigma = {
+            name: logit(x).tanh() if name == "0" else logit(x).sigmoid()
+            for name, logit in self.sigma.items()
+        }
+        reads = [Read(softmax.log_g, softmax.alpha[..., None], sigma["h"][..., None])]
+        reads += self._means(x, s, sigma, after)
         operands = Operands(q.to(v.dtype), k.to(v.dtype), v, tuple(reads))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def _terms(self) -> list[tuple[int | None, int, str, int]]:
         """Gate product, order, sigma and sign of every term besides the softmax itself."""
-        kept = [(None, int(name), name, 1) for name in self.gates.names if name != "h"]
+        kept = [(None, int(name), name, 1) for name in self.sigma if name != "h"]
         fading = [order if len(self.fading) else None for order in self.orders]
         subtracted = [
             (chain, order, "h", -1) for chain, order in zip(fading, self.orders, strict=True)
@@ -196,7 +180,7 @@ class Zeros(PowerAttention):
         self,
         x: Float[Tensor, "B T D"],
         s: Float[Tensor, "B T H"],
-        gates: dict[str, Tensor],
+        sigma: dict[str, Tensor],
         after: dict[str, Tensor],
     ) -> list[Read]:
         """The reads of all terms, those of one moment and gate product together."""
@@ -208,13 +192,15 @@ class Zeros(PowerAttention):
             square = (after["sum_s2"] / count).to(s.dtype)
             coefficients.append([mean.square() - square / 2, -mean, half])
         rows: dict[tuple[int | None, int], Tensor] = defaultdict(lambda: torch.zeros_like(s))
-        for chain, order, sigma, sign in self._terms():
+        for chain, order, gate, sign in self._terms():
             for m, coefficient in enumerate(coefficients[order]):
-                rows[chain, m] = rows[chain, m] + sign * gates[sigma] * coefficient
+                rows[chain, m] = rows[chain, m] + sign * sigma[gate] * coefficient
         log_mean = (-1 / count).log1p().to(s.dtype).expand_as(s)
+        log_g: dict[int | None, Tensor] = {None: log_mean}
+        for order, forget in enumerate(self.fading):
+            log_g[order] = log_mean + forget(x)
         reads = []
         for chain, m in self._moments():
-            log_g = log_mean if chain is None else log_mean + self.fading[chain](x)
             column = s**m / count.to(s.dtype)
-            reads.append(Read(log_g, column[..., None], rows[chain, m][..., None]))
+            reads.append(Read(log_g[chain], column[..., None], rows[chain, m][..., None]))
         return reads

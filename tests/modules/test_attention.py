@@ -5,24 +5,75 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from longhaul.kernels import symmetric_dim
+from longhaul.kernels import state_features, symmetric_dim
+from longhaul.kernels.power.cost import power_flops
 from longhaul.modules.attention import (
     Attention,
     attention_config,
     build_attention,
     registered_variants,
 )
+from longhaul.modules.attention.power import PowerAttention, PowerConfig
 
 VARIANTS = registered_variants()
-LINEAR = [kind for kind in VARIANTS if attention_config(kind).cost == "linear"]
+LINEAR = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
 WIDTH, HEADS = 16, 2
 
+# Options that change what a kind computes, beside its defaults. A new kind needs no entry.
+OPTIONS: dict[str, list[dict[str, object]]] = {
+    "cartan": [
+        {"generator": "additive"},
+        {"generator": "product"},
+        {"negative_diagonal": True},
+        {"bilinear": False},
+        {"bilinear": False, "generator": "additive"},
+    ],
+    "coca": [{"mode": "slack"}, {"longest_document": 64}],
+    "complex": [{"decay": True}],
+    "conformal_sympow": [{"qk_norm": True}, {"degree": 4}, {"degree": 6}],
+    "linear": [
+        {"feature_map": "relu"},
+        {"feature_map": "identity", "normalizer": "head_norm"},
+    ],
+    "retention": [{"swish_gate": True}, {"group_norm": False}],
+    "softmax": [{"longest_document": 64}],
+    "sympow": [{"degree": 4}, {"degree": 8}],
+    "zeros": [
+        {"zeroth": "first_layer"},
+        {"second_order": True},
+        {"ordered": True},
+        {"ordered": True, "second_order": True, "zeroth": "first_layer"},
+    ],
+}
+CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]
+LEARNED = [
+    (kind, {**options, "initial_state": "learned", "rank": 3})
+    for kind, options in CASES
+    if kind in LINEAR
+]
 
-def build(kind: str, **options: object) -> Attention:
+
+def name(case: object) -> str | None:
+    if isinstance(case, str):
+        return case
+    if isinstance(case, dict):
+        return ",".join(f"{key}={value}" for key, value in case.items())
+    return None
+
+
+every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
+every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LEARNED, ids=name)
+linear_cases = pytest.mark.parametrize(
+    ("kind", "options"), [case for case in CASES + LEARNED if case[0] in LINEAR], ids=name
+)
+
+
+def build(kind: str, options: dict[str, object] | None = None) -> Attention:
     """A float64 module with parameters large enough for every part to matter."""
     torch.manual_seed(0)
-    attention = build_attention(kind, WIDTH, HEADS, **options).double()
+    attention = build_attention(kind, WIDTH, HEADS, **(options or {})).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)
@@ -38,41 +89,42 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_changing_a_token_changes_nothing_before_it(kind: str) -> None:
-    attention, x = build(kind), tokens(63)
+@every_case_and_learned
+def test_changing_a_token_changes_nothing_before_it(kind: str, options: dict[str, object]) -> None:
+    attention, x = build(kind, options), tokens(63)
     before, _ = attention(x, keep_state=False)
-    changed = x.clone()
-    changed[:, 40:] += 1
-    after, _ = attention(changed, keep_state=False)
-    assert torch.equal(before[:, :40], after[:, :40])
-    assert not torch.equal(before[:, 40:], after[:, 40:])
+    for change in (1.0, 1e3):
+        changed = x.clone()
+        changed[:, 40:] += change * torch.randn_like(x[:, 40:])
+        after, _ = attention(changed, keep_state=False)
+        assert torch.equal(before[:, :40], after[:, :40])
+        assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
 @pytest.mark.parametrize("T", [1, 63, 100])
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_forward_applies_the_mixing_matrix(kind: str, T: int) -> None:
-    attention, x = build(kind), tokens(T)
-    weights = attention.weights(x)
-    assert weights.shape == (2, HEADS, T, T)
-    mixed = torch.einsum("bhti,bihv->bthv", weights, attention.values(x))
-    wanted = attention.read_out(x, mixed)
-    assert_same(attention(x, keep_state=False)[0], wanted)
+@every_case
+def test_forward_applies_the_mixing_matrix(kind: str, options: dict[str, object], T: int) -> None:
+    attention, x = build(kind, options), tokens(T)
+    weights, values = attention.weights(x), attention.values(x)
+    assert weights.shape == (2, values.shape[2], T, T)
+    assert not weights.triu(1).any()
+    mixed = torch.einsum("bhti,bihv->bthv", weights, values)
+    assert_same(attention(x, keep_state=False)[0], attention.read_out(x, mixed))
 
 
 @pytest.mark.parametrize("split", [1, 50, 99])
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_state_carries_over_any_split(kind: str, split: int) -> None:
-    attention, x = build(kind), tokens(100)
+@every_case_and_learned
+def test_state_carries_over_any_split(kind: str, options: dict[str, object], split: int) -> None:
+    attention, x = build(kind, options), tokens(100)
     whole, _ = attention(x)
     first, state = attention(x[:, :split])
     second, _ = attention(x[:, split:], state)
     assert_same(torch.cat([first, second], 1), whole)
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_steps_continue_a_prefill(kind: str) -> None:
-    attention, x = build(kind), tokens(40)
+@every_case_and_learned
+def test_steps_continue_a_prefill(kind: str, options: dict[str, object]) -> None:
+    attention, x = build(kind, options), tokens(40)
     whole, _ = attention(x)
     y, state = attention(x[:, :30])
     outputs = [y]
@@ -82,33 +134,63 @@ def test_steps_continue_a_prefill(kind: str) -> None:
     assert_same(torch.cat(outputs, 1), whole)
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_packed_documents_are_separate(kind: str) -> None:
-    attention, x = build(kind), tokens(100, batch=1)
+@every_case_and_learned
+def test_packed_documents_are_separate(kind: str, options: dict[str, object]) -> None:
+    attention, x = build(kind, options), tokens(100, batch=1)
     packed, _ = attention(x, cu_seqlens=torch.tensor([0, 1, 64, 100]), keep_state=False)
     parts = [attention(part, keep_state=False)[0] for part in x.split([1, 63, 36], dim=1)]
     assert_same(packed, torch.cat(parts, 1))
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_batch_rows_are_independent(kind: str) -> None:
-    attention, x = build(kind), tokens(63, batch=3)
+@linear_cases
+def test_packed_documents_continue_their_own_states(kind: str, options: dict[str, object]) -> None:
+    attention, x = build(kind, options), tokens(100, batch=1)
+    first, second = x[:, :40], x[:, 40:]
+    early, state = attention(first, cu_seqlens=torch.tensor([0, 25, 40]))
+    late, _ = attention(second, state, cu_seqlens=torch.tensor([0, 10, 60]))
+    documents = [
+        torch.cat([first[:, :25], second[:, :10]], 1),
+        torch.cat([first[:, 25:], second[:, 10:]], 1),
+    ]
+    one, other = (attention(document, keep_state=False)[0] for document in documents)
+    assert_same(early, torch.cat([one[:, :25], other[:, :15]], 1))
+    assert_same(late, torch.cat([one[:, 25:], other[:, 15:]], 1))
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_bounds_of_documents_are_checked(kind: str) -> None:
+    attention, x = build(kind), tokens(20, batch=1)
+    for bounds in ([0, 10, 10, 20], [0, 10, 19], [0, 10, 30]):
+        with pytest.raises(ValueError, match="cu_seqlens"):
+            attention(x, cu_seqlens=torch.tensor(bounds), keep_state=False)
+    with pytest.raises(ValueError, match=r"cu_seqlens: .* B = 2"):
+        attention(tokens(20), cu_seqlens=torch.tensor([0, 20]), keep_state=False)
+
+
+@every_case_and_learned
+def test_batch_rows_are_independent(kind: str, options: dict[str, object]) -> None:
+    attention, x = build(kind, options), tokens(63, batch=3)
     whole, _ = attention(x, keep_state=False)
     for row in range(3):
         assert_same(attention(x[row : row + 1], keep_state=False)[0], whole[row : row + 1])
 
 
-@pytest.mark.parametrize("kind", LINEAR)
-def test_chunk_size_changes_nothing(kind: str) -> None:
+@linear_cases
+def test_chunk_size_changes_nothing(kind: str, options: dict[str, object]) -> None:
     x = tokens(100)
-    outputs = [build(kind, chunk_size=size)(x, keep_state=False)[0] for size in (16, 64, None)]
+    attention = build(kind, options)
+    outputs = []
+    for attention.chunk_size in (16, 64, None):
+        outputs.append(attention(x, keep_state=False)[0])
     assert_same(outputs[0], outputs[2])
     assert_same(outputs[1], outputs[2])
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_gradients_equal_those_through_the_mixing_matrix(kind: str) -> None:
-    attention, x = build(kind), tokens(63).requires_grad_()
+@every_case
+def test_gradients_equal_those_through_the_mixing_matrix(
+    kind: str, options: dict[str, object]
+) -> None:
+    attention, x = build(kind, options), tokens(63).requires_grad_()
     parameters = [x, *attention.parameters()]
     probe = torch.randn(2, 63, WIDTH, dtype=torch.float64)
     found = torch.autograd.grad((attention(x, keep_state=False)[0] * probe).sum(), parameters)
@@ -118,20 +200,137 @@ def test_gradients_equal_those_through_the_mixing_matrix(kind: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
+@pytest.mark.parametrize(("kind", "options"), LEARNED, ids=name)
+def test_gradients_of_a_learned_state_equal_those_through_steps(
+    kind: str, options: dict[str, object]
+) -> None:
+    attention, x = build(kind, options), tokens(20).requires_grad_()
+    parameters = dict(attention.named_parameters())
+    learned = [key for key in parameters if key.startswith("initial_state.")]
+    probe = torch.randn(2, 20, WIDTH, dtype=torch.float64)
+    whole = (attention(x, keep_state=False)[0] * probe).sum()
+    found = torch.autograd.grad(whole, [x, *parameters.values()])
+    y, state = attention(x[:, :1])
+    outputs = [y]
+    for t in range(1, 20):
+        y, state = attention.step(x[:, t : t + 1], state)
+        outputs.append(y)
+    wanted = torch.autograd.grad((torch.cat(outputs, 1) * probe).sum(), [x, *parameters.values()])
+    for key, one, other in zip(["x", *parameters], found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
+        assert key not in learned or one.abs().max() > 0
+
+
+@every_case_and_learned
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_has_the_dtype_of_the_input(kind: str, dtype: torch.dtype) -> None:
-    attention = build(kind).to(dtype)
-    y, _ = attention(tokens(20).to(dtype))
+def test_output_has_the_dtype_of_the_input(
+    kind: str, options: dict[str, object], dtype: torch.dtype
+) -> None:
+    attention = build(kind, options).to(dtype)
+    y, state = attention(tokens(20).to(dtype))
     assert y.dtype == dtype
     assert y.isfinite().all()
+    y, _ = attention.step(tokens(1).to(dtype), state)
+    assert y.dtype == dtype
 
 
-@pytest.mark.parametrize("kind", VARIANTS)
-def test_builds_on_meta_without_memory(kind: str) -> None:
+@every_case_and_learned
+def test_trains_under_autocast(kind: str, options: dict[str, object]) -> None:
+    attention = build(kind, options).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = attention(tokens(70).float(), keep_state=False)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    for parameter in attention.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+
+
+@every_case_and_learned
+def test_builds_on_meta_without_memory(kind: str, options: dict[str, object]) -> None:
     with torch.device("meta"):
-        attention = build_attention(kind, 768, 12)
-    assert all(parameter.is_meta for parameter in attention.parameters())
+        attention = build_attention(kind, 768, 12, **options)
+        tensors = [*attention.parameters(), *attention.buffers()]
+    assert all(tensor.is_meta for tensor in tensors)
+    y, _ = attention(torch.empty(2, 64, 768, device="meta"), keep_state=False)
+    assert y.shape == (2, 64, 768)
+
+
+@every_case_and_learned
+def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, object]) -> None:
+    T = 96
+    attention = build(kind, options).float().requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        _, state = attention(tokens(T, batch=1).float())
+    counted = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    products = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
+    assert attention.projection_flops() * T == products
+    assert attention.flops_per_token(T) == (
+        attention.projection_flops() + attention.mixing_flops(T)
+    )
+    tensors = torch.utils._pytree.tree_leaves(state)
+    assert attention.allocated_bytes(T, torch.float32) == sum(x.nbytes for x in tensors)
+    if kind not in LINEAR:
+        assert attention.state_size() is None
+        pairs = T * (T + 1) // 2
+        assert attention.mixing_flops(T) * T == 4 * pairs * WIDTH
+        return
+    learned = power_flops(3, attention.key_dim, attention.value_dim, attention.degree, "attention")
+    if options.get("initial_state") == "learned":
+        counted["longhaul.power_forward"] -= HEADS * attention.num_reads * learned
+    assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
+    assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
+
+
+def padding(attention: PowerAttention) -> int:
+    """Numbers allocated and not counted: tiles above C(K + p - 1, p), norms that nobody reads."""
+    K, V, p = attention.key_dim, attention.value_dim, attention.degree
+    allocated = state_features(K, p) * (V + 1)
+    needed = symmetric_dim(K, p) * (V + attention.normalize)
+    return HEADS * attention.num_reads * (allocated - needed)
+
+
+D, H, K = WIDTH, HEADS, WIDTH // HEADS
+PARAMETERS: dict[str, int] = {
+    "alibi": 4 * D * D,
+    "cartan": 4 * D * D + 2 * H * D + H + 2 * D,  # full: key logit, gate and bias; norm
+    "coca": 4 * D * D,
+    "complex": 4 * D * D + 2 * D,
+    "conformal_sympow": 4 * D * D + H * D + H + D,
+    "linear": 4 * D * D,
+    "retention": 4 * D * D + 2 * D,
+    "softmax": 4 * D * D,
+    "sympow": 4 * D * D,
+    "sympow_gated": 4 * D * D + H * D + H,
+    "sympow_rotary": 4 * D * D + D,
+    "zeros": 5 * D * D + 2 * H * D + D + H + 2 * D,  # logit's projection, gates; mu, tau; norm
+}
+
+
+def test_numbers_of_parameters_are_the_formulas() -> None:
+    found = {
+        kind: sum(parameter.numel() for parameter in build(kind).parameters())
+        for kind in PARAMETERS
+    }
+    assert found == PARAMETERS
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_learned_state_adds_rank_keys_and_values_a_head(kind: str) -> None:
+    attention = build(kind, {"initial_state": "learned", "rank": 5})
+    added = sum(p.numel() for p in attention.parameters()) - sum(
+        p.numel() for p in build(kind).parameters()
+    )
+    masses = HEADS if attention.has_log_mass else 0
+    assert added == HEADS * 5 * (attention.key_dim + attention.value_dim) + masses
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_fresh_learned_state_holds_no_values(kind: str) -> None:
+    torch.manual_seed(0)
+    attention = build_attention(kind, WIDTH, HEADS, initial_state="learned")
+    assert not attention.initial_state.value.any()
+    assert attention.initial_state.key.any()
 
 
 @pytest.mark.parametrize("kind", VARIANTS)
@@ -178,6 +377,25 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("sympow", {"degree": 0}, "degree: found 0"),
         ("sympow", {"longest_document": 1}, "longest_document: found 1"),
         ("softmax", {"rotary_base": 0.5}, "rotary_base: found 0.5"),
+        ("retention", {"rotary_base": 0.5}, "rotary_base: found 0.5"),
+        ("complex", {"rotary_base": 0.5}, "rotary_base: found 0.5"),
+        ("cartan", {"rotary_base": 0.5}, "rotary_base: found 0.5"),
+        ("zeros", {"rotary_base": 0.5}, "rotary_base: found 0.5"),
+        ("coca", {"mode": "loose"}, "mode: found 'loose', wanted one of strict, slack"),
+        ("linear", {"feature_map": "exp"}, "feature_map: found 'exp'"),
+        ("linear", {"normalizer": "none"}, "normalizer: found 'none'"),
+        (
+            "linear",
+            {"feature_map": "identity"},
+            "normalizer: found .sum. with feature_map",
+        ),
+        ("cartan", {"generator": "sum"}, "generator: found 'sum'"),
+        ("cartan", {"bilinear": False, "negative_diagonal": True}, "negative_diagonal: found true"),
+        ("zeros", {"zeroth": "all"}, "zeroth: found 'all'"),
+        ("sympow", {"degree": 1}, "degree: found 1"),
+        ("sympow", {"initial_state": "low"}, "initial_state: found 'low'"),
+        ("linear", {"rank": 0}, "rank: found 0"),
+        ("linear", {"chunk_size": 0}, "chunk_size: found 0"),
         ("softmx", {}, "wanted one of"),
     ],
 )

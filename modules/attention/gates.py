@@ -1,0 +1,46 @@
+"""Numbers a token and head that gate, weigh or forget, in float32 whatever the activations are."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from longhaul.modules.attention.base import linear_in_float32
+
+
+class PerHead(nn.Module):
+    """W x_t, one number a head."""
+
+    def __init__(self, model_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        return linear_in_float32(x, self.weight)
+
+
+class ForgetGate(nn.Module):
+    """log gamma_t = log sigmoid(W x_t + b), one a head, float32.
+
+    The bias starts head h at gamma = 1 - 2^(-5 - h) (the decays of retention, arXiv:2307.08621), so
+    that training begins with memories of 32 tokens and longer.
+    """
+
+    def __init__(self, model_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
+        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+        decay = 1 - 2.0 ** (-5 - torch.arange(self.bias.numel(), dtype=torch.float32))
+        with torch.no_grad():
+            self.bias.copy_(torch.logit(decay))
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
+        return logsigmoid(linear_in_float32(x, self.weight, self.bias))
