@@ -139,16 +139,17 @@ def _attentions(tree: Any) -> dict[str, Any]:
         return found
     if isinstance(model.get("attention"), mapping):
         found["model.attention"] = model["attention"]
-    layers = model.get("layer_attention")
-    for key in layers if isinstance(layers, mapping) else ():
+    layers: Any = model.get("layer_attention")
+    entries: dict[Any, Any] = dict(layers.items()) if isinstance(layers, mapping) else {}
+    for key, options in entries.items():
         if not isinstance(key, str):
             # YAML reads 1:30 as the number 90, so no number is taken for a layer.
             raise ConfigError(
                 f"model.layer_attention: found the number {key} as a key, wanted text in quotes, "
-                f'such as "0" or "::2"'
+                'such as "0" or "::2"'
             )
-        if isinstance(layers[key], mapping):
-            found[f"model.layer_attention.{key}"] = layers[key]
+        if isinstance(options, mapping):
+            found[f"model.layer_attention.{key}"] = options
     return found
 
 

@@ -35,12 +35,20 @@ class TrainerConfig:
     seed: int = 0
     """Of the initial weights and of the data's order."""
 
+    train_only: str | None = None
+    """initial_state: train the learned initial states, and freeze everything else."""
+
+    start_from: str | None = None
+    """Run folder or checkpoint whose weights a new run begins with; it may lack initial states."""
+
     validate_every_tokens: int = 10_000_000
     """Tokens between passes over the validation samples; one more follows the last update."""
 
     def __post_init__(self) -> None:
         _one_of("trainer.strategy", self.strategy, ("single", "ddp"))
         _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
+        if self.train_only is not None:
+            _one_of("trainer.train_only", self.train_only, ("initial_state",))
         _positive(
             "trainer",
             self,
@@ -139,6 +147,11 @@ class RunConfig:
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
         self._check_divisibility()
+        if self.trainer.train_only is not None and not self._has_learned_initial_state():
+            raise ValueError(
+                "trainer.train_only: found 'initial_state' with model.attention.initial_state "
+                "'zero' in every layer, wanted null, or model.attention.initial_state learned"
+            )
 
     @property
     def samples_per_update(self) -> int:
@@ -153,6 +166,10 @@ class RunConfig:
     def num_updates(self) -> int:
         """Updates in the budget; the last may go beyond it by less than one update."""
         return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
+
+    def _has_learned_initial_state(self) -> bool:
+        attentions = map(self.model.attention_of, range(self.model.layers))
+        return any(getattr(one, "initial_state", "zero") == "learned" for one in attentions)
 
     def _check_divisibility(self) -> None:
         tokens, context = self.optim.tokens_per_update, self.data.context

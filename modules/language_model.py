@@ -66,11 +66,13 @@ class LanguageModelConfig:
         return tuple(dict.fromkeys(self.attention_of(layer).kind for layer in range(self.layers)))
 
     def _layers_of(self, key: str) -> range:
-        """The layers that a number or slice names, as Python reads it."""
+        """The layers that a number or a slice, as Python reads it, names."""
         layers = range(self.layers)
         try:
-            bounds = [int(bound) if bound else None for bound in key.split(":")]
-            found = layers[slice(*bounds)] if ":" in key else range(layers.index(int(key)) + 1)[-1:]
+            if ":" in key:
+                found = layers[slice(*(int(bound) if bound else None for bound in key.split(":")))]
+            else:
+                found = layers[layers.index(int(key)) :][:1]
         except (ValueError, TypeError):
             found = range(0)
         if not found:

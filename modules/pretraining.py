@@ -108,10 +108,16 @@ class Pretraining(LightningModule):
         accumulation: int,
         samples_per_update: int,
         max_tokens: int,
+        train_only: str | None = None,
     ) -> None:
+        """`train_only` names a submodule; what is not in one of that name is frozen."""
         super().__init__()
         self.automatic_optimization = False
         self.model = LanguageModel(model)
+        if train_only is not None:
+            # Here, before any strategy looks which gradients there will be.
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(train_only in name.split("."))
         self.optim = optim
         self.accumulation = accumulation
         self.samples_per_update = samples_per_update
@@ -130,6 +136,8 @@ class Pretraining(LightningModule):
             },
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
+        # torch's functions that save and restore an optimizer know no empty group.
+        groups = [group for group in groups if group["params"]]
         cls = torch.optim.AdamW if self.optim.name == "adamw" else torch.optim.Adam
         return cls(
             groups,

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "start a run, or resume it",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
+    "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "bench": "compare speeds with peers, measured in the same run",
 }
 

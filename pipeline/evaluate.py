@@ -8,14 +8,14 @@ from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
 from longhaul.pipeline.evaluation.positions import draw, measure_positions, summarise, write_table
-from longhaul.pipeline.load import TrainedModel, load_trained_model
+from longhaul.pipeline.load import TrainedModel, add_model_arguments, load_named_model
 from longhaul.pipeline.tracking import Tracker
 
 TASKS = ("positions", "bigram")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    add_model_arguments(parser)
     parser.add_argument(
         "--tasks",
         default="positions",
@@ -29,8 +29,8 @@ def main(args: argparse.Namespace) -> int:
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"--tasks: found {task!r}, wanted some of {','.join(TASKS)}")
-    trained = load_trained_model(args.run)
-    destination = trained.folder.path / "evaluation" / trained.checkpoint.name
+    trained = load_named_model(args)
+    destination = trained.folder.path / "evaluation" / _label(trained)
     destination.mkdir(parents=True, exist_ok=True)
     evaluate(trained, tasks, destination)
     return 0
@@ -63,17 +63,30 @@ def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None
             trained.device,
             config.trainer.precision,
         )
-        values |= summarise(metric.compute()[0], "evaluation")
+        prefix = "/".join(["evaluation", *_scaling(trained)])
+        values |= summarise(metric.compute()[0], prefix)
         files = [destination / "positions.csv", destination / "positions.png"]
         write_table(files[0], metric)
-        draw(files[1], metric, f"{config.name}, {trained.checkpoint.name}", baseline)
+        draw(files[1], metric, f"{config.name}, {_label(trained)}", baseline)
     results = destination / "results.json"
     write_atomically(results, json.dumps(values, indent=2) + "\n")
+    width = max(map(len, values))
     for name, value in values.items():
-        print(f"{name:<30} {value:.4f} nats a token")
+        print(f"{name:<{width}}  {value:.4f} nats a token")
     for file in files:
         print(f"written: {file}")
     _log(trained, values, [results, *files])
+
+
+def _scaling(trained: TrainedModel) -> list[str]:
+    """How positions were read, such as [linear-4]; nothing where it was as in training."""
+    positions = trained.positions
+    return [] if positions.name == "none" else [f"{positions.name}-{positions.factor:g}"]
+
+
+def _label(trained: TrainedModel) -> str:
+    """Checkpoint and positions, such as step-000000030-linear-4: results of each stay apart."""
+    return "-".join([trained.checkpoint.name, *_scaling(trained)])
 
 
 def _log(trained: TrainedModel, values: dict[str, float], files: list[Path]) -> None:
@@ -89,5 +102,5 @@ def _log(trained: TrainedModel, values: dict[str, float], files: list[Path]) -> 
     tracker.start()
     tracker.log_checkpoint(trained.checkpoint, trained.step, values)
     for file in files:
-        tracker.log_artifact(file, f"evaluation/{trained.checkpoint.name}")
+        tracker.log_artifact(file, f"evaluation/{_label(trained)}")
     tracker.finish(None, timeout_s=60.0)

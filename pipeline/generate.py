@@ -1,6 +1,7 @@
 """`longhaul generate`: continue a prompt, one token at a time at constant cost for linear kinds."""
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -11,11 +12,11 @@ from torch import Tensor
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.load import load_trained_model
+from longhaul.pipeline.load import add_model_arguments, load_named_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to add (%(default)s)")
     parser.add_argument(
@@ -32,14 +33,13 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature: found {args.temperature}, wanted 0 or more")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")
-    trained = load_trained_model(args.run)
+    trained = load_named_model(args)
     manifest = load_manifest(trained.config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     prompt = torch.tensor([[manifest.bos_id, *tokenizer.encode(args.prompt)]])
     generator = torch.Generator(trained.device).manual_seed(args.seed)
     decoder = tokenizer.stream_decoder()
-    print(args.prompt, end="", flush=True)
-    for token in sample_tokens(
+    tokens = sample_tokens(
         trained.model,
         prompt.to(trained.device),
         num_tokens=args.tokens,
@@ -47,7 +47,11 @@ def main(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         top_k=args.top_k,
         generator=generator,
-    ):
+    )
+    # Only now is it known that the model can continue the prompt.
+    first = next(tokens)
+    print(args.prompt, end="", flush=True)
+    for token in itertools.chain([first], tokens):
         if token == tokenizer.eot_id:
             break
         print(decoder.push(token), end="", flush=True)

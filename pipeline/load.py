@@ -1,12 +1,15 @@
 """A trained model from a run folder or from one of its checkpoints."""
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from longhaul.configs import RunConfig
+from longhaul.configs import ConfigError, RunConfig
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoint import CheckpointStore, newest_checkpoint
 from longhaul.pipeline.run_folder import RunFolder, locate, stored_config
 
@@ -21,25 +24,97 @@ class TrainedModel:
     checkpoint: Path
     step: int
     device: torch.device
+    positions: PositionScaling
 
 
-def load_trained_model(run_or_checkpoint: str | Path) -> TrainedModel:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that reads a trained model."""
+    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    parser.add_argument(
+        "--positions",
+        default="none",
+        metavar="none|linear|dynamic_ntk",
+        help="how rotary positions are scaled; default %(default)s",
+    )
+    parser.add_argument(
+        "--factor", type=float, help="times by which the context is to grow; default 1"
+    )
+
+
+def load_named_model(args: argparse.Namespace) -> TrainedModel:
+    """The model that a command line names; raises as `load_trained_model` does."""
+    if args.factor is not None and args.positions == "none":
+        raise ValueError(
+            f"--factor: found {args.factor:g} with --positions none, wanted linear or dynamic_ntk"
+        )
+    return load_trained_model(args.run, args.positions, 1.0 if args.factor is None else args.factor)
+
+
+def load_trained_model(
+    run_or_checkpoint: str | Path, positions: str = "none", factor: float = 1.0
+) -> TrainedModel:
     """The model of a checkpoint, or of the newest whole one of a run.
 
+    Args:
+        run_or_checkpoint: the path of either.
+        positions: none, linear or dynamic_ntk; the run's own context is what it was trained at.
+        factor: times by which the context is to grow.
+
     Raises:
-        ValueError: the path is neither, or the run has no checkpoint yet.
+        ValueError: the path is neither, the run has no checkpoint yet, or a layer of the model
+            has no such positions.
         CheckpointError: the checkpoint is damaged.
     """
-    folder, checkpoint = locate(run_or_checkpoint)
+    folder, checkpoint = _find(run_or_checkpoint)
     config = stored_config(folder)
-    if checkpoint is None:
-        checkpoint = newest_checkpoint(folder.checkpoints)
-    if checkpoint is None:
-        raise ValueError(f"{run_or_checkpoint}: found no whole checkpoint, wanted one")
+    scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
     tensors, state = CheckpointStore.load(checkpoint, only=["model"])
     with torch.device("meta"):
         model = LanguageModel(config.model)
+    model.set_positions(scaling)
     model.load_state_dict(tensors["model"], assign=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
-    return TrainedModel(model, config, folder, checkpoint, int(state["progress"]["step"]), device)
+    step = int(state["progress"]["step"])
+    return TrainedModel(model, config, folder, checkpoint, step, device, scaling)
+
+
+def load_start(model: LanguageModel, run_or_checkpoint: str) -> Path:
+    """Give a new model a checkpoint's weights; initial states that it lacks stay as they are.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is that of another model.
+        CheckpointError: the checkpoint is damaged.
+    """
+    try:
+        _, checkpoint = _find(run_or_checkpoint)
+    except ValueError as error:
+        raise ConfigError(f"trainer.start_from: {error}") from error
+    found = CheckpointStore.load(checkpoint, only=["model"])[0]["model"]
+    wanted = model.state_dict()
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found and "initial_state" in name.split("."):
+            continue
+        if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
+            raise ConfigError(
+                f"trainer.start_from: found {_shape(found.get(name))} for {name} in {checkpoint}, "
+                f"wanted {_shape(wanted.get(name))} as in this run's model"
+            )
+    model.load_state_dict(found, strict=False)
+    return checkpoint
+
+
+def _find(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
+    """The folder of a run, and the checkpoint that a path names or the run's newest."""
+    folder, checkpoint = locate(run_or_checkpoint)
+    checkpoint = checkpoint or newest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        raise ValueError(f"{run_or_checkpoint}: found no whole checkpoint, wanted one")
+    return folder, checkpoint
+
+
+def _shape(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"

@@ -22,6 +22,8 @@ _FIXED = (
     "optim.",
     "trainer.precision",
     "trainer.seed",
+    "trainer.start_from",
+    "trainer.train_only",
 )
 
 logger = logging.getLogger(__name__)
@@ -55,14 +57,20 @@ class RunFolder:
         """Refuse a config that differs from the folder's in what decides the run's numbers."""
         if not self.config_file.exists():
             return
-        before = flatten(to_dict(load_run_config(self.config_file)))
-        now = flatten(to_dict(config))
+        stored = load_run_config(self.config_file)
+        before, now = flatten(to_dict(stored)), flatten(to_dict(config))
         for key in sorted(before.keys() | now.keys()):
             if key.startswith(_FIXED) and before.get(key) != now.get(key):
                 raise ConfigError(
                     f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
                     f"{self.config_file}; give the new run another name"
                 )
+        orders = [list(each.model.layer_attention) for each in (config, stored)]
+        if orders[0] != orders[1]:
+            raise ConfigError(
+                f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
+                f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
+            )
         if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
             logger.warning(
                 "trainer.max_tokens: %d now, %d before; the learning rate's schedule ends with it",
@@ -110,7 +118,7 @@ def stored_config(folder: RunFolder) -> RunConfig:
 
 def anchored(config: RunConfig) -> RunConfig:
     """The config with local paths made absolute: the run can be read from any folder then."""
-    data, tracking = config.data, config.tracking
+    data, tracking, start_from = config.data, config.tracking, config.trainer.start_from
     validation = data.validation_manifest
     return dataclasses.replace(
         config,
@@ -118,6 +126,9 @@ def anchored(config: RunConfig) -> RunConfig:
             data,
             manifest=_absolute(data.manifest),
             validation_manifest=None if validation is None else _absolute(validation),
+        ),
+        trainer=dataclasses.replace(
+            config.trainer, start_from=None if start_from is None else _absolute(start_from)
         ),
         tracking=dataclasses.replace(tracking, uri=absolute_uri(tracking.uri)),
     )

@@ -20,6 +20,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.environment import source_commit
+from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.tracking import Status, Tracker
@@ -64,8 +65,9 @@ def train(config: RunConfig) -> None:
             print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
     data = _open_data(config, trainer)
+    module, source = _build_module(config, folder)
     if not trainer.is_global_zero:
-        _fit(trainer, config, folder, data, None)
+        _fit(trainer, module, Updates(config, folder, data, None))
         return
     tracker = _new_tracker(config, folder)
     status: Status | None = None
@@ -76,7 +78,9 @@ def train(config: RunConfig) -> None:
         tracker.start()
         books = Books(tracker, ProgressLine(config.name, config.num_updates))
         with _logging_to(folder.log_file):
-            progress = _fit(trainer, config, folder, data, books).progress
+            if source is not None:
+                logger.info("the run begins with the weights of %s", source)
+            _fit(trainer, module, Updates(config, folder, data, books))
         status = "FINISHED"
     except Killed:
         status = "KILLED"
@@ -87,6 +91,7 @@ def train(config: RunConfig) -> None:
     finally:
         signal.signal(signal.SIGTERM, previous)
         is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
+    progress = module.progress
     folder.mark_finished(Finished(progress.step, progress.tokens, is_tracked))
     print(f"run {folder.path} is finished: {progress.tokens:,} tokens")
 
@@ -111,27 +116,31 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
     return data
 
 
-def _fit(
-    trainer: Trainer,
-    config: RunConfig,
-    folder: RunFolder,
-    data: TokenDataModule,
-    books: Books | None,
-) -> Pretraining:
+def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
+    """The model that a run begins with, and the checkpoint that a new run has its weights from."""
     module = Pretraining(
         config.model,
         config.optim,
         accumulation=config.accumulation,
         samples_per_update=config.samples_per_update,
         max_tokens=config.trainer.max_tokens,
+        train_only=config.trainer.train_only,
     )
-    trainer.callbacks.append(Updates(config, folder, data, books))  # type: ignore[attr-defined]
+    # Checkpoints of the run's own, damaged ones too, decide what happens in Updates.
+    is_new = not any(folder.checkpoints.glob("step-*"))
+    if config.trainer.start_from is None or not is_new:
+        return module, None
+    # Ranks that find another checkpoint, since its run goes on, get rank 0's weights from DDP.
+    return module, load_start(module.model, config.trainer.start_from)
+
+
+def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
+    trainer.callbacks.append(updates)  # type: ignore[attr-defined]
     try:
-        trainer.fit(module, datamodule=data)
+        trainer.fit(module, datamodule=updates.data)
     finally:
-        if books:
-            books.show.end()
-    return module
+        if updates.books:
+            updates.books.show.end()
 
 
 def _build_trainer(config: RunConfig) -> Trainer:
@@ -168,7 +177,7 @@ def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
         run_name=config.name,
         params={key: str(value) for key, value in flatten(to_dict(config)).items()},
         tags={
-            "longhaul.attention": config.model.attention.kind,
+            "longhaul.attention": ",".join(config.model.kinds),
             "longhaul.commit": str(source_commit()),
         },
         artifacts=[folder.config_file, folder.environment_file],

@@ -7,7 +7,6 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.kernels.shapes import check_degree
 from longhaul.modules.attention.base import Attention, linear_in_float32, register
 from longhaul.modules.attention.gates import ForgetGate
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
@@ -31,9 +30,8 @@ class SympowConfig(PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_degree(self.degree)
-        if self.degree == 1:
-            raise ValueError("degree: found 1, wanted an even number of 2 or more")
+        if self.degree < 2 or self.degree % 2:
+            raise ValueError(f"degree: found {self.degree}, wanted an even number of 2 or more")
         if self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longhaul.configs import ConfigError, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -112,6 +112,32 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("optim.name=adam", "optim.weight_decay: found 0.1, wanted 0 for adam"),
         ("model.width=190", "model.width: found 190, wanted a multiple of 2 x model.heads = 12"),
         ("seed", "command line: found 'seed', wanted key.sub=value"),
+        (
+            "model.layer_attention.4.kind=softmax",
+            "model.layer_attention: found '4', wanted a number or slice of the layers 0 to 3",
+        ),
+        ("model.layer_attention.4::2.kind=softmax", "model.layer_attention: found '4::2', wanted"),
+        ("model.layer_attention.-1.kind=softmax", "model.layer_attention: found '-1', wanted"),
+        ("model.layer_attention.::0.kind=softmax", "model.layer_attention: found '::0', wanted"),
+        ("model.layer_attention.0:1:1:1.kind=softmax", "model.layer_attention: found '0:1:1:1'"),
+        ("model.layer_attention.last.kind=softmax", "model.layer_attention: found 'last', wanted"),
+        ("model.layer_attention={1: {kind: softmax}}", "found the number 1 as a key, wanted text"),
+        ("model.layer_attention=2", "model.layer_attention: expected a mapping of keys, got 2"),
+        ("model.layer_attention.1=2", "model.layer_attention.1: expected a mapping .*, got 2"),
+        ("model.layer_attention.1={}", "model.layer_attention.1.kind: missing, wanted one of"),
+        ("model.layer_attention.1.kind=sofmax", "model.layer_attention.1.kind: found 'sofmax'"),
+        (
+            "model.layer_attention.3::4={kind: sympow, degre: 4}",
+            "model.layer_attention.3::4.degre: unknown key.* model.layer_attention.3::4.degree",
+        ),
+        (
+            "model.layer_attention.3::4={kind: sympow, degree: '2'}",
+            'model.layer_attention.3::4.degree: expected int, got "2"',
+        ),
+        (
+            "model.layer_attention.3::4={kind: sympow, chunk_size: 0}",
+            "model.layer_attention.3::4.chunk_size: found 0, wanted 1 or more",
+        ),
     ],
 )
 def test_a_mistake_is_named_in_one_line(override: str, message: str) -> None:
@@ -185,3 +211,58 @@ def test_flatten_names_every_leaf() -> None:
     assert flat["model.attention.kind"] == "conformal_sympow"
     assert flat["optim.schedule.name"] == "wsd"
     assert not any(isinstance(value, dict) for value in flat.values())
+
+
+HYBRID = """
+inherits: [run/demo.yaml]
+model:
+  layers: 8
+  layer_attention:
+    "3::4": {kind: softmax}
+    "7": {kind: sympow, degree: 4}
+    ":1": {kind: sympow_gated}
+"""
+
+
+def hybrid(tmp_path: Path, *overrides: str) -> RunConfig:
+    file = tmp_path / "hybrid.yaml"
+    file.write_text(HYBRID)
+    return load_run_config(file, overrides)
+
+
+def test_a_layers_kind_is_that_of_its_last_entry(tmp_path: Path) -> None:
+    model = hybrid(tmp_path).model
+    kinds = [model.attention_of(layer).kind for layer in range(8)]
+    base = ["conformal_sympow"] * 2
+    assert kinds == ["sympow_gated", *base, "softmax", "conformal_sympow", *base, "sympow"]
+    assert model.kinds == ("sympow_gated", "conformal_sympow", "softmax", "sympow")
+
+
+def test_a_hybrid_survives_yaml_in_its_order(tmp_path: Path) -> None:
+    config = hybrid(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text(to_yaml(config))
+    again = load_run_config(file)
+    assert again == config
+    assert list(again.model.layer_attention) == ["3::4", "7", ":1"]
+    flat = flatten(to_dict(config))
+    assert flat["model.layer_attention.3::4.kind"] == "softmax"
+    assert flat["model.layer_attention.7.degree"] == 4
+
+
+def test_another_kind_of_a_layer_keeps_the_options_it_has(tmp_path: Path) -> None:
+    kind = "model.layer_attention.7.kind"
+    gated = hybrid(tmp_path, f"{kind}=sympow_gated").model.attention_of(7)
+    assert gated == attention_config("sympow_gated")(degree=4)  # type: ignore[call-arg]
+    softmax = hybrid(tmp_path, f"{kind}=softmax").model.attention_of(7)
+    assert softmax == attention_config("softmax")()
+    deeper = hybrid(tmp_path, "model.layer_attention.7.degree=6").model.attention_of(7)
+    assert deeper == attention_config("sympow")(degree=6)  # type: ignore[call-arg]
+
+
+def test_a_kind_beside_the_command_line_keeps_the_options_it_has(tmp_path: Path) -> None:
+    overrides = ["model.attention.degree=4", "model.attention.qk_norm=true"]
+    gated = load_run_config("run/demo.yaml", overrides, kind="sympow_gated").model.attention
+    assert gated == attention_config("sympow_gated")(degree=4, qk_norm=True)  # type: ignore[call-arg]
+    softmax = load_run_config("run/demo.yaml", overrides, kind="softmax").model.attention
+    assert softmax == attention_config("softmax")()

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.rotary import PositionScaling
 
 PEAK_OF_A_LONG_LOSS = """
 import resource, torch
@@ -122,3 +123,47 @@ def test_counts_are_the_formulas() -> None:
     context = 100
     mixing = 2 * (context + 1) * D
     assert model.flops_per_token(context) == 2 * vocabulary * D + L * (24 * D * D + mixing)
+    assert model.mixing_flops(context) == L * mixing
+    assert model.weight_flops() == model.flops_per_token(context) - L * mixing
+
+
+def hybrid() -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        layers=4,
+        width=32,
+        heads=2,
+        vocabulary=64,
+        attention=attention_config("conformal_sympow")(),
+        layer_attention={"1::2": attention_config("softmax")()},
+    )
+    return LanguageModel(config)
+
+
+def test_a_hybrid_is_built_from_the_kinds_of_its_layers() -> None:
+    model = hybrid().double().eval()
+    kinds = [block.attention.config.kind for block in model.blocks]
+    assert kinds == ["conformal_sympow", "softmax"] * 2
+    tokens = torch.randint(64, (2, 30))
+    hidden, _ = model(tokens)
+    wanted = hidden @ model.embedding.weight.T
+    logits, state = model.prefill(tokens[:, :20])
+    for t in range(20, 30):
+        logits, state = model.step(tokens[:, t], state)
+        torch.testing.assert_close(logits, wanted[:, t].float())
+    assert model.flops_per_token(100) == model.weight_flops() + model.mixing_flops(100)
+    assert model.mixing_flops(100) == sum(b.attention.mixing_flops(100) for b in model.blocks)
+
+
+def test_positions_reach_every_layer_or_are_refused() -> None:
+    model = hybrid().double().eval()
+    tokens = torch.randint(64, (2, 30))
+    plain, _ = model(tokens)
+    model.set_positions(PositionScaling(name="linear", factor=2.0))
+    for block in model.blocks:
+        assert block.attention.rotary.scaling.factor == 2
+    assert not torch.allclose(model(tokens)[0], plain)
+    model.set_positions(PositionScaling())
+    assert torch.equal(model(tokens)[0], plain)
+    with pytest.raises(ValueError, match="positions: found 'linear' for attention of kind alibi"):
+        small("alibi").set_positions(PositionScaling(name="linear", factor=2.0))

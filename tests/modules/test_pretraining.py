@@ -24,9 +24,11 @@ def batches(num_updates: int, micro_batch: int) -> DataLoader[dict[str, Tensor]]
     return DataLoader(rows, batch_size=micro_batch)  # type: ignore[arg-type]
 
 
-def build(micro_batch: int, **optim: object) -> Pretraining:
+def build(micro_batch: int, train_only: str | None = None, **optim: object) -> Pretraining:
     torch.manual_seed(0)
-    attention = attention_config("sympow_gated")()
+    attention = attention_config("sympow_gated")(
+        initial_state="zero" if train_only is None else "learned"  # type: ignore[call-arg]
+    )
     model = LanguageModelConfig(layers=1, width=16, heads=2, vocabulary=64, attention=attention)
     return Pretraining(
         model,
@@ -34,6 +36,7 @@ def build(micro_batch: int, **optim: object) -> Pretraining:
         accumulation=SAMPLES // micro_batch,
         samples_per_update=SAMPLES,
         max_tokens=10_000,
+        train_only=train_only,
     )
 
 
@@ -48,7 +51,7 @@ def fit(
     def hook(gradient: Tensor) -> Tensor:
         return gradient * math.nan if spoil(module.progress.step) else gradient
 
-    module.model.final_norm.weight.register_hook(hook)
+    [p for p in module.model.parameters() if p.requires_grad][-1].register_hook(hook)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
@@ -118,6 +121,20 @@ def test_only_matrices_decay() -> None:
     assert groups[0]["weight_decay"] == 0.1
     assert {p.ndim for p in groups[1]["params"]} == {1}
     assert groups[1]["weight_decay"] == 0
+
+
+def test_what_is_not_trained_is_frozen_and_has_no_moments() -> None:
+    module = build(4, train_only="initial_state", weight_decay=0.1)
+    before = copy.deepcopy(module.model.state_dict())
+    fit(module, 2, 4)
+    after = module.model.state_dict()
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    names = {f"blocks.0.attention.initial_state.{name}" for name in ("key", "value")}
+    assert changed == names
+    (group,) = module.configure_optimizers().param_groups
+    assert {id(p) for p in group["params"]} == {
+        id(p) for name, p in module.model.named_parameters() if name in names
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,152 @@
+"""`longhaul plan`: what a model is made of and costs, from its config alone."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from longhaul.configs import load_run_config
+from longhaul.modules.attention import Attention, AttentionConfig
+from longhaul.modules.attention.sympow import Sympow, SympowConfig
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+
+_DEGREES = (2, 4, 6, 8)
+_HALF = torch.bfloat16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+    parser.add_argument(
+        "--kinds", help="comma-separated, in place of model.attention.kind, such as softmax,sympow"
+    )
+    parser.add_argument(
+        "--contexts", help="comma-separated, in place of data.context, such as 1024,65536 tokens"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    run = load_run_config(args.config, args.overrides)
+    contexts = [run.data.context] if args.contexts is None else _contexts(args.contexts)
+    models = [run.model]
+    if args.kinds is not None:
+        kinds = args.kinds.split(",")
+        models = [load_run_config(args.config, args.overrides, kind=kind).model for kind in kinds]
+    print("FLOPs: forward, a token. State: a sequence's, in half precision without padding, and")
+    print("as it is allocated.\n")
+    _print_table(_costs(models, contexts))
+    if isinstance(run.model.attention, SympowConfig):
+        print("\nThe state of the symmetric-power layers at each degree:\n")
+        _print_table(_states_by_degree(run.model))
+    return 0
+
+
+def _contexts(text: str) -> list[int]:
+    contexts = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(contexts) < 1:
+        raise ValueError(f"--contexts: found {text!r}, wanted tokens, such as 1024,65536")
+    return contexts
+
+
+def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> list[list[str]]:
+    """A row for every kind and context, below the names of the columns."""
+    names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
+    rows = [[*names, "state", "allocated", "form"]]
+    for config in models:
+        model = _build(config)
+        layers = _attentions(model)
+        weights = model.weight_flops()
+        for T in contexts:
+            mixing = model.mixing_flops(T)
+            rows.append(
+                [
+                    ",".join(config.kinds),
+                    f"{T:,}",
+                    _amount(model.num_parameters()),
+                    _amount(weights),
+                    _amount(mixing),
+                    _digits(mixing / weights),
+                    _bytes(sum(_state_bytes(layer, T) for layer in layers)),
+                    _bytes(sum(layer.allocated_bytes(T, _HALF) for layer in layers)),
+                    ", ".join(dict.fromkeys(layer.form(T) for layer in layers)),
+                ]
+            )
+    return rows
+
+
+def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
+    """A row for every degree, below the names of the columns."""
+    rows = [["degree", "symmetric power", "tensor power", "allocated"]]
+    for degree in _DEGREES:
+        others = {key: _of_degree(other, degree) for key, other in config.layer_attention.items()}
+        model = dataclasses.replace(
+            config, attention=_of_degree(config.attention, degree), layer_attention=others
+        )
+        layers = [layer for layer in _attentions(_build(model)) if isinstance(layer, Sympow)]
+        rows.append(
+            [
+                f"{degree}",
+                _bytes(sum(_state_bytes(layer, 1) for layer in layers)),
+                _bytes(sum(layer.tensor_power_size() * _HALF.itemsize for layer in layers)),
+                _bytes(sum(layer.allocated_bytes(1, _HALF) for layer in layers)),
+            ]
+        )
+    return rows
+
+
+def _of_degree(attention: AttentionConfig, degree: int) -> AttentionConfig:
+    if isinstance(attention, SympowConfig):
+        return dataclasses.replace(attention, degree=degree)
+    return attention
+
+
+def _build(config: LanguageModelConfig) -> LanguageModel:
+    """The model without its numbers: milliseconds and no memory, whatever its size."""
+    with torch.device("meta"):
+        return LanguageModel(config)
+
+
+def _attentions(model: LanguageModel) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
+def _state_bytes(layer: Attention, T: int) -> int:
+    """Mathematical size of a state, or a cache of T tokens, in half precision."""
+    size = layer.state_size()
+    return layer.allocated_bytes(T, _HALF) if size is None else size * _HALF.itemsize
+
+
+def _amount(number: float) -> str:
+    """124,000,000 as 124M."""
+    value, unit = _scaled(number, ("", "K", "M", "B", "T", "Q"))
+    return value + unit
+
+
+def _bytes(number: float) -> str:
+    """39,000,000 as 39 MB: decimal units, as the papers have them."""
+    return " ".join(_scaled(number, ("B", "kB", "MB", "GB", "TB", "PB", "EB")))
+
+
+def _scaled(number: float, units: Sequence[str]) -> tuple[str, str]:
+    """Digits below 1,000 where a unit allows it, and the unit."""
+    power = 0
+    while round(number) >= 1000 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return (_digits(number) if power else f"{number:.0f}"), units[power]
+
+
+def _digits(number: float) -> str:
+    """Two digits, and all those before the point."""
+    if number < 1:
+        return f"{number:.2g}"
+    return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        print("  ".join(cells))
