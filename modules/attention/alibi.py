@@ -96,14 +96,19 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The bias as a formula in a fused kernel: no T x S tensor. On a CPU, forward alone runs."""
     T, S = q.shape[2], k.shape[2]
-    slopes = torch.tensor(alibi_slopes(q.shape[1]), device=q.device)
-
-    def biased(score: Tensor, b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
-        return score - slopes[h] * (t + (S - T) - i)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    slopes = torch.tensor(alibi_slopes(q.shape[1]), dtype=dtype, device=q.device)
 
     # Uncompiled it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
-    mixed: Tensor = attend(q, k, v, score_mod=biased, block_mask=_causal(T, S, q.device))
+    mixed: Tensor = attend(
+        q,
+        k,
+        v,
+        # Lambdas, which run-time checks of types do not wrap: flex attention counts arguments.
+        score_mod=lambda score, b, h, t, i: score - slopes[h] * (t + (S - T) - i),
+        block_mask=_causal(T, S, q.device),
+    )
     return mixed
 
 
@@ -114,7 +119,4 @@ def _compiled_flex() -> Any:
 
 @lru_cache(maxsize=8)
 def _causal(T: int, S: int, device: torch.device) -> BlockMask:
-    def not_future(b: Tensor, h: Tensor, t: Tensor, i: Tensor) -> Tensor:
-        return t + (S - T) >= i
-
-    return create_block_mask(not_future, None, None, T, S, device=device)
+    return create_block_mask(lambda b, h, t, i: t + (S - T) >= i, None, None, T, S, device=device)

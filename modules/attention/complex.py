@@ -68,9 +68,7 @@ class ComplexAttention(PowerAttention):
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         position = documents.positions(carried["position"])
         cos, sin = self.rotary.phases(position, documents.T, x.dtype)
-        log_g = None
-        if self.decay:
-            log_g = log_decays(self.num_heads, x.device).expand(*x.shape[:2], -1)
+        log_g = log_decays(x, self.num_heads) if self.decay else None
         # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
         read = Read(log_g)
         operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, (read, read))

@@ -43,7 +43,7 @@ class LinearConfig(PowerConfig):
 
 
 class Linear(PowerAttention):
-    """y_t = sum_i f(q_t) . f(k_i) v_i / sum_i f(q_t) . f(k_i), or head_norm of the numerator.
+    """y_t = sum_i f(q_t) . f(k_i) v_i / sum_i f(q_t) . f(k_i), or the numerator / sqrt(K), normed.
 
     Without positions: tokens are told apart by what they hold and by how many precede them.
     Source: Katharopoulos et al. (2020), arXiv:2006.16236 (f = elu + 1).
@@ -62,6 +62,10 @@ class Linear(PowerAttention):
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         return Operands(self._features(q), self._features(k), v), {}
+
+    def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
+        # Weights of pivot tokens must not be negative either, or sums of weights may vanish.
+        return self._features(key)
 
     def _features(self, x: Tensor) -> Tensor:
         if self.feature_map == "identity":

@@ -18,6 +18,7 @@ from longhaul.kernels import (
     symmetric_dim,
 )
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.attention.initial_state import InitialState
 from longhaul.modules.documents import Documents
@@ -130,6 +131,10 @@ class PowerAttention(Attention):
         """Factors with which a learned initial state enters each read."""
         return (1.0,) * self.num_reads
 
+    def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
+        """Keys as the op takes them, of the learned keys of the initial state."""
+        return key
+
     def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and log gates of one call of the op: reads side by side, as heads."""
         q, k, v, reads = operands
@@ -223,7 +228,10 @@ class PowerAttention(Attention):
         scale = self.key_dim**-0.5 if self.scale is None else self.scale
         scores = scale * torch.einsum("bthk,bihk->bhti", operands.q, operands.k)
         weights = scores**self.degree * self.coefficients(operands)
-        return weights / weights.sum(dim=-1, keepdim=True) if self.normalize else weights
+        if not self.normalize:
+            return weights
+        total = weights.sum(dim=-1, keepdim=True)
+        return weights / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
 
     def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
         """Factors of (scale q_t . k_i)^p: the sum over reads of row_t exp(G_t - G_i) column_i."""
@@ -272,6 +280,7 @@ class PowerAttention(Attention):
         if self.initial_state is None:
             return None
         key, value = self.initial_state()
+        key = self.pivot_key(key)
         reads = tuple(
             Read(column=torch.full_like(key[..., :1], column)) for column in self.pivot_columns()
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -65,7 +65,7 @@ class Retention(PowerAttention):
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         position = documents.positions(carried["position"])
         cos, sin = self.rotary.phases(position, documents.T, x.dtype)
-        log_g = log_decays(self.num_heads, x.device).expand(*x.shape[:2], -1)
+        log_g = log_decays(x, self.num_heads)
         operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
         return operands, {"position": documents.last(position)}
 
@@ -78,7 +78,8 @@ class Retention(PowerAttention):
         return self.out(y)  # type: ignore[no-any-return]
 
 
-def log_decays(num_heads: int, device: torch.device) -> Float32[Tensor, "H"]:
-    """log(1 - 2^(-5 - h)), h = 0, 1, ...: memories of 32 tokens, 64, ..."""
-    head = torch.arange(num_heads, dtype=torch.float32, device=device)
-    return torch.log1p(-(2.0 ** (-5 - head)))
+def log_decays(x: Float[Tensor, "B T D"], num_heads: int) -> Float[Tensor, "B T H"]:
+    """log(1 - 2^(-5 - h)), h = 0, 1, ..., at every token of x: memories of 32 tokens, 64, ..."""
+    head = torch.arange(num_heads, dtype=torch.float64, device=x.device)
+    decays = torch.log1p(-(2.0 ** (-5 - head))).to(torch.promote_types(x.dtype, torch.float32))
+    return decays.expand(*x.shape[:2], -1)
