@@ -32,6 +32,10 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+def is_linear(kind: str) -> bool:
+    return attention_config(kind).cost == "linear"
+
+
 def small(kind: str = "conformal_sympow") -> LanguageModel:
     torch.manual_seed(0)
     attention = attention_config(kind)()
@@ -167,3 +171,25 @@ def test_positions_reach_every_layer_or_are_refused() -> None:
     assert torch.equal(model(tokens)[0], plain)
     with pytest.raises(ValueError, match="positions: found 'linear' for attention of kind alibi"):
         small("alibi").set_positions(PositionScaling(name="linear", factor=2.0))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in registered_variants() if is_linear(kind)])
+def test_a_learned_initial_state_alone_lowers_the_loss_on_unseen_documents(kind: str) -> None:
+    # Only what precedes a document can tell how its first tokens are answered.
+    torch.manual_seed(0)
+    attention = attention_config(kind)(initial_state="learned", rank=4)
+    model = LanguageModel(
+        LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
+    )
+    model.requires_grad_(False)
+    learned = [p for name, p in model.named_parameters() if "initial_state" in name.split(".")]
+    optimizer = torch.optim.Adam([p.requires_grad_() for p in learned], lr=0.03)
+    tokens, target = torch.randint(2, (16, 12)), torch.randint(64, (16, 12))
+    target[:, :6] = 20 + tokens[:, :6]
+    seen, unseen = (tokens[:8], target[:8]), (tokens[8:], target[8:])
+    before = model.loss(*unseen).item()
+    for _ in range(30):
+        optimizer.zero_grad()
+        model.loss(*seen).backward()
+        optimizer.step()
+    assert model.loss(*unseen).item() < before - 0.01
