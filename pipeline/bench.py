@@ -1,17 +1,23 @@
-"""`longhaul bench`: speeds as ratios against a peer measured in the same run."""
+"""`longhaul bench`: kinds, kernels and readers beside their peers, measured in the same run."""
 
 import argparse
 
-from longhaul.pipeline import bench_data, bench_kernels
+from longhaul.pipeline import bench_data, bench_kernels, bench_train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["kernels", "data"])
+    parts = parser.add_subparsers(dest="what", required=True)
+    parts.add_parser("kernels", help="power attention beside fused softmax attention")
+    parts.add_parser("data", help="our token stream beside stock webdataset")
+    train = parts.add_parser("train", help="every attention kind trained under one budget")
+    bench_train.add_arguments(train)
 
 
 def main(args: argparse.Namespace) -> int:
     if args.what == "kernels":
         bench_kernels.run()
-    else:
+    elif args.what == "data":
         bench_data.run()
+    else:
+        bench_train.run(args)
     return 0

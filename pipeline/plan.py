@@ -4,15 +4,22 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-import torch
-
 from longhaul.configs import load_run_config
-from longhaul.modules.attention import Attention, AttentionConfig
+from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.sizes import (
+    HALF,
+    allocated_bytes,
+    amount,
+    attentions,
+    digits,
+    in_bytes,
+    state_bytes,
+    without_memory,
+)
 
 _DEGREES = (2, 4, 6, 8)
-_HALF = torch.bfloat16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +61,8 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
     names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
     rows = [[*names, "state", "allocated", "form"]]
     for config in models:
-        model = _build(config)
-        layers = _attentions(model)
+        model = without_memory(config)
+        layers = attentions(model)
         weights = model.weight_flops()
         for T in contexts:
             mixing = model.mixing_flops(T)
@@ -63,12 +70,12 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
                 [
                     ",".join(config.kinds),
                     f"{T:,}",
-                    _amount(model.num_parameters()),
-                    _amount(weights),
-                    _amount(mixing),
-                    _digits(mixing / weights),
-                    _bytes(sum(_state_bytes(layer, T) for layer in layers)),
-                    _bytes(sum(layer.allocated_bytes(T, _HALF) for layer in layers)),
+                    amount(model.num_parameters()),
+                    amount(weights),
+                    amount(mixing),
+                    digits(mixing / weights),
+                    in_bytes(state_bytes(layers, T)),
+                    in_bytes(allocated_bytes(layers, T)),
                     ", ".join(dict.fromkeys(layer.form(T) for layer in layers)),
                 ]
             )
@@ -83,13 +90,13 @@ def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
         model = dataclasses.replace(
             config, attention=_of_degree(config.attention, degree), layer_attention=others
         )
-        layers = [layer for layer in _attentions(_build(model)) if isinstance(layer, Sympow)]
+        layers = [layer for layer in attentions(without_memory(model)) if isinstance(layer, Sympow)]
         rows.append(
             [
                 f"{degree}",
-                _bytes(sum(_state_bytes(layer, 1) for layer in layers)),
-                _bytes(sum(layer.tensor_power_size() * _HALF.itemsize for layer in layers)),
-                _bytes(sum(layer.allocated_bytes(1, _HALF) for layer in layers)),
+                in_bytes(state_bytes(layers, 1)),
+                in_bytes(sum(layer.tensor_power_size() * HALF.itemsize for layer in layers)),
+                in_bytes(allocated_bytes(layers, 1)),
             ]
         )
     return rows
@@ -99,48 +106,6 @@ def _of_degree(attention: AttentionConfig, degree: int) -> AttentionConfig:
     if isinstance(attention, SympowConfig):
         return dataclasses.replace(attention, degree=degree)
     return attention
-
-
-def _build(config: LanguageModelConfig) -> LanguageModel:
-    """The model without its numbers: milliseconds and no memory, whatever its size."""
-    with torch.device("meta"):
-        return LanguageModel(config)
-
-
-def _attentions(model: LanguageModel) -> list[Attention]:
-    return [module for module in model.modules() if isinstance(module, Attention)]
-
-
-def _state_bytes(layer: Attention, T: int) -> int:
-    """Mathematical size of a state, or a cache of T tokens, in half precision."""
-    size = layer.state_size()
-    return layer.allocated_bytes(T, _HALF) if size is None else size * _HALF.itemsize
-
-
-def _amount(number: float) -> str:
-    """124,000,000 as 124M."""
-    value, unit = _scaled(number, ("", "K", "M", "B", "T", "Q"))
-    return value + unit
-
-
-def _bytes(number: float) -> str:
-    """39,000,000 as 39 MB: decimal units, as the papers have them."""
-    return " ".join(_scaled(number, ("B", "kB", "MB", "GB", "TB", "PB", "EB")))
-
-
-def _scaled(number: float, units: Sequence[str]) -> tuple[str, str]:
-    """Digits below 1,000 where a unit allows it, and the unit."""
-    power = 0
-    while round(number) >= 1000 and power < len(units) - 1:
-        number, power = number / 1000, power + 1
-    return (_digits(number) if power else f"{number:.0f}"), units[power]
-
-
-def _digits(number: float) -> str:
-    """Two digits, and all those before the point."""
-    if number < 1:
-        return f"{number:.2g}"
-    return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
