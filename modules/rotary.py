@@ -27,7 +27,7 @@ class PositionScaling:
                 f"positions: found {self.name!r}, wanted one of none, linear, dynamic_ntk"
             )
         if not 1 <= self.factor < math.inf:
-            raise ValueError(f"position factor: found {self.factor}, wanted 1 or more")
+            raise ValueError(f"position factor: found {self.factor}, wanted 1 or more, finite")
         if self.name == "dynamic_ntk" and self.context < 1:
             raise ValueError(f"position context: found {self.context}, wanted the training context")
 
@@ -40,6 +40,8 @@ class Rotary:
     """
 
     def __init__(self, width: int, *, base: float, first_turns: float = 1 / (2 * math.pi)) -> None:
+        if width % 2:
+            raise ValueError(f"head width: found {width}, wanted an even one: rotation turns pairs")
         self.width = width
         self.base = base
         self.first_turns = first_turns

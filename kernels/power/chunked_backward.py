@@ -17,7 +17,6 @@ from torch import Tensor
 from longhaul.kernels.power.attention import log2_smallest
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
-from longhaul.kernels.power.features import multiplicity
 from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
 
 
@@ -51,8 +50,7 @@ class BackwardPass:
         self.dkv, self.dnorm = dkv, dnorm
         self.decay = Decay.of(saved.log_g, problem, like.dtype)
         self.workspaces = Workspaces(problem, like)
-        self.times = multiplicity(problem.K, problem.degree, like)  # (P,)
-        self.carry = Carry(problem, self.times, like)
+        self.carry = Carry(problem, like)
         # Σ_v dout · out, the part of every gradient that goes through the denominator.
         self.delta = torch.linalg.vecdot(self.dout.to(like.dtype), saved.out.to(like.dtype))
         self.inverse = self.ddenominator = None
@@ -70,7 +68,7 @@ class BackwardPass:
             self.carry.load(self.dkv, self.dnorm, rows)
             if not self.carry.is_zero:
                 # The gradient is carried without the multiplicity, as the state is.
-                self.carry.sums.div_(self.times)
+                self.carry.sums.div_(self.carry.times)
             for chunk in reversed(problem.chunks):
                 self._write_chunk(rows, chunk)
             self._store_dinitial(rows)
@@ -80,7 +78,7 @@ class BackwardPass:
     def _store_dinitial(self, rows: Rows) -> None:
         if self.into.dkv is None or self.into.dnorm is None or self.carry.is_zero:
             return
-        self.carry.sums.mul_(self.times)
+        self.carry.sums.mul_(self.carry.times)
         self.carry.store(self.into.dkv, self.into.dnorm, rows)
 
     def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:

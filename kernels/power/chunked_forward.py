@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
-from longhaul.kernels.power.features import multiplicity
 from longhaul.kernels.power.state import denominator_floor
 from longhaul.kernels.power.workspace import (
     Carry,
@@ -32,8 +31,7 @@ class ForwardPass:
         like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
         self.decay = Decay.of(log_g, problem, like.dtype)
         self.workspaces = Workspaces(problem, like)
-        self.times = multiplicity(problem.K, problem.degree, like)  # (P,)
-        self.state = Carry(problem, self.times, like)
+        self.state = Carry(problem, like)
 
     def run(self, kv: Tensor | None, norm: Tensor | None) -> None:
         """Fill `into`, from the initial state."""

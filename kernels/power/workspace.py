@@ -6,12 +6,14 @@ much as the arithmetic on it.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from longhaul.kernels.power.attention import Buffers, InsideChunk
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
-from longhaul.kernels.power.features import FeatureMap, FeatureScratch
+from longhaul.kernels.power.features import FeatureMap, FeatureScratch, multiplicity
 from longhaul.kernels.shapes import padded_width
 
 # Tokens whose features exist at one time; a longer chunk is expanded piece by piece.
@@ -93,13 +95,30 @@ class Workspaces:
 
 
 class Carry:
-    """A state between chunks, (rows, V + 1, P): the norm is row V. Also its gradient."""
+    """A state between chunks, (rows, V + 1, P): the norm is row V. Also its gradient.
 
-    def __init__(self, problem: Problem, times: Tensor, like: Tensor) -> None:
-        self._rows, self._times, self._V = problem.rows_per_block, times, problem.V
-        rows = self._rows[0] * self._rows[1]
-        self.sums, self._read = like.new_empty(2, rows, problem.V + 1, problem.P).unbind(0)
+    Made when it is first needed: a single chunk without states may be of a degree whose P no
+    memory holds.
+    """
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self._problem, self._like = problem, like
+        self._rows, self._V = problem.rows_per_block, problem.V
         self.is_zero = True
+
+    @cached_property
+    def times(self) -> Tensor:
+        """Multiplicity of every feature, (P,)."""
+        return multiplicity(self._problem.K, self._problem.degree, self._like)
+
+    @cached_property
+    def sums(self) -> Tensor:
+        rows = self._rows[0] * self._rows[1]
+        return self._like.new_empty(rows, self._V + 1, self._problem.P)
+
+    @cached_property
+    def _read(self) -> Tensor:
+        return torch.empty_like(self.sums)
 
     def load(self, kv: Tensor | None, norm: Tensor | None, rows: Rows) -> None:
         """Start from a state (B, G, P, V) and (B, G, P), or from nothing."""
@@ -121,7 +140,7 @@ class Carry:
 
     def to_read(self) -> Tensor:
         """The sums with the multiplicity that every feature has on the query side, eq. (7)."""
-        return torch.mul(self.sums, self._times, out=self._read)
+        return torch.mul(self.sums, self.times, out=self._read)
 
     def add(self, values: Tensor, features: Tensor) -> None:
         """Add Σ values featuresᵀ over tokens."""

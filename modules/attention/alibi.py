@@ -11,6 +11,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.base import Attention, AttentionConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
@@ -61,25 +62,32 @@ class Alibi(FusedAttention):
         return _mix_flex(q, *cache) if q.is_cuda else self._mix_biased(q, *cache)
 
     def _mix_biased(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A block of queries at a time, against no key that all of them precede."""
+        """A block of queries at a time, against no key that all of them precede.
+
+        Where there are several blocks, a block's bias is made again for the backward pass.
+        """
         T, S = q.shape[2], k.shape[2]
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        position = torch.arange(S, dtype=dtype, device=q.device)
         outputs = []
         for start in range(S - T, S, _QUERIES_AT_ONCE):
             end = min(start + _QUERIES_AT_ONCE, S)
-            distance = position[start:end, None] - position[:end]
-            bias = (-self._slopes(distance) * distance).masked_fill(distance < 0, -math.inf)
-            block = q[:, :, start - (S - T) : end - (S - T)]
-            outputs.append(
-                F.scaled_dot_product_attention(
-                    block, k[:, :, :end], v[:, :, :end], attn_mask=bias.to(q.dtype)[None]
-                )
-            )
+            block = q[:, :, start - (S - T) : end - (S - T)], k[:, :, :end], v[:, :, :end]
+            if T <= _QUERIES_AT_ONCE:
+                outputs.append(self._mix_block(*block))
+            else:
+                outputs.append(checkpoint(self._mix_block, *block, use_reentrant=False))
         return torch.cat(outputs, dim=2)
 
+    def _mix_block(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The last T of S tokens, with the bias written out."""
+        T, S = q.shape[2], k.shape[2]
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        position = torch.arange(S, dtype=dtype, device=q.device)
+        distance = position[S - T :, None] - position
+        bias = (-self._slopes(distance) * distance).masked_fill(distance < 0, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype)[None])
+
     def _slopes(self, like: Tensor) -> Float[Tensor, "H 1 1"]:
-        return like.new_tensor(alibi_slopes(self.num_heads))[:, None, None]
+        return _slopes(self.num_heads, like.dtype, like.device)[:, None, None]
 
     def cached_per_token(self) -> int:
         return 2 * self.model_dim
@@ -93,11 +101,16 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     return tuple((slopes + between)[:num_heads])
 
 
+@lru_cache(maxsize=8)
+def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "H"]:
+    """Kept, since a copy to a device waits for it."""
+    return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
+
+
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The bias as a formula in a fused kernel: no T x S tensor. On a CPU, forward alone runs."""
     T, S = q.shape[2], k.shape[2]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    slopes = torch.tensor(alibi_slopes(q.shape[1]), dtype=dtype, device=q.device)
+    slopes = _slopes(q.shape[1], torch.promote_types(q.dtype, torch.float32), q.device)
 
     # Uncompiled it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention

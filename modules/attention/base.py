@@ -20,21 +20,36 @@ class AttentionConfig(ABC):
 
     kind: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"  # or "quadratic": the growth of training time with T
+    positions: ClassVar[tuple[str, ...]] = ("none",)  # scalings that make sense at evaluation
 
-    @property
-    def positions(self) -> tuple[str, ...]:
-        """Position scalings that make sense at evaluation; kinds that rotate have more."""
-        return ("none",)
+    def __post_init__(self) -> None:  # noqa: B027 (the end of a chain)
+        """Checks of options; a class calls those above it first."""
 
     @abstractmethod
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> "Attention":
         """The module of a layer, counted from 0, freshly initialised on the default device."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig(AttentionConfig):
+    """The option of kinds with the usual rotary positions."""
+
+    positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
+
+    rotary_base: float = 10_000.0
+    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary_base <= 1:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+
+
 class Attention(nn.Module, ABC):
     """Causal mixing of tokens: (B, T, D) to (B, T, D), carrying any past in an explicit state."""
 
     config: AttentionConfig
+    rotary: Rotary | None = None
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -72,7 +87,7 @@ class Attention(nn.Module, ABC):
         """The mixing matrices written out, in the precision of x: for tests and pictures.
 
         There are W = H of them unless the kind says otherwise. forward is
-        read_out(weights @ values): they are what the variant's formula calls its weights.
+        read_out(weights @ values), but for what a learned initial state adds to it.
         """
 
     @abstractmethod
@@ -86,8 +101,11 @@ class Attention(nn.Module, ABC):
         """From mixed values to the layer's output: norms and gates where there are any, W_o."""
 
     @abstractmethod
-    def form(self, T: int) -> str:
-        """How T tokens are mixed in training: the form of the op, and its chunk if it has one."""
+    def form(self, T: int, backend: str) -> str:
+        """How T tokens are mixed in training: the form of the op, and its chunk if it has one.
+
+        backend is "torch" or "triton": each has its own cost model.
+        """
 
     def projection_flops(self) -> int:
         """Forward FLOPs a token of all products with weights (a multiply-add is two)."""
@@ -98,12 +116,12 @@ class Attention(nn.Module, ABC):
         )
 
     @abstractmethod
-    def mixing_flops(self, T: int) -> int:
-        """Forward FLOPs a token of mixing at context T: pairs of tokens, or the state."""
+    def mixing_flops(self, T: int, backend: str = "torch") -> int:
+        """Forward FLOPs a token of mixing at context T, by the form that the backend takes."""
 
-    def flops_per_token(self, T: int) -> int:
+    def flops_per_token(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs a token at context T."""
-        return self.projection_flops() + self.mixing_flops(T)
+        return self.projection_flops() + self.mixing_flops(T, backend)
 
     @abstractmethod
     def state_size(self) -> int | None:
@@ -120,8 +138,8 @@ class Attention(nn.Module, ABC):
                 f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
                 f"wanted {' or '.join(self.config.positions)}"
             )
-        if isinstance(rotary := getattr(self, "rotary", None), Rotary):
-            rotary.scaling = scaling
+        if self.rotary is not None:
+            self.rotary.scaling = scaling
 
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])

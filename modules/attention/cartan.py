@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.gates import ForgetGate, PerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
@@ -18,7 +18,7 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("cartan")
 @dataclass(frozen=True, kw_only=True)
-class CartanConfig(PowerConfig):
+class CartanConfig(RotaryConfig, PowerConfig):
     """The generator, and what stands around it."""
 
     generator: str = "full"
@@ -29,9 +29,6 @@ class CartanConfig(PowerConfig):
 
     bilinear: bool = True
     """False: no inner product of queries and keys, but a state of two numbers a channel."""
-
-    rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,12 +41,6 @@ class CartanConfig(PowerConfig):
                 "negative_diagonal: found true with bilinear false, whose keys are a diagonal of "
                 "any sign already; wanted false"
             )
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         variant = Cartan if self.bilinear else CartanChannels
@@ -69,6 +60,7 @@ class Cartan(PowerAttention):
     """
 
     scale = 1.0
+    rotary: Rotary
 
     def __init__(
         self,
@@ -83,7 +75,8 @@ class Cartan(PowerAttention):
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
         self.logit = PerHead(model_dim, num_heads) if config.generator != "product" else None
         self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
-        self.norm = nn.GroupNorm(num_heads, model_dim)
+        # Weights times cosines are small: the usual 1e-5 would be most of a head's variance.
+        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-12)
         self.add_projections(config)
 
     def add_projections(self, config: CartanConfig) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from longhaul.modules.attention.base import Attention, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.rotary import rotate
+from longhaul.modules.rotary import Rotary, rotate
 
 
 @register("coca")
@@ -50,6 +50,8 @@ class Coca(FusedAttention):
     Logits are divided by sqrt(K). The cache keeps t, half as wide as keys are.
     Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, section 2.4.
     """
+
+    rotary: Rotary
 
     def __init__(self, config: CocaConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)

@@ -7,7 +7,7 @@ from einops import rearrange
 from jaxtyping import Complex, Float, Shaped
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
 from longhaul.modules.attention.retention import log_decays
 from longhaul.modules.documents import Documents
@@ -16,23 +16,11 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("complex")
 @dataclass(frozen=True, kw_only=True)
-class ComplexConfig(PowerConfig):
+class ComplexConfig(RotaryConfig, PowerConfig):
     """Rotation and decay."""
-
-    rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
 
     decay: bool = False
     """Forget with retention's fixed decays, 1 - 2^(-5 - h) for head h = 0, 1, ..."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return ComplexAttention(self, model_dim, num_heads)
@@ -51,6 +39,7 @@ class ComplexAttention(PowerAttention):
     """
 
     num_reads = 2
+    rotary: Rotary
 
     def __init__(self, config: ComplexConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
@@ -75,7 +64,9 @@ class ComplexAttention(PowerAttention):
         return operands, {"position": documents.last(position)}
 
     def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q, _, _, log_g = super().stack(operands)
+        q = operands.q.repeat(1, 1, 2, 1)
+        gate = operands.reads[0].log_g
+        log_g = None if gate is None else gate.repeat(1, 1, 2)
         k_real, k_imaginary = operands.k.chunk(2, dim=-1)
         v_real, v_imaginary = operands.v.chunk(2, dim=-1)
         k = torch.cat([operands.k, torch.cat([k_imaginary, -k_real], dim=-1)], dim=2)

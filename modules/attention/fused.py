@@ -70,9 +70,11 @@ class FusedAttention(Attention):
             return torch.cat([self(part, keep_state=False)[0] for part in parts], dim=1), None
         q, cache = self.project(x, 0 if state is None else state.k.shape[2])
         if state is not None:
-            cache = KeyValueCache(
-                torch.cat([state.k, cache.k], dim=2), torch.cat([state.v, cache.v], dim=2)
-            )
+            pairs = zip(state, cache, strict=True)
+            cache = KeyValueCache(*(torch.cat(pair, dim=2) for pair in pairs))
+        elif keep_state:
+            # Views of the projection would keep all of it alive.
+            cache = KeyValueCache(*(one.contiguous() for one in cache))
         mixed = rearrange(self.mix(q, cache), "b h t v -> b t h v")
         return self.read_out(x, mixed), cache if keep_state else None
 
@@ -96,10 +98,10 @@ class FusedAttention(Attention):
         y: Tensor = self.out(rearrange(mixed, "b t h v -> b t (h v)"))
         return y
 
-    def form(self, T: int) -> str:
+    def form(self, T: int, backend: str) -> str:
         return "fused softmax"
 
-    def mixing_flops(self, T: int) -> int:
+    def mixing_flops(self, T: int, backend: str = "torch") -> int:
         return 2 * (T + 1) * self.model_dim  # the causal half of 4 T D
 
     def state_size(self) -> int | None:

@@ -38,9 +38,10 @@ class ForgetGate(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
-        decay = 1 - 2.0 ** (-5 - torch.arange(self.bias.numel(), dtype=torch.float32))
+        head = torch.arange(self.bias.numel(), dtype=torch.float64)
         with torch.no_grad():
-            self.bias.copy_(torch.logit(decay))
+            # The logit of 1 - 2^(-5 - h), in a form that no rounding makes infinite.
+            self.bias.copy_(torch.log(2.0 ** (5 + head) - 1))
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
         return logsigmoid(linear_in_float32(x, self.weight, self.bias))

@@ -70,4 +70,7 @@ class Linear(PowerAttention):
     def _features(self, x: Tensor) -> Tensor:
         if self.feature_map == "identity":
             return x
-        return F.relu(x) if self.feature_map == "relu" else torch.add(F.elu(x), 1)
+        if self.feature_map == "relu":
+            return F.relu(x)
+        # elu(x) + 1 without the sum, which 16 bits would round to 0 for x < -6.
+        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())

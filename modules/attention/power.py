@@ -22,7 +22,6 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.attention.initial_state import InitialState
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,19 +156,20 @@ class PowerAttention(Attention):
             part = part if read.row is None else part * read.row
             total = part if total is None else total + part
         assert total is not None
-        return total.to(out.dtype)
+        return total
 
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        y: Tensor = self.out(self.normed(rearrange(mixed, "b t w v -> b t (w v)")))
+        y: Tensor = self.out(self.normed(rearrange(mixed, "b t w v -> b t (w v)")).to(x.dtype))
         return y
 
     def normed(self, y: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         """Each head's output with mean 0 and variance 1, where the kind asks for that."""
         if self.norm is None:
             return y
-        return self.norm(y.flatten(0, 1)).view_as(y).to(y.dtype)  # type: ignore[no-any-return]
+        rows = y.flatten(0, 1).to(self.norm.weight.dtype)
+        return self.norm(rows).view_as(y)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -245,18 +245,14 @@ class PowerAttention(Attention):
             total = total + row * _decay(log_g, T, ones) * column
         return total.tril()
 
-    def form(self, T: int) -> str:
-        if self._form(T) == "attention":
-            return "attention"
-        chunk_size = self.chunk_size or choose_chunk_size(
-            T, self.key_dim, self.value_dim, self.degree
-        )
-        return f"chunked {chunk_size}"
+    def form(self, T: int, backend: str) -> str:
+        form, chunk_size = self._choose(T, backend)
+        return form if form == "attention" else f"{form} {chunk_size}"
 
-    def mixing_flops(self, T: int) -> int:
-        K, V, p = self.key_dim, self.value_dim, self.degree
+    def mixing_flops(self, T: int, backend: str = "torch") -> int:
         heads = self.num_reads * self.num_heads
-        return heads * power_flops(T, K, V, p, self._form(T), self.chunk_size) // T
+        sizes = self.key_dim, self.value_dim, self.degree
+        return heads * power_flops(T, *sizes, *self._choose(T, backend)) // T
 
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
@@ -272,8 +268,11 @@ class PowerAttention(Attention):
     def _num_carried(self) -> int:
         return sum(x.numel() for x in self.initial_carried(1, torch.device("meta")).values())
 
-    def _form(self, T: int) -> str:
-        return choose_form(T, self.key_dim, self.value_dim, self.degree)
+    def _choose(self, T: int, backend: str) -> tuple[str, int]:
+        """Form and chunk size, as the op chooses them."""
+        sizes = T, self.key_dim, self.value_dim, self.degree
+        chunk_size = self.chunk_size or choose_chunk_size(*sizes, backend)
+        return choose_form(*sizes, backend), chunk_size
 
     def _initial_power(self, count: int) -> PowerState | None:
         """The learned state, once a document."""
@@ -292,8 +291,7 @@ class PowerAttention(Attention):
         return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
 
     def _check_rates(self, *, is_whole: bool) -> None:
-        rotary = getattr(self, "rotary", None)
-        if isinstance(rotary, Rotary) and rotary.depends_on_length and not is_whole:
+        if self.rotary is not None and self.rotary.depends_on_length and not is_whole:
             raise ValueError(
                 f"positions: found dynamic_ntk for a state of kind {self.config.kind}, whose keys "
                 "cannot be rotated again as the sequence grows; wanted linear or none, or whole "

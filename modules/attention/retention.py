@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
@@ -16,26 +16,14 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("retention")
 @dataclass(frozen=True, kw_only=True)
-class RetentionConfig(PowerConfig):
+class RetentionConfig(RotaryConfig, PowerConfig):
     """What follows the retention, and its rotation."""
-
-    rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
 
     group_norm: bool = True
     """Normalise each head's output."""
 
     swish_gate: bool = False
     """Multiply the output by swish(W_g x), a fifth D x D matrix."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Retention(self, model_dim, num_heads)
@@ -47,6 +35,8 @@ class Retention(PowerAttention):
     with q and k rotated by their positions, then group norm and swish(W_g x) where asked for.
     Source: Sun et al. (2023), arXiv:2307.08621.
     """
+
+    rotary: Rotary
 
     def __init__(self, config: RetentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
@@ -72,7 +62,7 @@ class Retention(PowerAttention):
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]
     ) -> Float[Tensor, "B T D"]:
-        y = self.normed(rearrange(mixed, "b t h v -> b t (h v)"))
+        y = self.normed(rearrange(mixed, "b t h v -> b t (h v)")).to(x.dtype)
         if self.swish is not None:
             y = y * silu(self.swish(x))
         return self.out(y)  # type: ignore[no-any-return]

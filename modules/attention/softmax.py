@@ -8,33 +8,25 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, AttentionConfig, register
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.rotary import Rotary, rotate
 
 
 @register("softmax")
 @dataclass(frozen=True, kw_only=True)
-class SoftmaxConfig(AttentionConfig):
+class SoftmaxConfig(RotaryConfig):
     """Rotary softmax attention."""
 
     cost: ClassVar[str] = "quadratic"
-
-    rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
 
     longest_document: int | None = None
     """When given, N in theta_j = 2 pi / N^(2 (j - 1) / K) instead, tokens."""
 
     def __post_init__(self) -> None:
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+        super().__post_init__()
         if self.longest_document is not None and self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def rotary(self, width: int) -> Rotary:
         if self.longest_document is None:
@@ -47,6 +39,8 @@ class SoftmaxConfig(AttentionConfig):
 
 class Softmax(FusedAttention):
     """y_t = sum_i softmax_i(q_t . k_i / sqrt(K)) v_i, with q and k rotated by their positions."""
+
+    rotary: Rotary
 
     def __init__(self, config: SoftmaxConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)

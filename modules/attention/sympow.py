@@ -1,6 +1,7 @@
 """Symmetric-power attention: a kernel (q . k)^p with a state of fixed size."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from einops import rearrange
@@ -19,6 +20,8 @@ from longhaul.modules.rotary import Rotary, rotate
 class SympowConfig(PowerConfig):
     """Options that all symmetric-power kinds share."""
 
+    positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
+
     degree: int = 2
     """Even power p of the kernel (q . k)^p."""
 
@@ -32,12 +35,13 @@ class SympowConfig(PowerConfig):
         super().__post_init__()
         if self.degree < 2 or self.degree % 2:
             raise ValueError(f"degree: found {self.degree}, wanted an even number of 2 or more")
+        if self.degree > 4 and self.initial_state == "learned":
+            raise ValueError(
+                f"initial_state: found learned with degree {self.degree}, whose states are too "
+                "large to build; wanted zero, or degree 2 or 4"
+            )
         if self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Sympow(self, model_dim, num_heads)
@@ -67,6 +71,7 @@ class Sympow(PowerAttention):
     """
 
     normalize = True
+    rotary: Rotary
 
     def __init__(self, config: SympowConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)

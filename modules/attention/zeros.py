@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.gates import ForgetGate, PerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
@@ -19,7 +19,7 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
-class ZerosConfig(PowerConfig):
+class ZerosConfig(RotaryConfig, PowerConfig):
     """Which terms of the softmax's expansion are taken apart."""
 
     zeroth: str = "none"
@@ -31,28 +31,19 @@ class ZerosConfig(PowerConfig):
     ordered: bool = False
     """Subtracted terms fade with forget gates, a product of them for each order."""
 
-    rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.zeroth not in ("none", "first_layer"):
             raise ValueError(f"zeroth: found {self.zeroth!r}, wanted none or first_layer")
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        return ("none", "linear", "dynamic_ntk")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Zeros(self, model_dim, num_heads, keeps_mean=self.zeroth != "none" and layer == 0)
 
 
 class DeviationLogit(nn.Module):
-    """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from the mean before it.
+    """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from its smoothed mean.
 
-    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), smoothed by a learned prior mu.
+    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), with a learned prior mu.
     """
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -78,8 +69,9 @@ class DeviationLogit(nn.Module):
         u = rearrange(self.project(x), "b t (h k) -> b t h k", h=self.num_heads)
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         total = documents.cumsum(u, sum_u).to(u.dtype)
-        prior = self.tau.to(u.dtype).exp()[:, None]
-        mean = (prior * self.mu.to(u.dtype) + total) / (prior + count[..., None, None].to(u.dtype))
+        count = count[..., None, None].to(u.dtype)
+        prior = (self.tau.to(u.dtype)[:, None] - count.log()).sigmoid()  # e^tau / (e^tau + i)
+        mean = prior * self.mu.to(u.dtype) + (1 - prior) * total / count
         return -(u * mean).sum(dim=-1) / u.shape[-1] ** 0.5, total
 
 
@@ -104,6 +96,7 @@ class Zeros(PowerAttention):
 
     scale = 1.0
     has_log_mass = True
+    rotary: Rotary
 
     def __init__(
         self, config: ZerosConfig, model_dim: int, num_heads: int, *, keeps_mean: bool
@@ -118,7 +111,8 @@ class Zeros(PowerAttention):
         self.fading = nn.ModuleList(
             ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
         )
-        self.norm = nn.GroupNorm(num_heads, model_dim)
+        # A sum of small weights of both signs: the usual 1e-5 would be most of a head's variance.
+        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-12)
         self.num_reads = 1 + len(self._moments())
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
@@ -157,9 +151,14 @@ class Zeros(PowerAttention):
             name: logit(x).tanh() if name == "0" else logit(x).sigmoid()
             for name, logit in self.sigma.items()
         }
+        if self.initial_state is None:
+            # A first token weighs itself with zero: the norm would be given nothing but rounding.
+            is_later = (after["position"] > 1)[..., None]
+            sigma = {name: one if name == "0" else one * is_later for name, one in sigma.items()}
         reads = [Read(softmax.log_g, softmax.alpha[..., None], sigma["h"][..., None])]
         reads += self._means(x, s, sigma, after)
-        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, tuple(reads))
+        # In float32, since the reads all but cancel: their rounding in 16 bits would be the output.
+        operands = Operands(q, k, v.to(q.dtype), tuple(reads))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def _terms(self) -> list[tuple[int | None, int, str, int]]:

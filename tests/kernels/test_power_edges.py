@@ -416,3 +416,23 @@ def test_memory_stays_linear() -> None:
         )
         chunked.backward(call, saved, after.out, None, None, (True,) * 4 + (False,) * 2)
     assert T * 16 <= largest < T * state_features(16, 2) / 4
+
+
+@pytest.mark.parametrize("degree", [4, 6, 8])
+def test_attention_form_builds_no_state_that_nobody_asked_for(degree: int) -> None:
+    # At degree 8 a state of these widths would hold 10^10 features a head.
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    inputs = (q, k, v)
+    found, state = power_attention(*inputs, degree=degree, form="attention", backend="torch")
+    wanted, _ = power_attention(*inputs, degree=degree, backend="reference")
+    assert state is None
+    torch.testing.assert_close(found, wanted)
+    probe = torch.randn_like(found)
+    gradients = zip(
+        torch.autograd.grad(found, inputs, probe),
+        torch.autograd.grad(wanted, inputs, probe),
+        strict=True,
+    )
+    for one, other in gradients:
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)

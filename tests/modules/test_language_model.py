@@ -1,5 +1,6 @@
 """The model around the variants: losses, memory, decoding."""
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -176,18 +177,17 @@ def test_positions_reach_every_layer_or_are_refused() -> None:
 @pytest.mark.parametrize("kind", [kind for kind in registered_variants() if is_linear(kind)])
 def test_a_learned_initial_state_alone_lowers_the_loss_on_unseen_documents(kind: str) -> None:
     # Only what precedes a document can tell how its first tokens are answered.
-    torch.manual_seed(0)
+    plain = small(kind)
     attention = attention_config(kind)(initial_state="learned", rank=4)
-    model = LanguageModel(
-        LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
-    )
+    model = LanguageModel(dataclasses.replace(plain.config, attention=attention))
+    model.load_state_dict(plain.state_dict(), strict=False)
     model.requires_grad_(False)
     learned = [p for name, p in model.named_parameters() if "initial_state" in name.split(".")]
     optimizer = torch.optim.Adam([p.requires_grad_() for p in learned], lr=0.03)
     tokens, target = torch.randint(2, (16, 12)), torch.randint(64, (16, 12))
     target[:, :6] = 20 + tokens[:, :6]
     seen, unseen = (tokens[:8], target[:8]), (tokens[8:], target[8:])
-    before = model.loss(*unseen).item()
+    before = plain.loss(*unseen).item()
     for _ in range(30):
         optimizer.zero_grad()
         model.loss(*seen).backward()
