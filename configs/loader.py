@@ -232,7 +232,8 @@ def _check(
         path = f"{prefix}{key}"
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ConfigError(f"{path}: unknown key, the nearest known one is {prefix}{near[0]}")
+            hint = f"the nearest known one is {prefix}{near[0]}" if near else "there is none here"
+            raise ConfigError(f"{path}: unknown key, {hint}")
         nested = variants.get(path, hints[key])
         if dataclasses.is_dataclass(nested):
             _check(_mapping(value, path), nested, variants, f"{path}.")  # type: ignore[arg-type]

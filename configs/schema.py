@@ -147,6 +147,11 @@ class RunConfig:
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
         self._check_divisibility()
+        if self.trainer.train_only is not None and self.trainer.start_from is None:
+            raise ValueError(
+                "trainer.start_from: missing with trainer.train_only, which would freeze random "
+                "weights; wanted a run or checkpoint"
+            )
         if self.trainer.train_only is not None and not self._has_learned_initial_state():
             raise ValueError(
                 "trainer.train_only: found 'initial_state' with model.attention.initial_state "

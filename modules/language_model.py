@@ -49,16 +49,24 @@ class LanguageModelConfig:
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
                 f"{2 * self.heads}"
             )
+        deciding = [self._entry_of(layer) for layer in range(self.layers)]
         for key in self.layer_attention:
             self._layers_of(key)
+            if key not in deciding:
+                raise ValueError(
+                    f"model.layer_attention: found {key!r} below entries that take all its layers, "
+                    "wanted it to decide one; later entries win"
+                )
 
     def attention_of(self, layer: int) -> AttentionConfig:
         """The variant of a layer, counted from 0."""
-        attention = self.attention
-        for key, other in self.layer_attention.items():
-            if layer in self._layers_of(key):
-                attention = other
-        return attention
+        key = self._entry_of(layer)
+        return self.attention if key is None else self.layer_attention[key]
+
+    def _entry_of(self, layer: int) -> str | None:
+        """The last entry of `layer_attention` that names the layer."""
+        keys = [key for key in self.layer_attention if layer in self._layers_of(key)]
+        return keys[-1] if keys else None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -183,8 +191,11 @@ class LanguageModel(nn.Module):
 
     def set_positions(self, scaling: PositionScaling) -> None:
         """Read positions another way from now on; ValueError where a layer has no such way."""
-        for block in self._blocks():
-            block.attention.set_positions(scaling)
+        attentions = [block.attention for block in self._blocks()]
+        for attention in attentions:
+            attention.check_positions(scaling)
+        for attention in attentions:
+            attention.set_positions(scaling)
 
     def num_parameters(self) -> int:
         """Numbers in all parameters; the tied unembedding counts once."""
@@ -200,9 +211,9 @@ class LanguageModel(nn.Module):
         mlp = 16 * self.config.width**2
         return head + sum(mlp + block.attention.projection_flops() for block in self._blocks())
 
-    def mixing_flops(self, T: int) -> int:
+    def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs a token of attention or state, all layers, at context T."""
-        return sum(block.attention.mixing_flops(T) for block in self._blocks())
+        return sum(block.attention.mixing_flops(T, backend) for block in self._blocks())
 
     def _blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self.blocks]

@@ -57,8 +57,12 @@ class OptimConfig:
                 f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
             )
         for name in ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted more than 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"optim.{name}: found {getattr(self, name)}, wanted more than 0, finite"
+                )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim.weight_decay: found {self.weight_decay}, wanted 0 or more")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted [0, 1)")

@@ -1,6 +1,7 @@
 """`longhaul evaluate`: measure a checkpoint on the validation samples of its run."""
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,6 +18,11 @@ TASKS = ("positions", "bigram")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
+        "--context",
+        type=int,
+        help="tokens of a window, by default as in training; as many tokens are read in all",
+    )
+    parser.add_argument(
         "--tasks",
         default="positions",
         help="comma-separated: positions (loss at each position, CSV and PNG), bigram (the loss of "
@@ -29,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     for task in tasks:
         if task not in TASKS:
             raise ValueError(f"--tasks: found {task!r}, wanted some of {','.join(TASKS)}")
-    trained = load_named_model(args)
+    trained = _with_context(load_named_model(args), args.context)
     destination = trained.folder.path / "evaluation" / _label(trained)
     destination.mkdir(parents=True, exist_ok=True)
     evaluate(trained, tasks, destination)
@@ -78,10 +84,41 @@ def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None
     _log(trained, values, [results, *files])
 
 
+def _with_context(trained: TrainedModel, context: int | None) -> TrainedModel:
+    """The model with a config whose windows have another length, about as many tokens at a time."""
+    positions, config = trained.positions, trained.config
+    if positions.name == "dynamic_ntk" and (context or positions.context) <= positions.context:
+        raise ValueError(
+            f"--context: found {context or positions.context} with dynamic_ntk, which changes "
+            f"nothing up to the training context; wanted more than {positions.context}"
+        )
+    if context is None:
+        return trained
+    if context < 1:
+        raise ValueError(f"--context: found {context}, wanted 1 or more")
+    share = config.data.context / context
+    data = dataclasses.replace(
+        config.data,
+        context=context,
+        validation_samples=max(1, round(config.data.validation_samples * share)),
+    )
+    micro_batch = max(1, round(config.trainer.micro_batch * share))
+    # RunConfig itself would hold the windows against the size of an update.
+    trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
+    optim = dataclasses.replace(
+        config.optim, tokens_per_update=context * micro_batch * trainer.world_size
+    )
+    return dataclasses.replace(
+        trained, config=dataclasses.replace(config, data=data, trainer=trainer, optim=optim)
+    )
+
+
 def _scaling(trained: TrainedModel) -> list[str]:
-    """How positions were read, such as [linear-4]; nothing where it was as in training."""
-    positions = trained.positions
-    return [] if positions.name == "none" else [f"{positions.name}-{positions.factor:g}"]
+    """How it was read, such as [context-4096, linear-4]; nothing where it was as in training."""
+    positions, context = trained.positions, trained.config.data.context
+    windows = [] if context == positions.context else [f"context-{context}"]
+    scaled = [] if positions.name == "none" else [f"{positions.name}-{positions.factor:g}"]
+    return [*windows, *scaled]
 
 
 def _label(trained: TrainedModel) -> str:

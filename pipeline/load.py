@@ -3,12 +3,14 @@
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.modules.language_model import LanguageModel
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoint import CheckpointStore, newest_checkpoint
 from longhaul.pipeline.run_folder import RunFolder, locate, stored_config
@@ -37,7 +39,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how rotary positions are scaled; default %(default)s",
     )
     parser.add_argument(
-        "--factor", type=float, help="times by which the context is to grow; default 1"
+        "--factor", type=float, help="times by which the context is to grow, with --positions"
     )
 
 
@@ -47,6 +49,8 @@ def load_named_model(args: argparse.Namespace) -> TrainedModel:
         raise ValueError(
             f"--factor: found {args.factor:g} with --positions none, wanted linear or dynamic_ntk"
         )
+    if args.factor is None and args.positions != "none":
+        raise ValueError(f"--factor: missing, and --positions {args.positions} needs one")
     return load_trained_model(args.run, args.positions, 1.0 if args.factor is None else args.factor)
 
 
@@ -82,6 +86,8 @@ def load_trained_model(
 def load_start(model: LanguageModel, run_or_checkpoint: str) -> Path:
     """Give a new model a checkpoint's weights; initial states that it lacks stay as they are.
 
+    The checkpoint's model has the same config, but for initial states and the op's chunks.
+
     Returns:
         The checkpoint.
 
@@ -90,9 +96,16 @@ def load_start(model: LanguageModel, run_or_checkpoint: str) -> Path:
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        _, checkpoint = _find(run_or_checkpoint)
+        folder, checkpoint = _find(run_or_checkpoint)
+        before, now = _decisive(stored_config(folder).model), _decisive(model.config)
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise ConfigError(
+                f"trainer.start_from: found model.{key} {before.get(key)!r} in {checkpoint}, "
+                f"wanted {now.get(key)!r} as in this run's model"
+            )
     found = CheckpointStore.load(checkpoint, only=["model"])[0]["model"]
     wanted = model.state_dict()
     for name in sorted(found.keys() | wanted.keys()):
@@ -114,6 +127,13 @@ def _find(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
     if checkpoint is None:
         raise ValueError(f"{run_or_checkpoint}: found no whole checkpoint, wanted one")
     return folder, checkpoint
+
+
+def _decisive(model: LanguageModelConfig) -> dict[str, Any]:
+    """What of a model's config decides what its weights mean."""
+    free = ("initial_state", "rank", "chunk_size")
+    values = flatten(to_dict(model))
+    return {key: value for key, value in values.items() if key.rsplit(".", 1)[-1] not in free}
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -40,12 +40,13 @@ def main(args: argparse.Namespace) -> int:
     if args.kinds is not None:
         kinds = args.kinds.split(",")
         models = [load_run_config(args.config, args.overrides, kind=kind).model for kind in kinds]
-    print("FLOPs: forward, a token. State: a sequence's, in half precision without padding, and")
-    print("as it is allocated.\n")
+    print("FLOPs: forward, a token, in the form that a GPU takes. State: a sequence's, in half")
+    print("precision without padding, and as it is allocated.\n")
     _print_table(_costs(models, contexts))
-    if isinstance(run.model.attention, SympowConfig):
+    symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
+    if symmetric:
         print("\nThe state of the symmetric-power layers at each degree:\n")
-        _print_table(_states_by_degree(run.model))
+        _print_table(_states_by_degree(symmetric[0]))
     return 0
 
 
@@ -59,13 +60,13 @@ def _contexts(text: str) -> list[int]:
 def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> list[list[str]]:
     """A row for every kind and context, below the names of the columns."""
     names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
-    rows = [[*names, "state", "allocated", "form"]]
+    rows = [[*names, "state", "allocated", "form on GPU", "on CPU"]]
     for config in models:
         model = without_memory(config)
         layers = attentions(model)
         weights = model.weight_flops()
         for T in contexts:
-            mixing = model.mixing_flops(T)
+            mixing = model.mixing_flops(T, "triton")
             rows.append(
                 [
                     ",".join(config.kinds),
@@ -76,7 +77,10 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
                     digits(mixing / weights),
                     in_bytes(state_bytes(layers, T)),
                     in_bytes(allocated_bytes(layers, T)),
-                    ", ".join(dict.fromkeys(layer.form(T) for layer in layers)),
+                    *(
+                        ", ".join(dict.fromkeys(layer.form(T, backend) for layer in layers))
+                        for backend in ("triton", "torch")
+                    ),
                 ]
             )
     return rows

@@ -1,5 +1,6 @@
 """What every attention variant is: a frozen config, registered by name, that builds a module."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,8 +42,8 @@ class RotaryConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rotary_base <= 1:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1")
+        if not 1 < self.rotary_base < math.inf:
+            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1, finite")
 
 
 class Attention(nn.Module, ABC):
@@ -131,13 +132,17 @@ class Attention(nn.Module, ABC):
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         """Bytes that a sequence's state takes after T tokens of `dtype`, padding included."""
 
-    def set_positions(self, scaling: PositionScaling) -> None:
-        """Read positions another way from now on; ValueError where the kind has no such way."""
+    def check_positions(self, scaling: PositionScaling) -> None:
+        """ValueError where the kind has no such way to read positions."""
         if scaling.name not in self.config.positions:
             raise ValueError(
                 f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
                 f"wanted {' or '.join(self.config.positions)}"
             )
+
+    def set_positions(self, scaling: PositionScaling) -> None:
+        """Read positions another way from now on; ValueError where the kind has no such way."""
+        self.check_positions(scaling)
         if self.rotary is not None:
             self.rotary.scaling = scaling
 

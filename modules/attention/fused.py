@@ -65,7 +65,10 @@ class FusedAttention(Attention):
     ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | None]:
         if cu_seqlens is not None:
             if state is not None or keep_state:
-                raise ValueError("cu_seqlens: packed documents carry no key-value cache")
+                raise ValueError(
+                    "cu_seqlens: found a state or keep_state, wanted neither: packed documents "
+                    "carry no key-value cache"
+                )
             parts = Documents(x, cu_seqlens).split(x)
             return torch.cat([self(part, keep_state=False)[0] for part in parts], dim=1), None
         q, cache = self.project(x, 0 if state is None else state.k.shape[2])

@@ -46,7 +46,7 @@ def test_kinds_and_contexts_make_a_grid(capsys: pytest.CaptureFixture[str]) -> N
     costs, states = plan(capsys, "run/demo.yaml", *options)
     contexts = ("1,024", "65,536")
     assert [row[:2] for row in costs[1:]] == [[kind, T] for kind in kinds for T in contexts]
-    assert len(states) == 5  # that of the config's own kind
+    assert len(states) == 5  # of the first symmetric-power kind
     rows = [dict(zip(costs[0], row, strict=True)) for row in costs[1:]]
     for short, long in zip(rows[::2], rows[1::2], strict=True):
         grows = load_run_config("run/demo.yaml", kind=short["kind"]).model.attention.cost
@@ -60,9 +60,12 @@ def test_flops_are_those_of_the_model(capsys: pytest.CaptureFixture[str]) -> Non
     with torch.device("meta"):
         model = LanguageModel(load_run_config(PAPER).model)
     assert values[3] == f"{model.weight_flops() / 1e6:.0f}M"
-    assert values[4] == f"{model.mixing_flops(65_536) / 1e6:.0f}M"
-    assert float(values[5]) == pytest.approx(model.mixing_flops(65_536) / model.weight_flops(), 0.1)
-    assert values[8] == model.blocks[0].attention.form(65_536)
+    assert values[4] == f"{model.mixing_flops(65_536, 'triton') / 1e6:.0f}M"
+    ratio = model.mixing_flops(65_536, "triton") / model.weight_flops()
+    assert float(values[5]) == pytest.approx(ratio, 0.1)
+    forms = [model.blocks[0].attention.form(65_536, backend) for backend in ("triton", "torch")]
+    assert values[8:] == forms
+    assert forms[0] != forms[1]
 
 
 def test_a_hybrid_sums_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +73,7 @@ def test_a_hybrid_sums_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     (names, values), states = plan(capsys, "run/demo.yaml", override)
     row = dict(zip(names, values, strict=True))
     assert row["kind"] == "conformal_sympow,softmax"
-    assert row["form"] == "attention, fused softmax"
+    assert row["form on GPU"] == row["on CPU"] == "attention, fused softmax"
     (_, whole), whole_states = plan(capsys, "run/demo.yaml")
     half = [size_of(cells[1]) / size_of(whole_cells[1])
             for cells, whole_cells in zip(states[1:], whole_states[1:], strict=True)]  # fmt: skip

@@ -55,20 +55,26 @@ def test_results_with_scaled_positions_stand_beside_the_others(trained: Run) -> 
     assert torch.stack(losses).mean().item() == pytest.approx(scaled, abs=1e-5)
 
 
-def test_a_linear_kind_reads_whole_windows_with_dynamic_ntk(trained: Run) -> None:
-    # At the training context dynamic NTK changes nothing yet.
+def test_longer_windows_are_read_with_and_without_dynamic_ntk(trained: Run) -> None:
     folder = trained.path / "small" / "evaluation"
-    trained.longhaul("evaluate", "small", "--positions", "dynamic_ntk", "--factor", "2.5")
-    values = json.loads((folder / "step-000000030-dynamic_ntk-2.5/results.json").read_text())
-    plain = json.loads((folder / "step-000000030/results.json").read_text())
-    assert values["evaluation/dynamic_ntk-2.5/loss"] == pytest.approx(plain["evaluation/loss"])
+    longer = ("evaluate", "small", "--context", "128")
+    trained.longhaul(*longer)
+    trained.longhaul(*longer, "--positions", "dynamic_ntk", "--factor", "2.5")
+    losses = []
+    for label in ("context-128", "context-128-dynamic_ntk-2.5"):
+        results = folder / f"step-000000030-{label}"
+        assert len((results / "positions.csv").read_text().splitlines()) == 129
+        key = f"evaluation/{label.replace('-dynamic', '/dynamic')}/loss"
+        losses.append(json.loads((results / "results.json").read_text())[key])
+    assert losses[0] != losses[1]
     assert load_trained_model(trained.path / "small", "dynamic_ntk", 2.5).positions.context == 64
 
 
 def test_generation_takes_interpolated_positions(trained: Run) -> None:
     arguments = ("generate", "small", "--prompt", "def ", "--tokens", "20")
     plain = trained.longhaul(*arguments)
-    assert trained.longhaul(*arguments, "--positions", "linear").stdout == plain.stdout
+    once = trained.longhaul(*arguments, "--positions", "linear", "--factor", "1")
+    assert once.stdout == plain.stdout
     scaled = trained.longhaul(*arguments, "--positions", "linear", "--factor", "8")
     assert scaled.stdout.startswith("def ")
     prompt = torch.tensor([[256, *b"def "]])
@@ -82,8 +88,17 @@ def test_generation_takes_interpolated_positions(trained: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "small", "--positions", "ntk"], "positions: found 'ntk', wanted one of none"),
+        (
+            ["evaluate", "small", "--positions", "ntk", "--factor", "2"],
+            "positions: found 'ntk', wanted one of none",
+        ),
         (["evaluate", "small", "--factor", "2"], "--factor: found 2 with --positions none, wanted"),
+        (["evaluate", "small", "--positions", "linear"], "--factor: missing, and --positions lin"),
+        (["evaluate", "small", "--context", "0"], "--context: found 0, wanted 1 or more"),
+        (
+            ["evaluate", "small", "--positions", "dynamic_ntk", "--factor", "2"],
+            "--context: found 64 with dynamic_ntk, which changes nothing",
+        ),
         (
             ["evaluate", "small", "--positions", "linear", "--factor", "0.5"],
             "position factor: found 0.5, wanted 1 or more",

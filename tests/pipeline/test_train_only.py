@@ -119,9 +119,11 @@ def test_a_relative_path_is_made_absolute_and_a_checkpoint_will_do(
     ("options", "message"),
     [
         (["trainer.start_from=nowhere"], "trainer.start_from: /.*nowhere: found no config.yaml"),
-        (["model.width=64"], "trainer.start_from: found shape .* for .*, wanted shape .* as in"),
-        (["model.layers=3"], "trainer.start_from: found nothing for blocks.2.* in /.*, wanted"),
-        (["model.layers=1"], "trainer.start_from: found shape .* for blocks.1.*wanted nothing"),
+        (["model.width=64"], r"trainer.start_from: found model.width \d+ in /.*, wanted 64 as in"),
+        (["model.layers=3"], "trainer.start_from: found model.layers 2 in /.*, wanted 3 as in"),
+        (["model.attention.degree=4"], "trainer.start_from: found model.attention.degree 2 in /"),
+        (["model.attention.kind=linear"], "trainer.start_from: found model.attention.* wanted "),
+        (["trainer.start_from=null"], "trainer.start_from: missing with trainer.train_only"),
         (["model.attention.initial_state=zero"], "trainer.train_only: found 'initial_state' with"),
         (["trainer.train_only=gate"], "trainer.train_only: found 'gate', wanted one of initial_"),
     ],
@@ -141,7 +143,9 @@ def test_a_hybrid_trains_the_initial_states_it_has(make_run: Callable[[int], Run
     last = "model.layer_attention.1.kind=softmax"
     first = "model.layer_attention.:1.kind=sympow"
     learned = "model.layer_attention.:1.initial_state=learned"
-    command = ("train", "small.yaml", "trainer.train_only=initial_state")
+    run.longhaul("train", "small.yaml", "name=source", last, first)
+    start = f"trainer.start_from={run.path}/source"
+    command = ("train", "small.yaml", start, "trainer.train_only=initial_state")
     run.longhaul(*command, last, first, learned)
     names = {name for name in weights(run.path / "small") if is_initial_state(name)}
     assert {name.split(".")[1] for name in names} == {"0"}
