@@ -44,6 +44,7 @@ CHANGED_TAG = "config_changed."
 UPLOADED_TAG = "longhaul.uploaded."
 
 # An artifact store may fail in ways of its own, for ever, while the rest works.
+_SECONDS_TO_SETTLE = 0.2
 _MAX_ATTEMPTS = 5
 
 
@@ -200,6 +201,11 @@ class MlflowMirror:
             self._client.update_run(self.run_id, "RUNNING")
         else:
             self._client.set_terminated(self.run_id, line["status"], end_time=line["time_ms"])
+            # A server that hung may carry out an earlier request, given up here, after this one.
+            time.sleep(_SECONDS_TO_SETTLE)
+            found = self._client.get_run(self.run_id).info.status
+            if found != line["status"]:
+                raise ConnectionError(f"run status: found {found}, wanted {line['status']}")
 
     def _send_params(self, values: Mapping[str, str]) -> None:
         """Log params that are new; those that changed become tags, which may change."""

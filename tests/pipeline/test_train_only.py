@@ -95,8 +95,8 @@ def test_two_processes_train_initial_states_alone(
 def test_what_a_run_began_with_is_fixed(tuned: Run, base: Run) -> None:
     stored = load_run_config(tuned.path / "small" / "config.yaml").trainer.start_from
     assert stored == f"{base.path}/small"
-    begins = "trainer.start_from: found None, wanted '/"
-    refused(tune(tuned, base, "trainer.start_from=null", check=False), begins)
+    begins = "trainer.start_from: found '/"
+    refused(tune(tuned, base, "trainer.start_from=elsewhere", check=False), begins)
     trains = "trainer.train_only: found None, wanted 'initial_state' as in"
     refused(tune(tuned, base, "trainer.train_only=null", check=False), trains)
 
