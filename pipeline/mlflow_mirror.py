@@ -44,7 +44,6 @@ CHANGED_TAG = "config_changed."
 UPLOADED_TAG = "longhaul.uploaded."
 
 # An artifact store may fail in ways of its own, for ever, while the rest works.
-_SECONDS_TO_SETTLE = 0.2
 _MAX_ATTEMPTS = 5
 
 
@@ -68,6 +67,7 @@ class MlflowMirror:
         self._uploaded: dict[str, int] = {}
         self._attempts: dict[tuple[str, int], int] = {}
         self._offset = 0
+        self._last_status = -1  # position of the newest status line among those being sent
 
     def copy(self) -> int:
         """Send the journal's lines that MLflow does not have yet; how many that were."""
@@ -78,6 +78,9 @@ class MlflowMirror:
             lines, end = read_lines(self.journal, self._offset)
             if end == self._offset:
                 return sent
+            self._last_status = max(
+                (position(line) for line in lines if line["kind"] == "status"), default=-1
+            )
             for group in _grouped(self._fresh(lines)):
                 self._send(group)
                 for line in group:
@@ -197,15 +200,18 @@ class MlflowMirror:
         self._mark([line])
 
     def _send_status(self, line: dict[str, Any]) -> None:
+        """Tell how the run is, if it is not known and still true.
+
+        A server that hung may carry out a request that was given up here after later ones, so none
+        is made that is not needed.
+        """
+        if position(line) < self._last_status:
+            return
         if line["status"] == "RUNNING":
-            self._client.update_run(self.run_id, "RUNNING")
+            if self._client.get_run(self.run_id).info.status != "RUNNING":
+                self._client.update_run(self.run_id, "RUNNING")
         else:
             self._client.set_terminated(self.run_id, line["status"], end_time=line["time_ms"])
-            # A server that hung may carry out an earlier request, given up here, after this one.
-            time.sleep(_SECONDS_TO_SETTLE)
-            found = self._client.get_run(self.run_id).info.status
-            if found != line["status"]:
-                raise ConnectionError(f"run status: found {found}, wanted {line['status']}")
 
     def _send_params(self, values: Mapping[str, str]) -> None:
         """Log params that are new; those that changed become tags, which may change."""
