@@ -17,12 +17,12 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.environment import describe_environment
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
+from longhaul.pipeline.evaluation.held_out import held_out
 from longhaul.pipeline.journal import read_lines
 from longhaul.pipeline.run_folder import RunFolder, anchored
 from longhaul.pipeline.sizes import (
@@ -159,16 +159,7 @@ def _check_same_budget(row: _Row) -> None:
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    data = TokenDataModule(
-        config.data,
-        seed=config.trainer.seed,
-        samples_per_update=config.trainer.micro_batch,
-        micro_batch=config.trainer.micro_batch,
-        rank=0,
-        world_size=1,
-    )
-    if data.validation_manifest is None:
-        raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
+    data = held_out(config)
     bigram = count_bigrams(data.training_shards(), data.manifest)
     return bigram_loss(bigram, data.val_dataloader())
 

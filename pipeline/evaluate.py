@@ -5,9 +5,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
+from longhaul.pipeline.evaluation.held_out import held_out
 from longhaul.pipeline.evaluation.positions import draw, measure_positions, summarise, write_table
 from longhaul.pipeline.load import TrainedModel, add_model_arguments, load_named_model
 from longhaul.pipeline.tracking import Tracker
@@ -45,16 +45,7 @@ def main(args: argparse.Namespace) -> int:
 def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None:
     """Run the tasks, write what they found, and show it in MLflow with the checkpoint."""
     config = trained.config
-    data = TokenDataModule(
-        config.data,
-        seed=config.trainer.seed,
-        samples_per_update=config.trainer.micro_batch,
-        micro_batch=config.trainer.micro_batch,
-        rank=0,
-        world_size=1,
-    )
-    if data.validation_manifest is None:
-        raise ValueError("data.validation_manifest: found null, wanted shards to evaluate on")
+    data = held_out(config)
     values: dict[str, float] = {}
     files: list[Path] = []
     baseline: float | None = None

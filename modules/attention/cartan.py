@@ -86,7 +86,7 @@ class Cartan(PowerAttention):
         self.diagonal = nn.Linear(D, D, bias=False) if config.negative_diagonal else None
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        carried = {"position": torch.zeros(count, dtype=torch.float64, device=device)}
+        carried = super().initial_carried(count, device)
         if self.logit is not None:
             carried["log_mass"] = self.initial_log_mass(count, device)
         return carried
@@ -96,7 +96,7 @@ class Cartan(PowerAttention):
     ) -> tuple[Operands, dict[str, Tensor]]:
         read, after = self.generate(x, documents, carried)
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         if self.diagonal is not None:
             k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
@@ -107,7 +107,7 @@ class Cartan(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Read, dict[str, Tensor]]:
         """Gates and factors of the values, and what is carried, at every token."""
-        after = {"position": documents.positions(carried["position"])}
+        after = {"rotation": documents.positions(carried["rotation"])}
         log_g = None if self.gate is None else self.gate(x)
         column = None
         if self.logit is not None:
@@ -140,7 +140,7 @@ class CartanChannels(Cartan):
     ) -> tuple[Operands, dict[str, Tensor]]:
         read, after = self.generate(x, documents, carried)
         q, k, v = self._channels(x)
-        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         kept = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
         ones = torch.ones_like(v[..., :1])
         operands = Operands(ones, ones, kept, (read._replace(row=rotate(q, cos, sin)),))
@@ -163,7 +163,7 @@ class CartanChannels(Cartan):
         documents = Documents(x)
         read, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
         q, k, v = self._channels(x)
-        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
         pairs = torch.einsum("bthvs,bihvs->bhvti", q, k)
         magnitude = self.coefficients(Operands(v[..., :1], v[..., :1], v, (read,)))

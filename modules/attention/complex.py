@@ -48,20 +48,17 @@ class ComplexAttention(PowerAttention):
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
         self.norm = nn.GroupNorm(num_heads, model_dim)
 
-    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        return {"position": torch.zeros(count, dtype=torch.float64, device=device)}
-
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        position = documents.positions(carried["position"])
-        cos, sin = self.rotary.phases(position, documents.T, x.dtype)
+        rotation = documents.positions(carried["rotation"])
+        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = log_decays(x, self.num_heads) if self.decay else None
         # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
         read = Read(log_g)
         operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, (read, read))
-        return operands, {"position": documents.last(position)}
+        return operands, {"rotation": documents.last(rotation)}
 
     def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         q = operands.q.repeat(1, 1, 2, 1)

@@ -124,7 +124,10 @@ class PowerAttention(Attention):
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         """What `project` is given where `count` documents begin."""
-        return {}
+        if self.rotary is None:
+            return {}
+        # mu, in tokens: the position, unless a variant learns how fast it turns.
+        return {"rotation": torch.zeros(count, dtype=torch.float64, device=device)}
 
     def pivot_columns(self) -> tuple[float, ...]:
         """Factors with which a learned initial state enters each read."""

@@ -46,18 +46,15 @@ class Retention(PowerAttention):
         if config.group_norm:
             self.norm = nn.GroupNorm(num_heads, model_dim)
 
-    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        return {"position": torch.zeros(count, dtype=torch.float64, device=device)}
-
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        position = documents.positions(carried["position"])
-        cos, sin = self.rotary.phases(position, documents.T, x.dtype)
+        rotation = documents.positions(carried["rotation"])
+        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = log_decays(x, self.num_heads)
         operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
-        return operands, {"position": documents.last(position)}
+        return operands, {"rotation": documents.last(rotation)}
 
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T H V"]

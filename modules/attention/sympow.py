@@ -83,9 +83,6 @@ class Sympow(PowerAttention):
         self.gate: ForgetGate | None = None
         self.rate: RotationRate | None = None
 
-    def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
-        return {"rotation": torch.zeros(count, dtype=torch.float64, device=device)}  # mu, tokens
-
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:

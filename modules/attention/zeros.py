@@ -117,8 +117,7 @@ class Zeros(PowerAttention):
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         zeros = torch.zeros(count, self.num_heads, dtype=torch.float64, device=device)
-        carried = {
-            "position": zeros[:, 0].clone(),
+        carried = super().initial_carried(count, device) | {
             "log_mass": self.initial_log_mass(count, device),
             "sum_u": torch.zeros(count, self.num_heads, self.head_dim, device=device),
             "sum_s": zeros,
@@ -135,11 +134,11 @@ class Zeros(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        after = {"position": documents.positions(carried["position"])}
-        cos, sin = self.rotary.phases(after["position"], documents.T, x.dtype)
+        after = {"rotation": documents.positions(carried["rotation"])}
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
 
-        s, after["sum_u"] = self.logit(x, after["position"], documents, carried["sum_u"])
+        s, after["sum_u"] = self.logit(x, after["rotation"], documents, carried["sum_u"])
         after["sum_s"] = documents.cumsum(s.double(), carried["sum_s"])
         if 2 in self.orders:
             after["sum_s2"] = documents.cumsum(s.double().square(), carried["sum_s2"])
@@ -153,7 +152,7 @@ class Zeros(PowerAttention):
         }
         if self.initial_state is None:
             # A first token weighs itself with zero: the norm would be given nothing but rounding.
-            is_later = (after["position"] > 1)[..., None]
+            is_later = (after["rotation"] > 1)[..., None]
             sigma = {name: one if name == "0" else one * is_later for name, one in sigma.items()}
         reads = [Read(softmax.log_g, softmax.alpha[..., None], sigma["h"][..., None])]
         reads += self._means(x, s, sigma, after)
@@ -183,7 +182,7 @@ class Zeros(PowerAttention):
         after: dict[str, Tensor],
     ) -> list[Read]:
         """The reads of all terms, those of one moment and gate product together."""
-        count = after["position"][..., None]
+        count = after["rotation"][..., None]
         mean = (after["sum_s"] / count).to(s.dtype)
         coefficients = [[torch.ones_like(s)], [-mean, torch.ones_like(s)]]
         if 2 in self.orders:

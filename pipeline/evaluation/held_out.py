@@ -1,0 +1,19 @@
+"""The shards of a run, read by one process that trains nothing."""
+
+from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.tokens import TokenDataModule
+
+
+def held_out(config: RunConfig) -> TokenDataModule:
+    """A run's data, whose validation samples are there; ConfigError where there are none."""
+    data = TokenDataModule(
+        config.data,
+        seed=config.trainer.seed,
+        samples_per_update=config.trainer.micro_batch,
+        micro_batch=config.trainer.micro_batch,
+        rank=0,
+        world_size=1,
+    )
+    if data.validation_manifest is None:
+        raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
+    return data
