@@ -21,7 +21,28 @@ class TrainerConfig:
     """Samples a rank passes through the model at a time."""
 
     strategy: str = "single"
-    """single | ddp."""
+    """single | ddp | fsdp | deepspeed."""
+
+    deepspeed_stage: int = 2
+    """1 | 2 | 3: what deepspeed shards, moments; gradients too; parameters too."""
+
+    offload_optimizer: bool = False
+    """Keep deepspeed's moments, and make its updates, in main memory."""
+
+    replicas: int = 1
+    """Groups of ranks that each hold the whole model under fsdp."""
+
+    no_shard_below: int = 0
+    """Parameters of a model from which on fsdp shards it; a smaller one every rank holds whole."""
+
+    context_parallel: int = 1
+    """Ranks that share a sequence, each with a part of it; kinds of linear cost only."""
+
+    activation_checkpointing: int = 0
+    """Every n-th block is computed again in the backward pass; 0 is none."""
+
+    compile: bool = False
+    """Compile each block."""
 
     devices: int = 1
     """Processes a node, one device each."""
@@ -45,7 +66,7 @@ class TrainerConfig:
     """Tokens between passes over the validation samples; one more follows the last update."""
 
     def __post_init__(self) -> None:
-        _one_of("trainer.strategy", self.strategy, ("single", "ddp"))
+        _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp", "deepspeed"))
         _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
         if self.train_only is not None:
             _one_of("trainer.train_only", self.train_only, ("initial_state",))
@@ -56,16 +77,53 @@ class TrainerConfig:
             "micro_batch",
             "devices",
             "nodes",
+            "context_parallel",
+            "replicas",
             "validate_every_tokens",
         )
-        if self.strategy == "single" and self.world_size != 1:
-            raise ValueError(
-                f"trainer.strategy: found single with {self.world_size} processes, wanted ddp"
-            )
+        self._check_ranks()
+        self._check_strategy()
 
     @property
     def world_size(self) -> int:
         return self.devices * self.nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks, or groups of ranks that share sequences, with samples of their own."""
+        return self.world_size // self.context_parallel
+
+    def _check_ranks(self) -> None:
+        if self.strategy == "single" and self.world_size != 1:
+            raise ValueError(
+                f"trainer.strategy: found single with {self.world_size} processes, wanted ddp, "
+                "fsdp or deepspeed"
+            )
+        for name in ("context_parallel", "replicas"):
+            if self.world_size % getattr(self, name):
+                raise ValueError(
+                    f"trainer.{name}: found {getattr(self, name)}, wanted a divisor of "
+                    f"trainer.devices x trainer.nodes = {self.world_size}"
+                )
+
+    def _check_strategy(self) -> None:
+        if self.deepspeed_stage not in (1, 2, 3):
+            raise ValueError(
+                f"trainer.deepspeed_stage: found {self.deepspeed_stage}, wanted 1, 2 or 3"
+            )
+        for name, idle, strategy in (
+            ("offload_optimizer", False, "deepspeed"),
+            ("replicas", 1, "fsdp"),
+            ("no_shard_below", 0, "fsdp"),
+        ):
+            if getattr(self, name) != idle and self.strategy != strategy:
+                raise ValueError(
+                    f"trainer.{name}: found {getattr(self, name)} with trainer.strategy "
+                    f"{self.strategy}, wanted {idle}, or trainer.strategy {strategy}"
+                )
+        for name in ("no_shard_below", "activation_checkpointing"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"trainer.{name}: found {getattr(self, name)}, wanted 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +205,11 @@ class RunConfig:
         if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
             raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
         self._check_divisibility()
+        if self.data.context % self.trainer.context_parallel:
+            raise ValueError(
+                f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
+                f"divisor of data.context = {self.data.context}"
+            )
         if self.trainer.train_only is not None and self.trainer.start_from is None:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "
@@ -165,7 +228,7 @@ class RunConfig:
     @property
     def accumulation(self) -> int:
         """Micro-batches a rank runs for one update."""
-        return self.samples_per_update // (self.trainer.micro_batch * self.trainer.world_size)
+        return self.samples_per_update // (self.trainer.micro_batch * self.trainer.data_ranks)
 
     @property
     def num_updates(self) -> int:
@@ -178,7 +241,7 @@ class RunConfig:
 
     def _check_divisibility(self) -> None:
         tokens, context = self.optim.tokens_per_update, self.data.context
-        ranks, micro = self.trainer.world_size, self.trainer.micro_batch
+        ranks, micro = self.trainer.data_ranks, self.trainer.micro_batch
         unit = context * ranks * micro
         if tokens % unit == 0:
             return

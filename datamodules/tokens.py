@@ -75,7 +75,8 @@ class TokenDataModule(LightningDataModule):
         seed: of the order of samples.
         samples_per_update: samples that all ranks together consume per optimizer update.
         micro_batch: samples per batch.
-        rank, world_size: of the data-parallel group.
+        rank, world_size: of all ranks.
+        ranks_a_sample: ranks in a row that train on the same samples.
         first_sample: global index to start from, a multiple of `samples_per_update`.
         num_samples: samples that all ranks together consume from there on; None is without end.
         pin_memory: batches come in page-locked memory.
@@ -93,6 +94,7 @@ class TokenDataModule(LightningDataModule):
         micro_batch: int,
         rank: int,
         world_size: int,
+        ranks_a_sample: int = 1,
         first_sample: int = 0,
         num_samples: int | None = None,
         pin_memory: bool = False,
@@ -102,6 +104,7 @@ class TokenDataModule(LightningDataModule):
         self._micro_batch = micro_batch
         self._rank = rank
         self._world_size = world_size
+        self._ranks_a_sample = ranks_a_sample
         self._pin_memory = pin_memory
         self._is_exiting = torch.zeros(1, dtype=torch.uint8)
         self._is_exiting.share_memory_()
@@ -124,8 +127,8 @@ class TokenDataModule(LightningDataModule):
             num_samples=num_samples,
             samples_per_update=self._samples_per_update,
             micro_batch=self._micro_batch,
-            rank=self._rank,
-            world_size=self._world_size,
+            rank=self._rank // self._ranks_a_sample,
+            world_size=self._world_size // self._ranks_a_sample,
         )
 
     def training_shards(self) -> Iterator[Shard]:

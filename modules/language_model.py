@@ -94,6 +94,8 @@ class LanguageModelConfig:
 class LanguageModel(nn.Module):
     """Tokens to hidden activations, losses, or the next token's logits."""
 
+    parts: None = None  # TODO: merged from context parallelism
+
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config

@@ -1,15 +1,15 @@
 """The LightningModule that trains any variant, and its optimiser's configuration."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 from jaxtyping import Int
 from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.schedule import ScheduleConfig, learning_rate_factor
@@ -97,6 +97,25 @@ class Update:
     skipped: bool
 
 
+class Parallelism(Protocol):
+    """What an update needs of the strategy that the model is trained with."""
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch: gradients are exchanged after the last one alone."""
+
+    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+        """Clip, step, and clear the gradients.
+
+        Args:
+            max_norm: largest global norm of the gradients; infinity does not clip.
+            is_good: False drops the gradients.
+
+        Returns:
+            The norm before clipping, the same on all ranks, and whether a step was made: not when
+            the norm is not finite.
+        """
+
+
 class Pretraining(LightningModule):
     """Next-token training of a LanguageModel; one training_step is one micro-batch.
 
@@ -154,8 +173,9 @@ class Pretraining(LightningModule):
     def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
         self.last_update = None
         is_last = self._micro_step == self.accumulation - 1
-        with nullcontext() if is_last else self._without_communication():
-            loss = self.model.loss(batch["input"], batch["target"]) / self.accumulation
+        tokens, target = self._part_of(batch["input"]), self._part_of(batch["target"])
+        with self._parallelism.accumulating(is_last):
+            loss = self.model.loss(tokens, target) / self.accumulation
             self.manual_backward(loss)
         self._loss_sum = self._loss_sum.to(loss.device) + loss.detach()
         self._micro_step += 1
@@ -165,37 +185,36 @@ class Pretraining(LightningModule):
             self._loss_sum = torch.zeros(())
 
     def _update(self, context: int) -> Update:
-        """Clip, step unless the gradient is not finite, and advance the counters."""
+        """Make the step unless something is not finite, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
         learning_rate = self.optim.learning_rate * factor
-        optimizer = self.optimizers()
-        assert isinstance(optimizer, LightningOptimizer)
+        (optimizer,) = self.trainer.optimizers
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.optim.gradient_clip or math.inf
-        ).item()
-        skipped = not math.isfinite(norm)
-        if not skipped:
-            optimizer.step()
-        optimizer.zero_grad()
+        loss = float(self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean"))
+        norm, applied = self._parallelism.update(
+            optimizer, self.optim.gradient_clip or math.inf, is_good=math.isfinite(loss)
+        )
 
         progress.step += 1
         progress.samples += self.samples_per_update
         progress.tokens += self.samples_per_update * context
-        progress.skipped_updates += skipped
-        progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
+        progress.skipped_updates += not applied
+        progress.skipped_in_a_row = 0 if applied else progress.skipped_in_a_row + 1
         if progress.skipped_in_a_row >= self.optim.max_skipped_updates:
             raise TooManySkippedUpdates(
-                f"gradient norm: found {norm} in {progress.skipped_in_a_row} updates in a row, the "
-                f"last at step {progress.step}, wanted a finite one; the run cannot go on"
+                f"loss {loss} and gradient norm {norm}: found {progress.skipped_in_a_row} updates "
+                f"in a row that are not finite, the last at step {progress.step}, wanted finite "
+                "ones; the run cannot go on"
             )
-        loss = self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean")
-        return Update(float(loss), norm, learning_rate, skipped)
+        return Update(loss, norm, learning_rate, skipped=not applied)
 
-    def _without_communication(self) -> AbstractContextManager[None]:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ParallelStrategy):
-            return strategy.block_backward_sync()
-        return nullcontext()
+    def _part_of(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
+        """This rank's part of sequences that are split over ranks."""
+        parts = self.model.parts
+        return tokens if parts is None else tokens.chunk(parts.count, dim=1)[parts.index]
+
+    @property
+    def _parallelism(self) -> Parallelism:
+        return cast(Parallelism, self.trainer.strategy)

@@ -1,6 +1,7 @@
 """Saves, finds and prunes the checkpoints of a run: each is whole or not there.
 
-One process owns a store; others find checkpoints with `newest_checkpoint` and load them. What a
+All ranks save together, each its part, while they go on training; the checkpoint gets its name when
+every part is on disk. Others find checkpoints with `newest_checkpoint` and load them. What a
 checkpoint looks like inside is in checkpoint_files.py.
 """
 
@@ -9,24 +10,34 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from longhaul.pipeline.checkpoint_files import (
     STATE,
     CheckpointError,
+    CheckpointWriter,
     reason,
     sync_folder,
     verify,
-    write,
+    write_listing,
 )
 
-__all__ = ["CheckpointError", "CheckpointStore", "newest_checkpoint"]
+__all__ = ["CheckpointError", "CheckpointStore", "Saved", "newest_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +48,24 @@ _SPARE_BYTES = 1 << 20  # Room for the small files, folders and what the run log
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder."""
+    """The checkpoints of one run, in one folder, and the save that is under way."""
 
-    def __init__(self, folder: Path, *, keep_last: int, keep_every: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int,
+        keep_every: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Name the folder; it is made by the first save.
 
         Args:
             folder: where `step-NNNNNNNNN` folders live.
             keep_last: how many of the newest checkpoints stay, >= 1.
             keep_every: checkpoints at multiples of this many steps stay for ever. None keeps none.
+            group: of the ranks that save together, over gloo and used for nothing else, since
+                saves talk while training does. None is one process.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last: found {keep_last}, wanted 1 or more checkpoints")
@@ -54,56 +74,97 @@ class CheckpointStore:
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self._group = group
+        self._is_first = group is None or dist.get_rank(group) == 0
+        gpu = torch.cuda.is_available()
+        # Kept from save to save: page-locked memory is slow to get.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=gpu,
+            )
+        )
+        self._running: tuple[Path, Future[Any]] | None = None
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
-        state: Mapping[str, Any],
-    ) -> Path:
-        """Write the checkpoint of a step; when this returns it is on disk, read back and named.
+    def start(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+        """Copy the tensors and begin to write them as the checkpoint of a step; all ranks call it.
+
+        Waits for the save before it, if that still goes on.
 
         Args:
             step: optimizer updates done, the name of the checkpoint.
-            tensors: one file for each entry, such as "model", "optimizer", "rng". Tensors that
-                share memory (tied weights) are written once for each name.
-            state: anything JSON can hold.
+            tensors: named GROUP/NAME with groups such as model, optimizer, rng. Those that are
+                sharded as DTensors are written by the ranks that hold them, others by any rank
+                that has them.
+            state: anything JSON can hold; rank 0's is written.
+
+        Returns:
+            Where the checkpoint will be, when `wait` has returned.
 
         Raises:
-            CheckpointError: nothing was written, and older checkpoints are as they were.
+            CheckpointError: the save before it failed.
         """
+        self.wait()
         target = self.folder / f"step-{step:09d}"
-        if target.exists():
-            # Training is a function of the step, so a whole checkpoint of this step is this one.
-            # Replacing it would open a moment in which a crash leaves neither.
-            try:
-                verify(target)
-            except CheckpointError as error:
-                self._set_aside(target, error)
-            else:
-                return target
-        wanted = sum(t.numel() * t.element_size() for g in tensors.values() for t in g.values())
-        wanted += _SPARE_BYTES
+        if self._has_whole(target):
+            return target
         temporary = self.folder / f"{_SAVING}{target.name}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
-            free = shutil.disk_usage(self.folder).free
-            if free < wanted:
-                raise CheckpointError("not enough space, nothing was written")
-            temporary.mkdir()
-            write(temporary, tensors, state)
-            os.rename(temporary, target)
-            sync_folder(self.folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"checkpoint of step {step} could not be saved in {self.folder}: "
-                f"{reason(error)} ({wanted:,} bytes wanted, {_free(self.folder)} free); "
-                "older checkpoints are untouched"
-            ) from error
-        self._prune()
+        with warnings.catch_warnings():
+            # Of a single process torch warns that it is one.
+            warnings.simplefilter("ignore", UserWarning)
+            future = async_save(
+                dict(tensors),
+                storage_writer=CheckpointWriter(
+                    temporary,
+                    begin=partial(self._begin, temporary),
+                    # Copied: what is given goes on changing.
+                    end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
+                ),
+                process_group=self._group,
+                no_dist=self._group is None,
+                async_stager=self._stager,
+            )
+        assert isinstance(future, Future)
+        self._running = target, future
         return target
+
+    def wait(self) -> None:
+        """Wait until the save under way, if any, is on disk, read back and named.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed on any. Nothing of it stays, and older
+                checkpoints are as they were.
+        """
+        if self._running is None:
+            return
+        target, future = self._running
+        self._running = None
+        try:
+            future.result()
+        except (Exception, CheckpointException) as error:
+            if self._is_first:
+                shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint of step {int(target.name.removeprefix('step-'))} could not be saved "
+                f"in {self.folder}: {_first_cause(error)} ({_free(self.folder)} free); older "
+                "checkpoints are untouched"
+            ) from error
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save goes on in the background; one that failed is not over before `wait`."""
+        return self._running is not None and not self._running[1].done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+        return (
+            self._running is not None
+            and self._running[1].done()
+            and self._running[1].exception() is not None
+        )
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint, None when there is none.
@@ -122,32 +183,39 @@ class CheckpointStore:
                 return path
         return None
 
-    @staticmethod
-    def load(
-        path: Path, only: Collection[str] | None = None
-    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-        """Tensors (on the CPU) and state of a checkpoint, after hashing the files that are read.
+    def _has_whole(self, target: Path) -> bool:
+        """Whether the checkpoint is there; a damaged one is set aside.
 
-        Args:
-            path: a checkpoint folder.
-            only: the groups of tensors to read, such as ("model",). None reads all.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
+        Training is a function of the step, so a whole checkpoint of a step is the one that would be
+        written, and replacing it would open a moment in which a crash leaves neither.
         """
-        names = verify(path, only)
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for name in names:
-            if not name.endswith(".safetensors"):
-                continue
+        found = [False]
+        if self._is_first and target.exists():
             try:
-                mapped = load_file(path / name)
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{path / name} cannot be read: {reason(error)}") from error
-            # load_file maps the file. An optimizer keeps the tensors that it is given, so without
-            # a copy the run would hold on to a file that pruning deletes.
-            tensors[name.removesuffix(".safetensors")] = {k: t.clone() for k, t in mapped.items()}
-        return tensors, json.loads((path / STATE).read_bytes())
+                verify(target)
+            except CheckpointError as error:
+                self._set_aside(target, error)
+            else:
+                found = [True]
+        if self._group is not None:
+            dist.broadcast_object_list(found, group=self._group, group_src=0)
+        return found[0]
+
+    def _begin(self, temporary: Path, num_bytes: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        wanted, free = num_bytes + _SPARE_BYTES, shutil.disk_usage(self.folder).free
+        if free < wanted:
+            raise CheckpointError(f"not enough space, {wanted:,} bytes wanted")
+        temporary.mkdir()
+
+    def _commit(
+        self, temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]
+    ) -> None:
+        write_listing(temporary, state, files)
+        os.rename(temporary, target)
+        sync_folder(self.folder)
+        self._prune()
 
     def _prune(self) -> None:
         for path in _complete(self.folder)[: -self.keep_last]:
@@ -181,6 +249,86 @@ class CheckpointStore:
             logger.warning("%s; it is set aside as %s", error, aside.name)
 
 
+class Saved:
+    """A checkpoint that was hashed, to be read as the tensors that are wanted."""
+
+    def __init__(self, path: Path, *groups: str, rank_group: dist.ProcessGroup | None = None):
+        """Hash the groups of tensors that will be read; none given are all.
+
+        Args:
+            path: a checkpoint folder.
+            groups: such as model.
+            rank_group: of the ranks that read together; None is one process.
+
+        Raises:
+            CheckpointError: naming the file that is missing or damaged.
+        """
+        self.path = path
+        self._rank_group = rank_group
+        self._check(groups)
+        self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
+        self._reader = HuggingFaceStorageReader(str(path))
+        found = self._reader.read_metadata().state_dict_metadata
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def _check(self, groups: tuple[str, ...]) -> None:
+        """Let one rank hash the files, and all know what it found."""
+        failure: list[Exception | None] = [None]
+        if self._rank_group is None or dist.get_rank(self._rank_group) == 0:
+            try:
+                verify(self.path, groups or None)
+            except (CheckpointError, ValueError) as error:
+                failure = [error]
+        if self._rank_group is not None:
+            dist.broadcast_object_list(failure, group=self._rank_group, group_src=0)
+        if failure[0] is not None:
+            raise failure[0]
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill these tensors, each the whole one or, as a DTensor, this rank's part of it."""
+        for name, tensor in into.items():
+            if name not in self.tensors or self.tensors[name].size != tensor.shape:
+                found = self.tensors[name].size if name in self.tensors else None
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted "
+                    f"{_shape(tensor.shape)}"
+                )
+        if not into:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                load(
+                    dict(into),
+                    storage_reader=self._reader,
+                    process_group=self._rank_group,
+                    no_dist=self._rank_group is None,
+                )
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"checkpoint {self.path} cannot be read: {_first_cause(error)}"
+            ) from error
+
+    def read_one(self, name: str) -> Tensor:
+        """One whole tensor, on the CPU."""
+        entry = self.tensors[name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        self.read({name: tensor})
+        return tensor
+
+    def read_group(self, group: str) -> dict[str, Tensor]:
+        """All tensors of a group, on the CPU, by their names in it."""
+        whole = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in self.tensors.items()
+            if name.startswith(f"{group}/")
+        }
+        self.read(whole)
+        return {name.removeprefix(f"{group}/"): tensor for name, tensor in whole.items()}
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a store that another process may be writing, None if none.
 
@@ -210,3 +358,17 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free:,} bytes"
     except OSError:
         return "unknown"
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong first, of the errors that torch gathers from the ranks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items())
+        where = f"rank {rank}: " if len(failures) > 1 or rank else ""
+        return where + reason(cause)
+    return reason(error)
+
+
+def _shape(size: torch.Size | None) -> str:
+    return "nothing" if size is None else f"shape {tuple(size)}"

@@ -12,7 +12,7 @@ from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoint import CheckpointStore, newest_checkpoint
+from longhaul.pipeline.checkpoint import Saved, newest_checkpoint
 from longhaul.pipeline.run_folder import RunFolder, locate, stored_config
 
 
@@ -72,14 +72,14 @@ def load_trained_model(
     folder, checkpoint = _find(run_or_checkpoint)
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
-    tensors, state = CheckpointStore.load(checkpoint, only=["model"])
+    saved = Saved(checkpoint, "model")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.set_positions(scaling)
-    model.load_state_dict(tensors["model"], assign=True)
+    model.load_state_dict(saved.read_group("model"), assign=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
-    step = int(state["progress"]["step"])
+    step = int(saved.state["progress"]["step"])
     return TrainedModel(model, config, folder, checkpoint, step, device, scaling)
 
 
@@ -106,7 +106,7 @@ def load_start(model: LanguageModel, run_or_checkpoint: str) -> Path:
                 f"trainer.start_from: found model.{key} {before.get(key)!r} in {checkpoint}, "
                 f"wanted {now.get(key)!r} as in this run's model"
             )
-    found = CheckpointStore.load(checkpoint, only=["model"])[0]["model"]
+    found = Saved(checkpoint, "model").read_group("model")
     wanted = model.state_dict()
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found and "initial_state" in name.split("."):

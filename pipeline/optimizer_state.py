@@ -1,119 +1,55 @@
-"""The state of an optimizer as named tensors and plain JSON, and back, to the bit.
+"""The tensors that a run goes on from, by name, and the way back, to the bit.
 
-Entries are keyed by the parameter's own name, not by its place in a list, through torch's
-distributed state dict functions: the same file can be read under another strategy.
+An optimizer's state is keyed by the parameter's own name, not by its place in a list, and what a
+strategy shards is saved as the DTensors that it is: any other strategy can read it.
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
-
+import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.optim import Optimizer
 
-_STATE = "state"
-_GROUP = "group"
+from longhaul.pipeline.checkpoint import CheckpointError, Saved
 
 
-def optimizer_tensors(
-    model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Every tensor of an optimizer, and the rest as JSON.
-
-    Returns:
-        Tensors named `state/PARAMETER/KEY` and `group/INDEX/KEY`, not copied; and
-        `{"groups": [...], "state": {PARAMETER: {KEY: number}}}` for what is no tensor.
-    """
-    tensors: dict[str, Tensor] = {}
-    rest: dict[str, dict[str, Any]] = {}
-    if optimizer.state:
-        full: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-        for parameter, entries in full["state"].items():
-            rest[parameter] = {}
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{_STATE}/{parameter}/{key}"] = value
-                else:
-                    rest[parameter][key] = value
-        groups: list[dict[str, Any]] = full["param_groups"]
-    else:
-        # Before the first step torch's function would make a state by stepping once with zero
-        # gradients; restored, such an optimizer would believe it had already made a step.
-        names = _parameter_names(model)
-        groups = [
-            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
-            for group in optimizer.param_groups
-        ]
-    plain_groups: list[dict[str, Any]] = []
-    for index, group in enumerate(groups):
-        plain_groups.append({})
-        for key, value in group.items():
-            if isinstance(value, Tensor):
-                tensors[f"{_GROUP}/{index}/{key}"] = value
-            else:
-                plain_groups[index][key] = value
-    return tensors, {"groups": plain_groups, "state": rest}
-
-
-def restore_optimizer(
-    model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]
-) -> None:
-    """Put back what `optimizer_tensors` returned, learning rates and betas included.
-
-    Raises:
-        ValueError: the optimizer's groups hold other parameters than the saved ones.
-    """
+def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """`model/NAME` and `optimizer/NAME/KEY`, not copied."""
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     names = _parameter_names(model)
-    groups = [dict(group) for group in rest["groups"]]
-    for index, current in enumerate(optimizer.param_groups):
-        found = [names[id(parameter)] for parameter in current["params"]]
-        saved = groups[index]["params"] if index < len(groups) else []
-        if sorted(saved) != sorted(found):
-            differing = sorted(set(saved) ^ set(found))
-            raise ValueError(
-                f"optimizer group {index} of the checkpoint holds {len(saved)} parameters, this "
-                f"model's holds {len(found)}; only in one of them: {', '.join(differing[:3])}"
-            )
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(
-            f"the checkpoint has {len(groups)} optimizer groups, "
-            f"this model's optimizer has {len(optimizer.param_groups)}"
-        )
-    state: dict[str, dict[str, Any]] = {
-        name: dict(entries) for name, entries in rest["state"].items()
-    }
-    for name, tensor in tensors.items():
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            tensors[f"optimizer/{names[id(parameter)]}/{key}"] = value
+    return tensors
+
+
+def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> None:
+    """Read back what `training_tensors` named, into this model's own sharding."""
+    into = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    states: dict[str, dict[str, Tensor]] = {}
+    for full_name, entry in saved.tensors.items():
         # Parameter names hold dots, never a slash.
-        where, owner, key = name.split("/")
-        if where == _STATE:
-            state[owner][key] = tensor
-        else:
-            groups[int(owner)][key] = tensor
-    for group, current in zip(groups, optimizer.param_groups, strict=True):
-        for key, value in group.items():
-            if isinstance(current.get(key), tuple):
-                group[key] = tuple(value)  # JSON made a list of it.
-    if state:
-        # Not strict: a parameter that never had a gradient has no state, before and after.
-        set_optimizer_state_dict(
-            model,
-            optimizer,
-            cast(dict[str, Any], {"state": state, "param_groups": groups}),
-            options=StateDictOptions(strict=False),
-        )
-    else:
-        optimizer.state.clear()
-        for group, current in zip(groups, optimizer.param_groups, strict=True):
-            current.update({key: value for key, value in group.items() if key != "params"})
+        group, _, rest = full_name.partition("/")
+        if group != "optimizer":
+            continue
+        name, _, key = rest.partition("/")
+        if name not in parameters:
+            raise CheckpointError(
+                f"checkpoint {saved.path}: found the optimizer's {rest}, wanted a parameter of "
+                "this model"
+            )
+        parameter = parameters[name]
+        dtype = entry.properties.dtype
+        if entry.size == parameter.shape:
+            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:  # a count of steps
+            value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
+        into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
+    saved.read(into)
+    optimizer.state.clear()
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
-    """Names by identity, the same whether or not the model is compiled."""
-    return {
-        id(parameter): name.replace("_orig_mod.", "")
-        for name, parameter in model.named_parameters()
-    }
+    """Names by identity."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

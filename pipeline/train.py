@@ -13,16 +13,17 @@ from types import FrameType
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
+from longhaul.pipeline.blocks import prepare_blocks
 from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.strategies import build_strategy
 from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Books, Updates
 
@@ -105,6 +106,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
         micro_batch=config.trainer.micro_batch,
         rank=trainer.global_rank,
         world_size=config.trainer.world_size,
+        ranks_a_sample=config.trainer.context_parallel,
         pin_memory=torch.cuda.is_available(),
     )
     vocabulary = data.manifest.vocab_size
@@ -126,6 +128,11 @@ def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Pa
         max_tokens=config.trainer.max_tokens,
         train_only=config.trainer.train_only,
     )
+    prepare_blocks(
+        module.model,
+        checkpoint_every=config.trainer.activation_checkpointing,
+        compiled=config.trainer.compile,
+    )
     # Checkpoints of the run's own, damaged ones too, decide what happens in Updates.
     is_new = not any(folder.checkpoints.glob("step-*"))
     if config.trainer.start_from is None or not is_new:
@@ -144,15 +151,9 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
 
 
 def _build_trainer(config: RunConfig) -> Trainer:
-    strategy: Strategy
-    gpu = torch.cuda.is_available()
-    if config.trainer.strategy == "ddp":
-        strategy = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
-    else:
-        strategy = SingleDeviceStrategy(torch.device("cuda:0" if gpu else "cpu"))
     return Trainer(
-        accelerator="gpu" if gpu else "cpu",
-        strategy=strategy,
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
+        strategy=build_strategy(config),
         devices=config.trainer.devices,
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,  # type: ignore[arg-type]

@@ -5,20 +5,22 @@ import hashlib
 import resource
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
-from longhaul.pipeline.optimizer_state import optimizer_tensors, restore_optimizer
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.strategies import resumable
 from longhaul.pipeline.tracking import Tracker
 
 
@@ -55,19 +57,25 @@ class Updates(Callback):
         self.validation_updates = max(
             1, config.trainer.validate_every_tokens // config.optim.tokens_per_update
         )
-        every = config.checkpoint.keep_every
-        self.store = CheckpointStore(
-            folder.checkpoints,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=None if every is None else every * self.checkpoint_updates,
-        )
+        self._folder = folder
+        self.store: CheckpointStore
         self._update_began = 0.0
         self._idle_since = 0.0
         self._data_wait = 0.0
+        self._unlogged: tuple[Path, int] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimiser, counters and RNG before the loader is built."""
         module = _pretraining(pl_module)
+        config = self.config.checkpoint
+        # Only now are there groups of ranks.
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.store = CheckpointStore(
+            self._folder.checkpoints,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
+            group=group,
+        )
         path = trainer.strategy.broadcast(self.store.newest() if trainer.is_global_zero else None)
         if path is None and any(self.store.folder.glob("*.damaged")):
             raise CheckpointError(
@@ -75,20 +83,19 @@ class Updates(Callback):
                 "to start over, give the run another name or remove its folder"
             )
         if path is not None:
-            tensors, state = self.store.load(path)
-            module.model.load_state_dict(tensors["model"])
-            restore_optimizer(
-                module.model, trainer.optimizers[0], tensors["optimizer"], state["optimizer"]
-            )
-            restore_rng(tensors["rng"])
-            module.progress = Progress(**state["progress"])
-            self._check_same_data(state["shards_sha256"])
+            self._restore(trainer, module, Saved(path, rank_group=group))
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         if self.books:
             self.books.show.begin(module.progress)
             if path is not None:  # killed right after the save, MLflow may not know it yet
                 self.books.tracker.log_checkpoint(path, module.progress.step)
+
+    def _restore(self, trainer: Trainer, module: Pretraining, saved: Saved) -> None:
+        resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
+        restore_rng(saved.read_group("rng"))
+        module.progress = Progress(**saved.state["progress"])
+        self._check_same_data(saved.state["shards_sha256"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._idle_since = self._update_began = time.perf_counter()
@@ -116,9 +123,11 @@ class Updates(Callback):
         is_last = progress.step >= self.config.num_updates
         self._record(progress, update)
         if is_last or progress.step % self.validation_updates == 0:
-            self._validate(module)
+            self._validate(trainer, module)
         if is_last or progress.step % self.checkpoint_updates == 0:
             self._save(trainer, module)
+        if is_last:
+            self._finish_save()
         # Validation and saving are not part of the next update's time.
         self._update_began = time.perf_counter()
         self._data_wait = 0.0
@@ -146,51 +155,48 @@ class Updates(Callback):
         }
         self.books.tracker.log("train", progress.step, values)
 
-    def _validate(self, module: Pretraining) -> None:
+    def _validate(self, trainer: Trainer, module: Pretraining) -> None:
         if self.data.validation_manifest is None:
             return
-        metric = measure_positions(
-            module.model,
-            self._validation_batches,
-            self.config.data.context,
-            module.device,
-            self.config.trainer.precision,
-        )
+        with resumable(trainer).whole(module.model):
+            metric = measure_positions(
+                module.model,
+                self._validation_batches,
+                self.config.data.context,
+                module.device,
+                self.config.trainer.precision,
+            )
         values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
             self.books.tracker.log("validation", module.progress.step, values)
             self.books.show.validation(module.progress, values["validation/loss"])
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
-        tensors, optimizer = optimizer_tensors(module.model, trainer.optimizers[0])
-        failure: str | None = None
+        """Begin a checkpoint, which the ranks write while they go on."""
+        self._finish_save()
+        tensors = resumable(trainer).tensors(module.model, trainer.optimizers[0])
         if self.books is not None:
             # A checkpoint must never know more than the journal: a resumed run would not log again
             # what the journal lost.
             self.books.tracker.sync()
-            try:
-                path = self.store.save(
-                    module.progress.step,
-                    {
-                        "model": module.model.state_dict(),
-                        "optimizer": tensors,
-                        "rng": capture_rng(),
-                    },
-                    {
-                        "progress": dataclasses.asdict(module.progress),
-                        "optimizer": optimizer,
-                        "shards_sha256": self._shards_sha256(),
-                        "mlflow_run_id": self.books.tracker.run_id,
-                    },
-                )
-            except CheckpointError as error:
-                failure = str(error)
-            else:
-                self.books.tracker.log_checkpoint(path, module.progress.step)
-        # Also the barrier that keeps the ranks together; all of them end when the save failed.
-        failure = trainer.strategy.broadcast(failure)
-        if failure is not None:
-            raise CheckpointError(failure)
+            tensors |= {f"rng/{name}": tensor for name, tensor in capture_rng().items()}
+        path = self.store.start(
+            module.progress.step,
+            tensors,
+            {
+                "progress": dataclasses.asdict(module.progress),
+                "shards_sha256": self._shards_sha256(),
+                "mlflow_run_id": self.books.tracker.run_id if self.books else None,
+            },
+        )
+        self._unlogged = path, module.progress.step
+
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written; CheckpointError if it failed."""
+        self.store.wait()
+        if self.books is not None and self._unlogged is not None:
+            self.books.tracker.log_checkpoint(*self._unlogged)
+        self._unlogged = None
 
     def _shards_sha256(self) -> str:
         shards = "".join(shard.sha256 for shard in self.data.manifest.shards)

@@ -54,14 +54,12 @@ def measure_positions(
     was_training = model.training
     model.eval()
     for batch in batches:
-        real = batch["index"] >= 0
-        tokens = batch["input"][real].to(device, non_blocking=True)
-        target = batch["target"][real].to(device, non_blocking=True)
-        if len(tokens) == 0:
-            continue
+        # Padding as well: ranks that share a model's parameters must read it equally often.
+        tokens = batch["input"].to(device, non_blocking=True)
+        target = batch["target"].to(device, non_blocking=True)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
             losses, _ = model.token_losses(tokens, target)
-        metric.update(losses)
+        metric.update(losses[batch["index"].to(device) >= 0])
     model.train(was_training)
     return metric
 

@@ -1,0 +1,343 @@
+"""How a model is trained on its devices: a Lightning strategy for each value of trainer.strategy.
+
+Each also is a `Parallelism` (modules/pretraining.py): it says when gradients are exchanged, and
+makes the update. All of them run over gloo on CPUs as well as over NCCL on GPUs.
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longhaul.configs import RunConfig
+from longhaul.configs.schema import TrainerConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.pretraining import Parallelism, Pretraining
+from longhaul.pipeline.checkpoint import Saved
+from longhaul.pipeline.optimizer_state import restore_training, training_tensors
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Resumable(Parallelism, Protocol):
+    """What checkpoints and evaluation need of a strategy besides."""
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name; not copied."""
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        """Read back what `tensors` named, under this or any other strategy."""
+
+    def whole(self, model: LanguageModel) -> AbstractContextManager[Any]:
+        """Within it, the model can be called from outside of a training step."""
+
+
+def resumable(trainer: Trainer) -> Resumable:
+    """The trainer's strategy as what `build_strategy` made it."""
+    return cast(Resumable, trainer.strategy)
+
+
+def build_strategy(config: RunConfig) -> Strategy:
+    """The strategy that the config names, for the devices that are here."""
+    gpu = torch.cuda.is_available()
+    # Checkpoints are written in the background over gloo, whatever carries the gradients.
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    match config.trainer.strategy:
+        case "single":
+            return Single(torch.device("cuda:0" if gpu else "cpu"))
+        case "ddp":
+            return Replicated(process_group_backend=backend, gradient_as_bucket_view=True)
+        case "fsdp":
+            return Sharded(config.trainer, backend)
+        case _:
+            return Zero(config, backend)
+
+
+class _Plain:
+    """What holds where the optimizer's parameters and gradients are those of the module."""
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        value = norm.item()
+        applied = is_good and math.isfinite(value)
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        return value, applied
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        return training_tensors(model, optimizer)
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        restore_training(model, optimizer, saved)
+
+    def whole(self, model: LanguageModel) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class Single(_Plain, SingleDeviceStrategy):
+    """One process."""
+
+
+class Replicated(_Plain, DDPStrategy):
+    """Every rank holds the whole model; gradients are averaged while the backward runs."""
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self.block_backward_sync()
+
+
+class Sharded(_Plain, ModelParallelStrategy):
+    """FSDP2: every rank holds a part of each parameter, its gradient and its moments.
+
+    Blocks are gathered one at a time. `replicas` groups of ranks each hold the whole model.
+    """
+
+    def __init__(self, config: TrainerConfig, backend: str) -> None:
+        super().__init__(
+            data_parallel_size=config.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=backend,
+        )
+        self._config = config
+
+    def setup(self, trainer: Trainer) -> None:
+        # The parent's leaves the sharding to a hook of the LightningModule, which knows no mesh.
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = cast(Pretraining, self.model)
+        self._shard(module.model)
+        self.model_to_device()
+        self.barrier()
+        self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        root = cast(FSDPModule, cast(Pretraining, self.model).model)
+        root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def _shard(self, model: LanguageModel) -> None:
+        config = self._config
+        replicas = config.replicas
+        if model.num_parameters() < config.no_shard_below:
+            replicas = config.world_size
+        mesh = init_device_mesh(
+            self.root_device.type,
+            (replicas, config.world_size // replicas),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        policy = MixedPrecisionPolicy()
+        if config.precision == "bf16-mixed":
+            # Inputs stay as they are: the residual stream between the blocks is float32.
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        model.to(self.root_device)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        # The root keeps the embedding after its forward, since the loss needs it once more.
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+class Zero(DeepSpeedStrategy):
+    """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
+
+    def __init__(self, config: RunConfig, backend: str) -> None:
+        trainer = config.trainer
+        # Without a device DeepSpeed would look for one, and build an op in shared memory.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        zero: dict[str, Any] = {
+            "stage": trainer.deepspeed_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": torch.cuda.is_available(),
+        }
+        if trainer.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        is_bf16 = trainer.precision == "bf16-mixed"
+        super().__init__(
+            process_group_backend=backend,
+            # A loader of ready batches has no batch size for the strategy to look up.
+            logging_batch_size_per_gpu=trainer.micro_batch,
+            config={
+                "train_micro_batch_size_per_gpu": trainer.micro_batch,
+                # An update is over when Pretraining says so, not after a fixed number of calls.
+                "managed_gradient_accumulation": False,
+                "gradient_clipping": config.optim.gradient_clip or 0.0,
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": is_bf16, "check_grad_overflow": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "communication_data_type": "fp32",
+            },
+        )
+
+    def setup_environment(self) -> None:
+        # The parent refuses everything but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        # The parent also checks the index of the device, which a CPU has none of.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _init_deepspeed_distributed(self) -> None:
+        with _without_shared_memory_op():
+            super()._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> Any:
+        # Heavy, and only this strategy needs it.
+        import deepspeed
+
+        engine, optimizer, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self.local_rank),
+            config=self.config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        return engine, optimizer
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+        """As _Plain.update; the engine has max_norm from its config."""
+        engine = cast(Any, self.model)
+        with nullcontext() if is_good else _overflowing(engine.optimizer):
+            engine.step()
+        norm = engine.get_global_grad_norm()
+        value = norm.item() if isinstance(norm, Tensor) else float(norm)
+        return value, bool(engine.was_step_applied())
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Whole tensors, gathered one by one, of which each rank keeps its share."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        states = list(cast(Any, optimizer).optimizer.state.values())
+        kept: dict[str, Tensor] = {}
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            found: dict[str, Tensor] = {}
+            if not parameter.requires_grad:
+                with self.whole(parameter):
+                    found[f"model/{name}"] = parameter.detach().clone()
+            else:
+                found[f"model/{name}"] = safe_get_full_fp32_param(parameter)
+                if states:
+                    for key in _MOMENTS:
+                        value = safe_get_full_optimizer_state(parameter, key)
+                        found[f"optimizer/{name}/{key}"] = value
+                    found[f"optimizer/{name}/step"] = states[0]["step"]
+            if number % self.world_size == self.global_rank:
+                kept |= {name: value.detach().cpu().clone() for name, value in found.items()}
+        return kept
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        zero = cast(Any, optimizer)
+        has_state = any(name.startswith("optimizer/") for name in saved.tensors)
+        if has_state:
+            # Made by hand: it appears at the first step, and this is before.
+            for flat in self._flat_parameters(zero):
+                moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
+                zero.optimizer.state[flat] = {"step": torch.zeros(()), **moments}
+            if not self.zero_stage_3:
+                zero._lazy_init_hp_params_optimizer_state()
+        for name, parameter in model.named_parameters():
+            value = saved.read_one(f"model/{name}")
+            if not parameter.requires_grad:
+                with self.whole(parameter):
+                    parameter.data.copy_(value)
+                continue
+            self._put(zero, parameter, value, None)
+            if has_state:
+                for key in _MOMENTS:
+                    self._put(zero, parameter, saved.read_one(f"optimizer/{name}/{key}"), key)
+                for state in zero.optimizer.state.values():
+                    state["step"].copy_(saved.read_one(f"optimizer/{name}/step"))
+        if self.zero_stage_3:
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        else:
+            zero.update_lp_params()
+
+    def _flat_parameters(self, zero: Any) -> list[Tensor]:
+        """This rank's part of the parameters in float32, as the optimizer inside has it."""
+        if self.zero_stage_3:
+            return list(zero.fp32_partitioned_groups_flat)
+        return list(zero.single_partition_of_fp32_groups)
+
+    def _put(self, zero: Any, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Write this rank's part of a parameter, or of one of its moments."""
+        if not self.zero_stage_3:
+            from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # DeepSpeed's function of this name fails where a parameter does not divide by the ranks.
+        part, _ = zero._get_fp32_opt_state_partition(parameter, False, key)
+        mine = value.flatten()[part.numel() * self.global_rank :][: part.numel()]
+        part.data[: mine.numel()].copy_(mine)
+
+    def whole(self, model: nn.Module | nn.Parameter) -> AbstractContextManager[Any]:
+        import deepspeed
+
+        parameters = [model] if isinstance(model, nn.Parameter) else list(model.parameters())
+        return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
+            parameters, modifier_rank=None, enabled=self.zero_stage_3
+        )
+
+
+@contextmanager
+def _without_shared_memory_op() -> Iterator[None]:
+    """DeepSpeed would compile an op for collectives on one machine, which takes a C++ compiler."""
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    yield
+
+
+@contextmanager
+def _overflowing(optimizer: Any) -> Iterator[None]:
+    """Make the optimizer drop its gradients, as it does when they are not finite."""
+    optimizer.has_overflow = lambda *args, **kwargs: True
+    checked = getattr(optimizer, "check_grad_overflow", None)
+    optimizer.check_grad_overflow = True
+    try:
+        yield
+    finally:
+        del optimizer.has_overflow
+        optimizer.check_grad_overflow = checked
