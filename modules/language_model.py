@@ -91,6 +91,33 @@ class LanguageModelConfig:
         return found
 
 
+class Head(nn.Module):
+    """Logits h E^T with the embedding's own matrix, or their mean cross-entropy.
+
+    A module, since strategies that gather parameters do so around the modules that read them.
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        # Not registered a second time: the matrix has one name in checkpoints.
+        self._embedding = (embedding,)
+
+    def forward(
+        self, hidden: Float[Tensor, "rows D"], target: Int[Tensor, "rows"] | None = None
+    ) -> Tensor:
+        """Logits (rows, vocabulary), or the mean loss, whose logits exist only in pieces."""
+        weight = self._embedding[0].weight
+        # linear_cross_entropy's chunked path is outside autocast's lists: cast by hand.
+        device = hidden.device.type
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        if target is None:
+            return F.linear(hidden, weight).float()
+        options = LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(hidden, weight, target, options=options)
+
+
 class LanguageModel(nn.Module):
     """Tokens to hidden activations, losses, or the next token's logits."""
 
@@ -107,6 +134,7 @@ class LanguageModel(nn.Module):
         ]
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = nn.LayerNorm(config.width, bias=False)
+        self.head = Head(self.embedding)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -145,10 +173,7 @@ class LanguageModel(nn.Module):
     def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
         """Mean cross-entropy, nats a token; logits exist only in pieces, also in the backward."""
         hidden, _ = self(tokens)
-        hidden, weight = self._head_operands(hidden.flatten(0, 1))
-        return F.linear_cross_entropy(
-            hidden, weight, target.flatten(), options=LinearCrossEntropyOptions()
-        )
+        return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def token_losses(
@@ -161,11 +186,12 @@ class LanguageModel(nn.Module):
     ) -> tuple[Float[Tensor, "B T"], list[Any] | None]:
         """Cross-entropy of every token, nats, float32, and the state after the last."""
         hidden, state = self(tokens, state, keep_state=keep_state)
-        hidden, weight = self._head_operands(hidden.flatten(0, 1))
         losses = [
-            F.cross_entropy(F.linear(rows, weight).float(), wanted, reduction="none")
+            F.cross_entropy(self.head(rows), wanted, reduction="none")
             for rows, wanted in zip(
-                hidden.split(_ROWS_AT_ONCE), target.flatten().split(_ROWS_AT_ONCE), strict=True
+                hidden.flatten(0, 1).split(_ROWS_AT_ONCE),
+                target.flatten().split(_ROWS_AT_ONCE),
+                strict=True,
             )
         ]
         return torch.cat(losses).view_as(target), state
@@ -177,7 +203,7 @@ class LanguageModel(nn.Module):
         """Logits of the token after a prompt, and the state to continue from."""
         hidden, state = self(tokens, state, keep_state=True)
         assert state is not None
-        return self._logits(hidden[:, -1]), state
+        return self.head(hidden[:, -1]), state
 
     @torch.no_grad()
     def step(
@@ -189,7 +215,7 @@ class LanguageModel(nn.Module):
         for block, layer_state in zip(self._blocks(), state, strict=True):
             x, new_state = block.step(x, layer_state)
             states.append(new_state)
-        return self._logits(self.final_norm(x[:, 0])), states
+        return self.head(self.final_norm(x[:, 0])), states
 
     def set_positions(self, scaling: PositionScaling) -> None:
         """Read positions another way from now on; ValueError where a layer has no such way."""
@@ -219,16 +245,3 @@ class LanguageModel(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return [cast(Block, block) for block in self.blocks]
-
-    def _logits(self, hidden: Float[Tensor, "B D"]) -> Float[Tensor, "B V"]:
-        hidden, weight = self._head_operands(hidden)
-        return F.linear(hidden, weight).float()
-
-    def _head_operands(self, hidden: Float[Tensor, "rows D"]) -> tuple[Tensor, Tensor]:
-        # linear_cross_entropy's chunked path is outside autocast's lists: cast by hand.
-        weight = self.embedding.weight
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            return hidden.to(dtype), weight.to(dtype)
-        return hidden, weight

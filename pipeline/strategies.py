@@ -46,9 +46,6 @@ class Resumable(Parallelism, Protocol):
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
         """Read back what `tensors` named, under this or any other strategy."""
 
-    def whole(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        """Within it, the model can be called from outside of a training step."""
-
 
 def resumable(trainer: Trainer) -> Resumable:
     """The trainer's strategy as what `build_strategy` made it."""
@@ -94,9 +91,6 @@ class _Plain:
 
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
         restore_training(model, optimizer, saved)
-
-    def whole(self, model: LanguageModel) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 class Single(_Plain, SingleDeviceStrategy):
@@ -248,7 +242,7 @@ class Zero(DeepSpeedStrategy):
         for number, (name, parameter) in enumerate(model.named_parameters()):
             found: dict[str, Tensor] = {}
             if not parameter.requires_grad:
-                with self.whole(parameter):
+                with self._gathered(parameter):
                     found[f"model/{name}"] = parameter.detach().clone()
             else:
                 found[f"model/{name}"] = safe_get_full_fp32_param(parameter)
@@ -274,7 +268,7 @@ class Zero(DeepSpeedStrategy):
         for name, parameter in model.named_parameters():
             value = saved.read_one(f"model/{name}")
             if not parameter.requires_grad:
-                with self.whole(parameter):
+                with self._gathered(parameter):
                     parameter.data.copy_(value)
                 continue
             self._put(zero, parameter, value, None)
@@ -312,12 +306,11 @@ class Zero(DeepSpeedStrategy):
         mine = value.flatten()[part.numel() * self.global_rank :][: part.numel()]
         part.data[: mine.numel()].copy_(mine)
 
-    def whole(self, model: nn.Module | nn.Parameter) -> AbstractContextManager[Any]:
+    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
         import deepspeed
 
-        parameters = [model] if isinstance(model, nn.Parameter) else list(model.parameters())
         return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
-            parameters, modifier_rank=None, enabled=self.zero_stage_3
+            [parameter], modifier_rank=None, enabled=self.zero_stage_3
         )
 
 

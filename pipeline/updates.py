@@ -123,7 +123,7 @@ class Updates(Callback):
         is_last = progress.step >= self.config.num_updates
         self._record(progress, update)
         if is_last or progress.step % self.validation_updates == 0:
-            self._validate(trainer, module)
+            self._validate(module)
         if is_last or progress.step % self.checkpoint_updates == 0:
             self._save(trainer, module)
         if is_last:
@@ -155,17 +155,16 @@ class Updates(Callback):
         }
         self.books.tracker.log("train", progress.step, values)
 
-    def _validate(self, trainer: Trainer, module: Pretraining) -> None:
+    def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:
             return
-        with resumable(trainer).whole(module.model):
-            metric = measure_positions(
-                module.model,
-                self._validation_batches,
-                self.config.data.context,
-                module.device,
-                self.config.trainer.precision,
-            )
+        metric = measure_positions(
+            module.model,
+            self._validation_batches,
+            self.config.data.context,
+            module.device,
+            self.config.trainer.precision,
+        )
         values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
             self.books.tracker.log("validation", module.progress.step, values)
