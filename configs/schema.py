@@ -62,6 +62,12 @@ class TrainerConfig:
     start_from: str | None = None
     """Run folder or checkpoint whose weights a new run begins with; it may lack initial states."""
 
+    hang_seconds: float = 1800.0
+    """Longest that an update, a validation or a save may take before the job is ended, seconds."""
+
+    stop_seconds: float = 90.0
+    """Longest that a stop asked for by a signal may take before the process ends, seconds."""
+
     validate_every_tokens: int = 10_000_000
     """Tokens between passes over the validation samples; one more follows the last update."""
 
@@ -79,6 +85,8 @@ class TrainerConfig:
             "nodes",
             "context_parallel",
             "replicas",
+            "hang_seconds",
+            "stop_seconds",
             "validate_every_tokens",
         )
         self._check_ranks()

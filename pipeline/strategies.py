@@ -7,11 +7,13 @@ makes the update. All of them run over gloo on CPUs as well as over NCCL on GPUs
 import argparse
 import math
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
@@ -21,6 +23,7 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,6 +38,8 @@ from longhaul.pipeline.checkpoint import Saved
 from longhaul.pipeline.optimizer_state import restore_training, training_tensors
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Ranks end together; one that does not by then is killed.
+_SECONDS_TO_END = 30
 
 
 class Resumable(Parallelism, Protocol):
@@ -93,18 +98,47 @@ class _Plain:
         restore_training(model, optimizer, saved)
 
 
+class _Launched(Strategy):
+    """Starts the other ranks of this machine, where no job scheduler does."""
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None  # type: ignore[attr-defined]
+        environment: ClusterEnvironment = self.cluster_environment  # type: ignore[attr-defined]
+        if not environment.creates_processes_externally:
+            self._launcher = _Launcher(environment, self.num_processes, self.num_nodes)  # type: ignore[attr-defined]
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's, without its thread that kills rank 0 when another rank ends.
+
+    Rank 0 has books to close, and the watchdog ends what hangs.
+    """
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for process in self.procs:
+                try:
+                    process.wait(_SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
 class Single(_Plain, SingleDeviceStrategy):
     """One process."""
 
 
-class Replicated(_Plain, DDPStrategy):
+class Replicated(_Plain, _Launched, DDPStrategy):
     """Every rank holds the whole model; gradients are averaged while the backward runs."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.block_backward_sync()
 
 
-class Sharded(_Plain, ModelParallelStrategy):
+class Sharded(_Plain, _Launched, ModelParallelStrategy):
     """FSDP2: every rank holds a part of each parameter, its gradient and its moments.
 
     Blocks are gathered one at a time. `replicas` groups of ranks each hold the whole model.
@@ -157,7 +191,7 @@ class Sharded(_Plain, ModelParallelStrategy):
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
-class Zero(DeepSpeedStrategy):
+class Zero(_Launched, DeepSpeedStrategy):
     """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
 
     def __init__(self, config: RunConfig, backend: str) -> None:

@@ -3,13 +3,11 @@
 import argparse
 import dataclasses
 import logging
-import signal
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -23,6 +21,7 @@ from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.stop import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.strategies import build_strategy
 from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Books, Updates
@@ -38,21 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
 
 
-class Killed(BaseException):
-    """The process was asked to end; not an Exception, so that nothing on the way swallows it."""
-
-
 def main(args: argparse.Namespace) -> int:
-    try:
-        train(anchored(load_run_config(args.config, args.overrides)))
-    except Killed:
-        print("longhaul: ended by SIGTERM; the same command goes on", file=sys.stderr)
-        return 128 + signal.SIGTERM
-    return 0
+    return train(anchored(load_run_config(args.config, args.overrides)))
 
 
-def train(config: RunConfig) -> None:
-    """Train to the config's budget, from the newest checkpoint of its run if there is one."""
+def train(config: RunConfig) -> int:
+    """Train to the config's budget, from the newest checkpoint of its run if there is one.
+
+    Returns:
+        0, or EXIT_CHECKPOINTED where the run was asked to stop before.
+    """
     seed_everything(config.trainer.seed, verbose=False)
     _quieten_lightning()
     trainer = _build_trainer(config)
@@ -64,37 +58,55 @@ def train(config: RunConfig) -> None:
             if not finished.is_tracked:
                 _track_to_the_end(config, folder, finished)
             print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
-        return
-    data = _open_data(config, trainer)
-    module, source = _build_module(config, folder)
-    if not trainer.is_global_zero:
-        _fit(trainer, module, Updates(config, folder, data, None))
-        return
+        return 0
+    with StopRequests(folder.path, config.trainer.stop_seconds) as requests:
+        data = _open_data(config, trainer)
+        module, source = _build_module(config, folder)
+        if trainer.is_global_zero:
+            return _lead(config, folder, trainer, module, source, data, requests)
+        _fit(trainer, module, Updates(config, folder, data, requests, None))
+    # Rank 0's status is the job's: launchers take one that is not 0 for a failure of this rank.
+    return 0
+
+
+def _lead(
+    config: RunConfig,
+    folder: RunFolder,
+    trainer: Trainer,
+    module: Pretraining,
+    source: Path | None,
+    data: TokenDataModule,
+    requests: StopRequests,
+) -> int:
+    """What rank 0 does: train with the others, and keep the run's books."""
     tracker = _new_tracker(config, folder)
     status: Status | None = None
-    previous = signal.signal(signal.SIGTERM, _raise_killed)
     try:
         folder.adopt(config)
         status = "FAILED"
         tracker.start()
         books = Books(tracker, ProgressLine(config.name, config.num_updates))
+        updates = Updates(config, folder, data, requests, books)
         with _logging_to(folder.log_file):
             if source is not None:
                 logger.info("the run begins with the weights of %s", source)
-            _fit(trainer, module, Updates(config, folder, data, books))
-        status = "FINISHED"
-    except Killed:
-        status = "KILLED"
-        raise
+            _fit(trainer, module, updates)
+        status = "KILLED" if updates.is_stopped else "FINISHED"
     except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
         status = "KILLED"
         raise KeyboardInterrupt from None
     finally:
-        signal.signal(signal.SIGTERM, previous)
         is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
     progress = module.progress
+    if updates.is_stopped:
+        print(
+            f"longhaul: stopped after step {progress.step}, saved; the same command goes on",
+            file=sys.stderr,
+        )
+        return EXIT_CHECKPOINTED
     folder.mark_finished(Finished(progress.step, progress.tokens, is_tracked))
     print(f"run {folder.path} is finished: {progress.tokens:,} tokens")
+    return 0
 
 
 def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
@@ -145,6 +157,11 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
     trainer.callbacks.append(updates)  # type: ignore[attr-defined]
     try:
         trainer.fit(module, datamodule=updates.data)
+    except Exception as error:
+        silent = updates.silent_ranks()
+        if silent:
+            raise RuntimeError(f"{silent}; {error}") from error
+        raise
     finally:
         if updates.books:
             updates.books.show.end()
@@ -191,10 +208,6 @@ def _track_to_the_end(config: RunConfig, folder: RunFolder, finished: Finished) 
     tracker.start()
     if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_DRAIN):
         folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
-
-
-def _raise_killed(number: int, frame: FrameType | None) -> None:
-    raise Killed(signal.Signals(number).name)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import resource
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,12 @@ from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
+from longhaul.pipeline.stop import StopRequests
 from longhaul.pipeline.strategies import resumable
 from longhaul.pipeline.tracking import Tracker
+from longhaul.pipeline.watchdog import Watchdog
+
+_SECONDS_FOR_LAST_WORDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,21 @@ class Books:
 
     tracker: Tracker
     show: ProgressLine
+
+    def give_up(self) -> None:
+        """Say in MLflow that the run failed, when the process is about to be ended."""
+        self.tracker.finish("FAILED", timeout_s=_SECONDS_FOR_LAST_WORDS)
+
+
+class RankReport(NamedTuple):
+    """What a rank tells the others after an update; numbers, so that a tensor can carry it."""
+
+    seconds: float  # the update took
+    data_wait: float  # of them, for the loader
+    peak_bytes: float
+    wants_stop: float
+    wants_save: float
+    has_failed_save: float
 
 
 class Updates(Callback):
@@ -44,12 +63,16 @@ class Updates(Callback):
         config: RunConfig,
         folder: RunFolder,
         data: TokenDataModule,
+        requests: StopRequests,
         books: Books | None,
     ) -> None:
         """`books` belong to rank 0; the other ranks pass None."""
         self.config = config
         self.data = data
+        self.requests = requests
         self.books = books
+        self.is_stopped = False
+        self.watchdog: Watchdog
         self._validation_batches = data.val_dataloader()
         self.checkpoint_updates = max(
             1, config.checkpoint.every_tokens // config.optim.tokens_per_update
@@ -63,13 +86,22 @@ class Updates(Callback):
         self._idle_since = 0.0
         self._data_wait = 0.0
         self._unlogged: tuple[Path, int] | None = None
+        self._step = 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimiser, counters and RNG before the loader is built."""
         module = _pretraining(pl_module)
         config = self.config.checkpoint
-        # Only now are there groups of ranks.
-        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        # Only now are there groups of ranks. Saves talk while training does: they have their own.
+        group, self._group = (
+            dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)
+        )
+        self.watchdog = Watchdog(
+            trainer.global_rank,
+            trainer.world_size,
+            self.config.trainer.hang_seconds,
+            self.books.give_up if self.books else lambda: None,
+        )
         self.store = CheckpointStore(
             self._folder.checkpoints,
             keep_last=config.keep_last,
@@ -84,6 +116,7 @@ class Updates(Callback):
             )
         if path is not None:
             self._restore(trainer, module, Saved(path, rank_group=group))
+            self._step = module.progress.step
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         if self.books:
@@ -104,6 +137,7 @@ class Updates(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._data_wait += time.perf_counter() - self._idle_since
+        self._note("computing")
 
     def on_train_batch_end(
         self,
@@ -116,26 +150,71 @@ class Updates(Callback):
         module = _pretraining(pl_module)
         if module.last_update is not None:
             self._after_update(trainer, module, module.last_update)
+        self._note("waiting for data")
         self._idle_since = time.perf_counter()
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.watchdog.stop()
+
+    def silent_ranks(self) -> str:
+        """A sentence on ranks that are gone, for rank 0 when something failed; else empty."""
+        if self.books is None or not hasattr(self, "watchdog"):
+            return ""
+        return self.watchdog.silent_ranks()
+
+    def _note(self, doing: str) -> None:
+        self.watchdog.note(self._step, doing)
 
     def _after_update(self, trainer: Trainer, module: Pretraining, update: Update) -> None:
         progress = module.progress
+        self._step = progress.step
         is_last = progress.step >= self.config.num_updates
-        self._record(progress, update)
+        ranks = self._meet()
+        self._record(progress, update, ranks)
         if is_last or progress.step % self.validation_updates == 0:
+            self._note("validating")
             self._validate(module)
-        if is_last or progress.step % self.checkpoint_updates == 0:
-            self._save(trainer, module)
-        if is_last:
+        wants_stop, wants_save = any(r.wants_stop for r in ranks), any(r.wants_save for r in ranks)
+        if any(r.has_failed_save for r in ranks):
             self._finish_save()
+        if is_last or wants_stop or wants_save or progress.step % self.checkpoint_updates == 0:
+            self._note("saving")
+            self._save(trainer, module)
+        if is_last or wants_stop:
+            self._finish_save()
+        if (wants_stop or wants_save) and self.books is not None:
+            self.requests.clear_files()
+        if wants_stop and not is_last:
+            self.is_stopped = True
+            trainer.should_stop = True
         # Validation and saving are not part of the next update's time.
         self._update_began = time.perf_counter()
         self._data_wait = 0.0
 
-    def _record(self, progress: Progress, update: Update) -> None:
+    def _meet(self) -> list[RankReport]:
+        """What all ranks report of this update; how they agree on what comes next."""
+        is_first = self.books is not None
+        report = RankReport(
+            seconds=time.perf_counter() - self._update_began,
+            data_wait=self._data_wait,
+            peak_bytes=_peak_memory(),
+            # Rank 0 alone looks for files: the others may see them later.
+            wants_stop=self.requests.has_signal or (is_first and self.requests.wants_stop),
+            wants_save=is_first and self.requests.wants_save,
+            has_failed_save=self.store.has_failed,
+        )
+        if self._group is None:
+            return [report]
+        own = torch.tensor(report, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        self._note("waiting for the other ranks")
+        dist.all_gather(found, own, group=self._group)
+        return [RankReport(*values.tolist()) for values in found]
+
+    def _record(self, progress: Progress, update: Update, ranks: list[RankReport]) -> None:
         if self.books is None:
             return
-        seconds = time.perf_counter() - self._update_began
+        seconds = ranks[0].seconds
         tokens_per_second = self.config.optim.tokens_per_update / seconds
         self.books.show.update(progress, update, tokens_per_second)
         every = self.config.tracking.every_updates
@@ -149,8 +228,8 @@ class Updates(Callback):
             "train/skipped_updates": progress.skipped_updates,
             "train/tokens_per_second": tokens_per_second,
             "train/step_seconds": seconds,
-            "train/data_wait_seconds": self._data_wait,
-            "train/peak_memory_bytes": _peak_memory(),
+            "train/data_wait_seconds": max(rank.data_wait for rank in ranks),
+            "train/peak_memory_bytes": max(rank.peak_bytes for rank in ranks),
             "train/replaced_shards": len(self.data.bad_shards),
         }
         self.books.tracker.log("train", progress.step, values)

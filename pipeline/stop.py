@@ -1,0 +1,94 @@
+"""Requests to stop or to save: signals to any rank, and files in the run folder.
+
+A signal only leaves a note here; the ranks agree on it when an update is done (updates.py). The
+notes are taken by a thread, since a rank that waits in a collective runs no Python handler.
+"""
+
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+# What the shell and Slurm see of a run that has saved its state and wants to be run again; of the
+# codes in sysexits.h the one that invites to try later.
+EXIT_CHECKPOINTED = 75
+
+
+class StopRequests:
+    """Within it, the first of SIGNALS is a request, and the second ends the process at once."""
+
+    def __init__(self, folder: Path, deadline_s: float) -> None:
+        """Name where the files STOP and SAVE would be, and how long a stop may take."""
+        self._files = {name: folder / name for name in ("STOP", "SAVE")}
+        self._deadline_s = deadline_s
+        self._received: signal.Signals | None = None
+        self._reader, self._writer = socket.socketpair()
+        self._is_over = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_fd = -1
+
+    def __enter__(self) -> "StopRequests":
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            # Something has to be there, or the default would end the process.
+            self._previous[number] = signal.signal(number, _noted_elsewhere)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._is_over.set()
+        self._writer.close()
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether a signal came to this rank."""
+        return self._received is not None
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether a signal came, or somebody made the file STOP."""
+        return self.has_signal or self._files["STOP"].exists()
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether somebody made the file SAVE."""
+        return self._files["SAVE"].exists()
+
+    def clear_files(self) -> None:
+        """Remove the files, once what they ask for is done."""
+        for file in self._files.values():
+            file.unlink(missing_ok=True)
+
+    def _listen(self) -> None:
+        while numbers := self._reader.recv(16):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._note(signal.Signals(number))
+        self._reader.close()
+
+    def _note(self, number: signal.Signals) -> None:
+        if self._received is not None:
+            _end(f"{number.name} after {self._received.name}: ending without a checkpoint", number)
+        self._received = number
+        threading.Thread(target=self._enforce_deadline, args=(number,), daemon=True).start()
+
+    def _enforce_deadline(self, number: signal.Signals) -> None:
+        if not self._is_over.wait(self._deadline_s):
+            _end(f"not stopped {self._deadline_s:g} s after {number.name}: ending now", number)
+
+
+def _noted_elsewhere(number: int, frame: FrameType | None) -> None:
+    pass
+
+
+def _end(message: str, number: signal.Signals) -> None:
+    os.write(2, f"longhaul: {message}\n".encode())
+    os._exit(128 + number)

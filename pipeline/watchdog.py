@@ -1,0 +1,164 @@
+"""Ends a job of which one rank is dead or stuck, and says which, instead of waiting for ever.
+
+Every rank notes what it is doing in the store by which the ranks found each other. A thread of each
+rank looks at its own clock and, on rank 0, at the notes of the others.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+# A rank whose thread has not reported for this long has ended, or its machine has.
+_SILENCE_S = 20.0
+_ABORT = "longhaul/abort"
+_LEFT = "longhaul/left"
+
+
+class Watchdog:
+    """Watches a rank, and on rank 0 all of them, until `stop`."""
+
+    def __init__(
+        self, rank: int, world_size: int, hang_s: float, last_words: Callable[[], object]
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            rank, world_size: of all ranks.
+            hang_s: longest that an update, a validation or a save may take.
+            last_words: called before the process is ended.
+        """
+        self._rank, self._world_size, self._hang_s = rank, world_size, hang_s
+        self._last_words = last_words
+        self._doing = (0, "starting")
+        self._since = time.monotonic()
+        self._stopping = threading.Event()
+        self._store: Any = None
+        if dist.is_initialized():
+            # A copy of its own: a client's requests wait for each other.
+            self._store = cast(Any, _get_default_store()).clone()
+        self._seen: dict[int, tuple[str, float]] = {}
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def note(self, step: int, doing: str) -> None:
+        """What this rank does from now on, after so many updates."""
+        self._doing = (step, doing)
+        self._since = time.monotonic()
+
+    def stop(self) -> None:
+        """Watch no longer. Rank 0, which has the store, waits until all ranks are here.
+
+        Not through a collective: a rank that closes its connections right after its part of one
+        makes the others fail in theirs now and then.
+        """
+        self._stopping.set()
+        self._thread.join()
+        if self._store is None:
+            return
+        self._store.set(f"{_LEFT}{self._rank}", "")
+        if self._rank == 0:
+            ranks = [f"{_LEFT}{rank}" for rank in range(self._world_size)]
+            self._store.wait(ranks, timedelta(seconds=self._hang_s))
+
+    def silent_ranks(self) -> str:
+        """A sentence on the ranks that do not report any more, empty if all do; for rank 0."""
+        # A rank that failed together with this one still reports for a moment.
+        deadline = time.monotonic() + 3 * _BEAT_S
+        before = {rank: text for rank, (text, _) in self._seen.items()}
+        while time.monotonic() < deadline:
+            time.sleep(_BEAT_S)
+            self._read_notes()
+        silent = [
+            rank for rank, (text, _) in sorted(self._seen.items()) if text == before.get(rank)
+        ]
+        return "; ".join(f"rank {rank} is gone, {_told(self._seen[rank][0])}" for rank in silent)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_BEAT_S):
+            try:
+                self._check()
+            except Exception as error:
+                # The store is rank 0's: where it cannot be reached, rank 0 has ended.
+                if not self._stopping.wait(_BEAT_S):
+                    step, doing = self._doing
+                    self._end(f"rank 0 is gone, seen from rank {self._rank} at step {step} "
+                              f"({doing}): {str(error).splitlines()[0]}")  # fmt: skip
+
+    def _check(self) -> None:
+        step, doing = self._doing
+        idle = time.monotonic() - self._since
+        if self._store is not None:
+            self._store.set(f"longhaul/rank{self._rank}", json.dumps([step, doing, time.time()]))
+            if self._store.check([_ABORT]):
+                self._end(self._store.get(_ABORT).decode())
+        if idle > self._hang_s:
+            self._abort(self._blame(f"no progress for {idle:.0f} s"))
+        if self._rank == 0 and self._store is not None:
+            self._read_notes()
+            for rank, (text, since) in self._seen.items():
+                if time.monotonic() - since > _SILENCE_S:
+                    self._abort(f"rank {rank} is gone, {_told(text)}")
+
+    def _read_notes(self) -> None:
+        """When each rank's note last changed, by this machine's clock."""
+        assert self._store is not None
+        for rank in range(1, self._world_size):
+            key = f"longhaul/rank{rank}"
+            if not self._store.check([key]):
+                continue
+            text = self._store.get(key).decode()
+            if self._seen.get(rank, ("", 0.0))[0] != text:
+                self._seen[rank] = text, time.monotonic()
+
+    def _blame(self, what: str) -> str:
+        """Which rank is behind the others, or all of them with what this one is doing."""
+        step, doing = self._doing
+        here = f"rank {self._rank} after step {step}, {doing}{self._where()}"
+        if self._store is None:
+            return f"{what}: {here}"
+        notes = {rank: json.loads(text)[:2] for rank, (text, _) in self._seen.items()}
+        notes[self._rank] = [step, doing]
+        last = max(notes.values())
+        behind = [f"rank {r} after step {n[0]}, {n[1]}" for r, n in notes.items() if n[0] < last[0]]
+        return f"{what}: " + ("; ".join(behind) if behind else here)
+
+    def _where(self) -> str:
+        """The line of Python that the main thread is at."""
+        frame = sys._current_frames().get(self._main or 0)
+        if frame is None:
+            return ""
+        last = traceback.extract_stack(frame)[-1]
+        return f" at {os.path.basename(last.filename)}:{last.lineno} {last.name}"
+
+    def _abort(self, message: str) -> None:
+        """End this rank, and tell the others to."""
+        if self._store is not None:
+            self._store.set(_ABORT, message)
+            # Rank 0 has the store: the others must have read it.
+            time.sleep(3 * _BEAT_S)
+        self._end(message)
+
+    def _end(self, message: str) -> None:
+        os.write(2, f"longhaul: {message}; the job is ended\n".encode())
+        logger.error("%s; the job is ended", message)
+        self._last_words()
+        os._exit(1)
+
+
+def _told(text: str) -> str:
+    step, doing, _ = json.loads(text)
+    return f"last seen after step {step}, {doing}"
