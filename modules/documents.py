@@ -49,7 +49,7 @@ class Documents:
                 begin = offsets[bisect_right(offsets, start) - 1]
                 offsets = _within(offsets, start, start + self.num_tokens)
                 self.cu_seqlens = _as_tensor(offsets, cu_seqlens.dtype, cu_seqlens.device)
-            self.lengths = [end - start for start, end in pairwise(offsets)]
+            self.lengths = [after - before for before, after in pairwise(offsets)]
             self.count = len(self.lengths)
         # Of the first document: its tokens in earlier parts, and the parts that they are in.
         self.tokens_before = start - begin

@@ -52,8 +52,8 @@ class _Gather(torch.autograd.Function):
         # Saved: nothing but sizes.
         ctx.parts = parts
         ctx.like = [(x.shape, x.dtype) for x in tensors]
-        every = parts.all_gather(_pack([x[None] for x in tensors])[0])
-        return tuple(_unpack(every, ctx.like))
+        mine = _pack([x[None] for x in tensors], ctx.like)
+        return tuple(_unpack(parts.all_gather(mine[0]), ctx.like))
 
     @staticmethod
     @once_differentiable
@@ -61,28 +61,34 @@ class _Gather(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         like = [one for one, need in zip(ctx.like, needs, strict=True) if need]
         wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
-        # Exchanged and then summed in the order of ranks, which a reduction of the backend's own
-        # need not keep to, nor do dtypes together.
-        from_each = ctx.parts.all_to_all(_pack(wanted))
+        # Exchanged and then summed in the order of ranks: a backend's own reduction keeps to no
+        # order and takes one dtype at a time.
+        from_each = ctx.parts.all_to_all(_pack(wanted, like))
         sums = iter(x.sum(dim=0) for x in _unpack(from_each, like))
         return None, *(next(sums) if need else None for need in needs)
 
 
-def _pack(tensors: list[Tensor]) -> Tensor:
-    """Tensors (rows, ...) side by side, (rows, bytes)."""
-    pieces = []
-    for x in tensors:
-        row = x.reshape(x.shape[0], -1).contiguous().view(torch.uint8)
-        pieces += [row, row.new_zeros(row.shape[0], -row.shape[1] % _ALIGNMENT)]
-    return torch.cat(pieces, dim=1)
+_Like = list[tuple[torch.Size, torch.dtype]]
 
 
-def _unpack(rows: Tensor, like: list[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
-    """The way back, into (rows, *shape) of each."""
+def _pack(tensors: list[Tensor], like: _Like) -> Tensor:
+    """Tensors (rows, *shape), of the shapes and dtypes given, side by side: (rows, bytes)."""
+    size = sum(_aligned_bytes(*one) for one in like)
+    rows = tensors[0].new_zeros(tensors[0].shape[0], size, dtype=torch.uint8)
+    for place, x in zip(_unpack(rows, like), tensors, strict=True):
+        place.copy_(x)
+    return rows
+
+
+def _unpack(rows: Tensor, like: _Like) -> list[Tensor]:
+    """The same memory as tensors (rows, *shape)."""
     tensors, start = [], 0
     for shape, dtype in like:
-        size = shape.numel() * dtype.itemsize
-        piece = rows[:, start : start + size].view(dtype)
+        piece = rows[:, start : start + shape.numel() * dtype.itemsize].view(dtype)
         tensors.append(piece.unflatten(1, shape) if shape else piece[:, 0])
-        start += size + -size % _ALIGNMENT
+        start += _aligned_bytes(shape, dtype)
     return tensors
+
+
+def _aligned_bytes(shape: torch.Size, dtype: torch.dtype) -> int:
+    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -185,7 +185,7 @@ class PowerAttention(Attention):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
         self._check_rates(is_whole=state is None and cu_seqlens is None and not keep_state)
-        self._check_parts(has_state=state is not None or keep_state)
+        self._check_stateless(has_state=state is not None or keep_state)
         documents = Documents(x, cu_seqlens, self.parts)
         if state is None:
             power = self._initial_power(documents.count)
@@ -218,7 +218,7 @@ class PowerAttention(Attention):
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_rates(is_whole=False)
-        self._check_parts(has_state=True)
+        self._check_stateless(has_state=True)
         operands, carried = self.project(x, Documents(x), state.carried)
         mixed, power = power_attention_step(
             state.power,
@@ -309,7 +309,7 @@ class PowerAttention(Attention):
                 "are too large to build; wanted 4 or less for a sequence in parts"
             )
 
-    def _check_parts(self, *, has_state: bool) -> None:
+    def _check_stateless(self, *, has_state: bool) -> None:
         if self.parts is not None and has_state:
             raise ValueError(
                 "parts: found a state given or to keep, wanted neither: of a sequence in parts "

@@ -28,6 +28,7 @@ from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.attention.state_before import state_before
 from longhaul.modules.documents import Documents
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_parts import SequenceParts
 from longhaul.pipeline.context_parallel import ContextParallel
 
@@ -69,6 +70,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "model, again": {},
     "model, recomputed": {"recompute": True},
     "model, only initial states trained": {"initial_state": "learned"},
+    "model, positions of a longer sequence": {
+        "scaling": PositionScaling(name="dynamic_ntk", factor=2.0, context=32)
+    },
 }
 Results = dict[str, Tensor]
 
@@ -149,6 +153,7 @@ def language_model(
     tokens: int = TOKENS,
     recompute: bool = False,
     initial_state: str = "zero",
+    scaling: PositionScaling | None = None,
 ) -> Results:
     """Mean loss over the part's own tokens, and its gradients."""
     model = build_model(initial_state)
@@ -158,6 +163,8 @@ def language_model(
     if recompute:
         for block in model.blocks:
             block.forward = recomputed(block.forward)
+    if scaling is not None:
+        model.set_positions(scaling)
     model.split_sequence(parts)
     ids = torch.randint(24, (2, 2, tokens), generator=torch.Generator().manual_seed(0))
     loss = model.loss(own(ids[0], parts), own(ids[1], parts))
