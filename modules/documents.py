@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -39,7 +39,6 @@ class Documents:
         self.T = count * self.num_tokens
         self.rows = self.count = x.shape[0]
         self.lengths: list[int] | None = None
-        self.cu_seqlens = cu_seqlens  # of the documents in x
         start = index * self.num_tokens
         begin = 0
         if cu_seqlens is not None:
@@ -48,7 +47,6 @@ class Documents:
             if parts is not None:
                 begin = offsets[bisect_right(offsets, start) - 1]
                 offsets = _within(offsets, start, start + self.num_tokens)
-                self.cu_seqlens = _as_tensor(offsets, cu_seqlens.dtype, cu_seqlens.device)
             self.lengths = [after - before for before, after in pairwise(offsets)]
             self.count = len(self.lengths)
         # Of the first document: its tokens in earlier parts, and the parts that they are in.
@@ -62,6 +60,12 @@ class Documents:
     def last_document(self, x: Float[Tensor, "B T *rest"]) -> Float[Tensor, "B L *rest"]:
         """The last document's tokens in x, which a next part may go on from; every row's own."""
         return x if self.lengths is None else x[:, x.shape[1] - self.lengths[-1] :]
+
+    def after_first(self) -> tuple[list[int], Int[Tensor, "documents"]]:
+        """Tokens of the first packed document and of the others, and offsets of the others."""
+        assert self.lengths is not None
+        first, *others = self.lengths
+        return [first, sum(others)], _as_tensor((0, *accumulate(others)), self.device)
 
     def gather_before(self, *totals: Float[Tensor, "rows *rest"]) -> tuple[Tensor, ...]:
         """What is known of parts' last documents, of the parts that hold the first one's past.
@@ -133,7 +137,7 @@ def _within(offsets: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _as_tensor(offsets: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _as_tensor(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """The same tensor for all layers, so that its values are read back from the device once."""
     with torch.inference_mode(False):  # or a later training step could not use it
-        return torch.tensor(offsets, dtype=dtype, device=device)
+        return torch.tensor(offsets, dtype=torch.int32, device=device)

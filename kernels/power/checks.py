@@ -20,9 +20,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
     G = k.shape[2]
     if k.shape != (B, T, G, K):
         raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
-    _check_like_keys(k, v, log_g)
     if H % G:
         raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
+    _check_like_keys(k, v, log_g)
 
 
 def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:

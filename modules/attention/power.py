@@ -22,7 +22,7 @@ from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_fl
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.attention.initial_state import InitialState
-from longhaul.modules.attention.state_before import state_before
+from longhaul.modules.attention.sequence_part import PowerSettings, mix_part
 from longhaul.modules.documents import Documents
 
 
@@ -193,24 +193,17 @@ class PowerAttention(Attention):
         else:
             power, carried = state
         operands, carried = self.project(x, documents, carried)
-        q, k, v, log_g = self.stack(operands)
+        settings = PowerSettings(self.degree, self.scale, self.normalize, self.chunk_size)
         if self.parts is not None:
-            power = state_before(
-                documents, k, v, log_g, power, degree=self.degree, chunk_size=self.chunk_size
+            mixed, power = mix_part(documents, *self.stack(operands), power, settings), None
+        else:
+            mixed, power = power_attention(
+                *self.stack(operands),
+                **settings._asdict(),
+                initial_state=power,
+                output_final_state=keep_state,
+                cu_seqlens=cu_seqlens,
             )
-        mixed, power = power_attention(
-            q,
-            k,
-            v,
-            log_g,
-            degree=self.degree,
-            scale=self.scale,
-            normalize=self.normalize,
-            initial_state=power,
-            output_final_state=keep_state,
-            cu_seqlens=documents.cu_seqlens,
-            chunk_size=self.chunk_size,
-        )
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
 

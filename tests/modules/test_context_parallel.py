@@ -25,7 +25,7 @@ from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
 from longhaul.modules.attention import attention_config, build_attention, registered_variants
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.attention.state_before import state_before
+from longhaul.modules.attention.sequence_part import PowerSettings, mix_part
 from longhaul.modules.documents import Documents
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
@@ -113,13 +113,12 @@ def resets(bounds: list[int] | None, parts: SequenceParts | None) -> Results:
     log_g[:, [3, 54, 60]] = -torch.inf
     log_g[:, 81:, 0] = -torch.inf
     leaves = [own(x, parts).clone().requires_grad_() for x in (q, k, v, log_g)]
-    documents = Documents(leaves[0], offsets_of(bounds), parts)
-    state = None
+    settings = PowerSettings(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
+    offsets = offsets_of(bounds)
     if parts is not None:
-        state = state_before(documents, *leaves[1:], None, degree=2, chunk_size=CHUNK)
-    y, _ = power_attention(
-        *leaves, initial_state=state, cu_seqlens=documents.cu_seqlens, chunk_size=CHUNK
-    )
+        y = mix_part(Documents(leaves[0], offsets, parts), *leaves, None, settings)
+    else:
+        y, _ = power_attention(*leaves, cu_seqlens=offsets, **settings._asdict())
     (y * own(probe, parts)).sum().backward()
     gradients = {f"d{name}": x.grad for name, x in zip("qkvg", leaves, strict=True)}
     return {"y": y.detach()} | gradients
