@@ -29,9 +29,11 @@ def mix_part(
     settings: PowerSettings,
 ) -> Float[Tensor, "B T H V"]:
     """The output for this part's tokens; `start` is the state where a document begins."""
+    how = settings._asdict()
     state = _state_before(documents, k, v, log_g, start, settings)
     if documents.count == documents.rows:
-        return power_attention(q, k, v, log_g, **settings._asdict(), initial_state=state)[0]
+        mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **how)
+        return mixed
     # Apart from the first, documents begin here: states of zero for them would be kept until the
     # backward pass for nothing.
     sizes, cu_seqlens = documents.after_first()
@@ -39,14 +41,10 @@ def mix_part(
         *((None, None) if x is None else x.split(sizes, dim=1) for x in (q, k, v, log_g)),
         strict=True,
     )
-    begun = None if start is None else PowerState(*(x[documents.rows :] for x in start))
-    outputs = (
-        power_attention(*first, **settings._asdict(), initial_state=state)[0],
-        power_attention(*others, **settings._asdict(), initial_state=begun, cu_seqlens=cu_seqlens)[
-            0
-        ],
-    )
-    return torch.cat(outputs, dim=1)
+    state_at_start = None if start is None else PowerState(*(x[documents.rows :] for x in start))
+    went_on, _ = power_attention(*first, initial_state=state, **how)
+    began, _ = power_attention(*others, initial_state=state_at_start, cu_seqlens=cu_seqlens, **how)
+    return torch.cat([went_on, began], dim=1)
 
 
 def _state_before(
