@@ -13,6 +13,7 @@ from torch.nn import LinearCrossEntropyOptions
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.block import Block
 from longhaul.modules.rotary import PositionScaling
+from longhaul.modules.sequence_parts import SequenceParts
 
 # Rows of logits computed at a time where no gradient is wanted: 1,024 x 50,304 float32 are 206 MB.
 _ROWS_AT_ONCE = 1024
@@ -224,6 +225,17 @@ class LanguageModel(nn.Module):
             attention.check_positions(scaling)
         for attention in attentions:
             attention.set_positions(scaling)
+
+    def split_sequence(self, parts: SequenceParts | None) -> None:
+        """Take all tokens from now on as one part of a sequence, or (None) as whole ones.
+
+        Raises ValueError where the kind of a layer cannot.
+        """
+        attentions = [block.attention for block in self._blocks()]
+        for attention in attentions if parts is not None else ():
+            attention.check_parts()
+        for attention in attentions:
+            attention.parts = parts
 
     def num_parameters(self) -> int:
         """Numbers in all parameters; the tied unembedding counts once."""

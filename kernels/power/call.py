@@ -50,3 +50,19 @@ class Saved(NamedTuple):
 Grads = tuple[
     Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
 ]
+
+
+class SavedState(NamedTuple):
+    """What a state alone keeps for its backward: inputs, and the state for the gates."""
+
+    k: Tensor
+    v: Tensor
+    log_g: Tensor | None
+    kv: Tensor | None
+    norm: Tensor | None
+    cu_seqlens: Tensor | None
+    final_kv: Tensor
+    final_norm: Tensor
+
+
+StateGrads = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -15,21 +15,38 @@ _INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width)")
-        if x.dtype != q.dtype or x.dtype not in _INPUT_DTYPES:
-            raise ValueError(
-                f"{name}: found {x.dtype}, wanted one floating-point dtype for q, k and v"
-            )
+    _check_layout(q=q, k=k, v=v)
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape != (B, T, G, K):
         raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
-    if v.shape[:3] != (B, T, G):
-        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
     if H % G:
         raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
+    _check_like_keys(k, v, log_g)
+
+
+def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
+    """What is asked of keys and values that no query meets."""
+    _check_layout(k=k, v=v)
+    _check_like_keys(k, v, log_g)
+
+
+def _check_layout(**tensors: Tensor) -> None:
+    wanted, names = next(iter(tensors.values())).dtype, list(tensors)
+    for name, x in tensors.items():
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width)")
+        if x.dtype != wanted or x.dtype not in _INPUT_DTYPES:
+            every = f"{', '.join(names[:-1])} and {names[-1]}"
+            raise ValueError(
+                f"{name}: found {x.dtype}, wanted one floating-point dtype for {every}"
+            )
+
+
+def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
+    B, T, G = k.shape[:3]
+    if v.shape[:3] != (B, T, G):
+        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
     if log_g is not None and log_g.shape != (B, T, G):
         raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} as k has it")
     if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):

@@ -11,9 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
+from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved, SavedState, StateGrads
 from longhaul.kernels.power.chunked_backward import BackwardPass, Gradients
 from longhaul.kernels.power.chunked_forward import ForwardPass
+from longhaul.kernels.power.chunked_state import StateGradients, StatePass
+from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
 
@@ -105,7 +107,58 @@ def backward(
     )
 
 
+def state_forward(
+    call: PowerCall,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> PowerState:
+    """The state after the last token of every sequence, and no output."""
+    B, _, G, K = k.shape
+    S, P = (B if cu_seqlens is None else len(cu_seqlens) - 1), state_features(K, call.degree)
+    like = k.new_empty(0, dtype=torch.promote_types(k.dtype, torch.float32))
+    final = PowerState(like.new_empty(S, G, P, v.shape[3]), like.new_empty(S, G, P))
+    for tokens, state in _sequences(cu_seqlens):
+        one = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
+        into = PowerState(final.kv[state], final.norm[state])
+        one.forward(_part(kv, state), _part(norm, state), into)
+    return final
+
+
+def state_backward(
+    call: PowerCall, saved: SavedState, dkv: Tensor | None, dnorm: Tensor | None
+) -> StateGrads:
+    """Gradients of k, v, log_g and the two parts of the initial state, where there are any."""
+    k, v, log_g = saved.k, saved.v, saved.log_g
+    acc_dtype = torch.promote_types(k.dtype, torch.float32)
+    dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (k, v))
+    dlog_g, dinitial_kv, dinitial_norm = (
+        None if x is None else x.new_empty(x.shape) for x in (log_g, saved.kv, saved.norm)
+    )
+    for tokens, state in _sequences(saved.cu_seqlens):
+        into = StateGradients(
+            dk[tokens],
+            dv[tokens],
+            _part(dlog_g, tokens),
+            _part(dinitial_kv, state),
+            _part(dinitial_norm, state),
+        )
+        final = PowerState(saved.final_kv[state], saved.final_norm[state])
+        one = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
+        one.backward(_part(dkv, state), _part(dnorm, state), final, into)
+    return dk.to(k.dtype), dv.to(v.dtype), dlog_g, dinitial_kv, dinitial_norm
+
+
 _Index = tuple[slice, ...]
+
+
+def _sequences(cu_seqlens: Tensor | None) -> list[tuple[_Index, _Index]]:
+    """The same for rows, which run together, and for packed documents."""
+    everything = (slice(None), slice(None)), (slice(None),)
+    return [everything] if cu_seqlens is None else _documents(cu_seqlens)
 
 
 def _documents(cu_seqlens: Tensor) -> list[tuple[_Index, _Index]]:

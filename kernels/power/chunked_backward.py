@@ -17,7 +17,13 @@ from torch import Tensor
 from longhaul.kernels.power.attention import log2_smallest
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.chunking import Chunk, Decay, Problem, Rows
-from longhaul.kernels.power.workspace import Carry, Workspace, Workspaces, update_state
+from longhaul.kernels.power.workspace import (
+    Carry,
+    Workspace,
+    Workspaces,
+    gradient_of_update,
+    update_state,
+)
 
 
 class Gradients(NamedTuple):
@@ -129,9 +135,7 @@ class BackwardPass:
             work.dk.zero_()
             work.dv.zero_()
         else:
-            self._through_update(work, decay)
-            if decay.total is not None:
-                dstate.sums.mul_(decay.total)
+            gradient_of_update(work, dstate, decay)
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
             work.load(work.q, saved.q, heads, chunk, problem.scale)
@@ -146,39 +150,49 @@ class BackwardPass:
         work.store(work.dk, self.into.dk, rows, chunk)
         work.store(work.dv, self.into.dv, rows, chunk)
 
-    def _through_update(self, work: Workspace, decay: Decay) -> None:
-        """dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14)."""
-        dread = self.carry.to_read()
-        values = work.scaled(work.v, decay.to_end)
-        for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
-            torch.bmm(dread, k_map.features(), out=work.dv[:, :, piece])
-            k_map.contract(dread, values[:, :, piece])
-        if decay.to_end is not None:
-            work.dv.mul_(decay.to_end)
-
     def _dlog_g(self, log_g: Tensor) -> Tensor:
-        """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (15), in float64.
-
-        The first sum is dout·out where the output is not normalised and 0 where it is, because
-        then q_t only rotates through a mean; the second is k·dk / p, because weights are
-        homogeneous in k. A suffix stops at a reset: nothing after it depends on gates before it.
-        """
-        saved, problem, dk = self.saved, self.problem, self.into.dk
+        """Eq. (15): the first sum is dout·out where the output is not normalised, and 0 where it
+        is, because then q_t only rotates through a mean."""
+        saved = self.saved
         by_query = self.delta  # (B, T, H)
         if saved.is_live is not None:
             by_query = by_query * ~saved.is_live
-        by_query = reduce(by_query.double(), "b t (g r) -> b t g", "sum", g=problem.G)
-        by_key = torch.linalg.vecdot(saved.k.to(dk.dtype), dk).double() / problem.degree
-        change = by_query - by_key  # (B, T, G)
-        if self.dkv is not None and saved.final_kv is not None:
-            change[:, -1] += (self.dkv * saved.final_kv).sum(dim=(2, 3))
-        if self.dnorm is not None and saved.final_norm is not None:
-            change[:, -1] += (self.dnorm * saved.final_norm).sum(dim=2)
-        suffix = change.flip(1).cumsum(dim=1).flip(1)
-        is_reset = log_g / log(2) < log2_smallest(dk.dtype)
-        T = problem.T
-        time = torch.arange(T, device=log_g.device)[None, :, None]
-        next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)
-        after = suffix.gather(1, next_reset.clamp(max=T - 1)).masked_fill(next_reset == T, 0)
-        dlog_g: Tensor = (suffix - after).masked_fill(is_reset, 0)
-        return dlog_g
+        return gate_gradient(
+            log_g,
+            reduce(by_query.double(), "b t (g r) -> b t g", "sum", g=self.problem.G),
+            torch.linalg.vecdot(saved.k.to(self.into.dk.dtype), self.into.dk),
+            self.problem.degree,
+            ((self.dkv, saved.final_kv), (self.dnorm, saved.final_norm)),
+        )
+
+
+def gate_gradient(
+    log_g: Tensor,
+    by_query: Tensor | None,
+    k_dk: Tensor,
+    degree: int,
+    finals: tuple[tuple[Tensor | None, Tensor | None], ...],
+) -> Tensor:
+    """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (15), in float64.
+
+    The second sum is k·dk / p, because weights are homogeneous in k. A suffix stops at a reset:
+    nothing after it depends on gates before it.
+
+    Args:
+        by_query: (B, T, G) the first sum; None means 0.
+        k_dk: (B, T, G) in the dtype of the sums.
+        finals: the gradient of each part of the final state, and that part.
+    """
+    change = -k_dk.double() / degree  # (B, T, G)
+    if by_query is not None:
+        change += by_query
+    for gradient, final in finals:
+        if gradient is not None and final is not None:
+            change[:, -1] += (gradient * final).flatten(2).sum(dim=2)
+    suffix = change.flip(1).cumsum(dim=1).flip(1)
+    is_reset = log_g / log(2) < log2_smallest(k_dk.dtype)
+    T = log_g.shape[1]
+    time = torch.arange(T, device=log_g.device)[None, :, None]
+    next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)
+    after = suffix.gather(1, next_reset.clamp(max=T - 1)).masked_fill(next_reset == T, 0)
+    return (suffix - after).masked_fill(is_reset, 0)

@@ -67,6 +67,14 @@ def power_backward_flops(
     return 5 * power_flops(T, K, V, degree, form, chunk_size) // 2
 
 
+def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
+    """Useful floating-point operations of a state alone, forward, per head; backward takes twice.
+
+    One product of 2 P V a token; backward dv and dφ(k), since dS is only scaled on its way.
+    """
+    return T * 2 * symmetric_dim(K, degree) * V
+
+
 def mixing_flops(T: int, K: int, V: int, degree: int) -> int:
     """Useful FLOPs per token and head, forward, of the form that `form="auto"` takes."""
     return power_flops(T, K, V, degree, choose_form(T, K, V, degree)) // T

@@ -1,4 +1,6 @@
-"""Forward and backward as two custom ops, which torch.compile, checkpoints and counters see.
+"""Forward and backward as custom ops, which torch.compile, checkpoints and counters see.
+
+There are two of the op and two of a state alone.
 
 A schema has no optional results: what is absent is an empty tensor of shape (0,) here, and None on
 both sides of this file.
@@ -16,8 +18,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from longhaul.kernels.power import chunked
-from longhaul.kernels.power.call import Forward, PowerCall, Saved
-from longhaul.kernels.power.cost import power_backward_flops, power_flops
+from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
+from longhaul.kernels.power.cost import power_backward_flops, power_flops, power_state_flops
+from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
 _INPUTS = (
@@ -32,6 +35,14 @@ _BACKWARD = (
     f"({_INPUTS}, Tensor out, Tensor final_kv, Tensor final_norm, Tensor inverse, Tensor is_live,"
     f" Tensor? dout, Tensor? dkv, Tensor? dnorm, *, bool[] needs, {_SETTINGS})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+_STATE_INPUTS = "Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
+_STATE_SETTINGS = "int degree, int chunk_size, str backend"
+_STATE_FORWARD = f"({_STATE_INPUTS}, *, {_STATE_SETTINGS}) -> (Tensor, Tensor)"
+_STATE_BACKWARD = (
+    f"({_STATE_INPUTS}, Tensor final_kv, Tensor final_norm, Tensor? dkv, Tensor? dnorm, *,"
+    f" bool[] needs, {_STATE_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -192,3 +203,90 @@ def _backward_flops(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
 ) -> int:
     return _flops(power_backward_flops, q, v, rest[3], settings)
+
+
+def state_call(degree: int, chunk_size: int) -> PowerCall:
+    """A state alone, as the settings of a call."""
+    return PowerCall(
+        degree=degree, scale=1.0, normalize=False, output_final_state=True,
+        form="chunked", chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("longhaul::power_state", mutates_args=(), schema=_STATE_FORWARD)
+def power_state(*inputs: Any, degree: int, chunk_size: int, backend: str) -> tuple[Tensor, Tensor]:
+    """kv and norm after the last token of every sequence."""
+    with torch.autocast(inputs[0].device.type, enabled=False):
+        state: PowerState = _implementation(backend).state_forward(
+            state_call(degree, chunk_size), *inputs
+        )
+    return state.kv, state.norm
+
+
+@torch.library.custom_op("longhaul::power_state_backward", mutates_args=(), schema=_STATE_BACKWARD)
+def power_state_backward(
+    *tensors: Any, needs: list[bool], degree: int, chunk_size: int, backend: str
+) -> tuple[Tensor, ...]:
+    """Gradients of k, v, log_g, kv and norm."""
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        grads = _implementation(backend).state_backward(
+            state_call(degree, chunk_size), SavedState(*tensors[:8]), *tensors[8:]
+        )
+    wanted = (x if need else None for x, need in zip(grads, needs, strict=True))
+    return tuple(_given(x, tensors[0]) for x in wanted)
+
+
+@power_state.register_fake
+def _(
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    degree: int,
+    **_settings: Any,
+) -> tuple[Tensor, Tensor]:
+    B, _, G, K = k.shape
+    S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    P = state_features(int(K), degree)
+    like = k.new_empty(0, dtype=torch.promote_types(k.dtype, torch.float32))
+    return like.new_empty(S, G, P, v.shape[3]), like.new_empty(S, G, P)
+
+
+@power_state_backward.register_fake
+def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
+    wanted = (x if need else None for x, need in zip(tensors[:5], needs, strict=True))
+    return tuple(tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
+
+
+def _state_context(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
+) -> None:
+    # Saved: inputs, final state. Recomputed: features. No state before a chunk is needed.
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+    ctx.settings = keyword_only_inputs
+
+
+def _through_state(ctx: Any, dkv: Tensor | None, dnorm: Tensor | None) -> tuple[Tensor | None, ...]:
+    needs = list(ctx.needs_input_grad[:5])
+    if dkv is None and dnorm is None:
+        return (None,) * 6
+    grads = power_state_backward(*ctx.saved_tensors, dkv, dnorm, needs=needs, **ctx.settings)
+    return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
+
+
+power_state.register_autograd(_through_state, setup_context=_state_context)
+
+
+@register_flop_formula(torch.ops.longhaul.power_state, get_raw=True)
+def _state_flops(k: Tensor, v: Tensor, *rest: Any, out_val: Any, degree: int, **_: Any) -> int:
+    sizes = k.shape[3], v.shape[3], degree
+    return k.shape[2] * sum(power_state_flops(T, *sizes) for T in _lengths(k, rest[3]))
+
+
+@register_flop_formula(torch.ops.longhaul.power_state_backward, get_raw=True)
+def _state_backward_flops(*tensors: Any, out_val: Any, **settings: Any) -> int:
+    return 2 * _state_flops(*tensors[:6], out_val=out_val, **settings)

@@ -14,7 +14,13 @@ from torch import Tensor
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_not_in
 from longhaul.kernels.power import library, plain
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.checks import check_offsets, check_packing, check_state, check_tensors
+from longhaul.kernels.power.checks import (
+    check_keys,
+    check_offsets,
+    check_packing,
+    check_state,
+    check_tensors,
+)
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
@@ -146,6 +152,54 @@ def power_attention_step(
             resolved, state, q, k, v, log_g,
             degree=degree, scale=scale, normalize=normalize, inplace=inplace,
         )  # fmt: skip
+
+
+def power_state(
+    k: Float[Tensor, "B T G K"],
+    v: Float[Tensor, "B T G V"],
+    log_g: Float[Tensor, "B T G"] | None = None,
+    *,
+    degree: int = 2,
+    initial_state: PowerState | None = None,
+    cu_seqlens: Int[Tensor, " N_plus_1"] | None = None,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> PowerState:
+    """The state that `power_attention` leaves after the last token (of every document).
+
+    Nothing is read from a state and no two tokens are scored: one of the op's two products with
+    the state, and none within chunks.
+
+    Args, Raises: as for `power_attention`. A state depends neither on scale nor on normalisation.
+    """
+    check_degree(degree)
+    check_keys(k, v, log_g)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size: found {chunk_size}, wanted at least 1")
+    B, T, G, K = k.shape
+    V = v.shape[3]
+    if cu_seqlens is not None:
+        check_packing(cu_seqlens, k)
+    resolved = resolve_backend(backend, k.device)
+    if initial_state is not None:
+        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        check_state(initial_state, S, G, K, V, degree)
+    if resolved == "reference":
+        offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
+        one: plain.Form = partial(plain.FORMS[resolved], degree=degree, scale=1.0, normalize=False)
+        with torch.autocast(k.device.type, enabled=False):
+            # A state does not depend on queries.
+            return plain.per_document(one, k, k, v, log_g, initial_state, offsets)[1]
+    longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
+    call = library.state_call(
+        degree, chunk_size or choose_chunk_size(longest, K, V, degree, resolved)
+    )
+    if resolved == "triton":
+        resolved = _for_call(backend, call, k, v, has_state=True)
+    kv, norm = (None, None) if initial_state is None else initial_state
+    inputs = (k, v, log_g, kv, norm, cu_seqlens)
+    settings = {"degree": degree, "chunk_size": call.chunk_size, "backend": resolved}
+    return PowerState(*library.power_state(*inputs, **settings))
 
 
 def _longest(cu_seqlens: Tensor, T: int) -> int:

@@ -38,13 +38,18 @@ class Workspace:
         self.v[:, -1:].fill_(1)
         self.scratch = like.new_empty(rows, problem.V + 1, tokens)
         self.squares = like.new_empty(rows, width, tokens)
-        buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
-        self.inside = InsideChunk(Buffers(*buffers), problem.degree)
+        self._degree = problem.degree
         piece = min(tokens, _FEATURE_TOKENS)
         scratch = FeatureScratch(rows, problem.K, piece, problem.degree, like)
         self.pieces = [slice(a, min(a + piece, tokens)) for a in range(0, tokens, piece)]
         self.q_maps = [FeatureMap(self.q[:, :, s], self.dq[:, :, s], scratch) for s in self.pieces]
         self.k_maps = [FeatureMap(self.k[:, :, s], self.dk[:, :, s], scratch) for s in self.pieces]
+
+    @cached_property
+    def inside(self) -> InsideChunk:
+        """Attention inside the chunk; made when first needed, as a state alone never does."""
+        buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
+        return InsideChunk(Buffers(*buffers), self._degree)
 
     def _by_head(self, x: Tensor, width: int) -> Tensor:
         """(rows, padded width, tokens) as (batch, heads, width, tokens)."""
@@ -169,3 +174,19 @@ def update_state(work: Workspace, state: Carry, decay: Decay) -> None:
         state.sums.mul_(decay.total)
     for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
         state.add(values[:, :, piece], k_map.features())
+
+
+def gradient_of_update(work: Workspace, dstate: Carry, decay: Decay) -> None:
+    """From dS after a chunk to dv, dk and, in place, dS before it, without what the chunk reads.
+
+    dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14).
+    """
+    dread = dstate.to_read()
+    values = work.scaled(work.v, decay.to_end)
+    for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
+        torch.bmm(dread, k_map.features(), out=work.dv[:, :, piece])
+        k_map.contract(dread, values[:, :, piece])
+    if decay.to_end is not None:
+        work.dv.mul_(decay.to_end)
+    if decay.total is not None:
+        dstate.sums.mul_(decay.total)

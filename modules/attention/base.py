@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from longhaul.modules.rotary import PositionScaling, Rotary
+from longhaul.modules.sequence_parts import SequenceParts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Attention(nn.Module, ABC):
 
     config: AttentionConfig
     rotary: Rotary | None = None
+    parts: SequenceParts | None = None
+    """Set where T tokens are one part of a sequence, and cu_seqlens are the whole sequence's."""
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -145,6 +148,13 @@ class Attention(nn.Module, ABC):
         self.check_positions(scaling)
         if self.rotary is not None:
             self.rotary.scaling = scaling
+
+    def check_parts(self) -> None:
+        """ValueError where the kind cannot mix a sequence in parts."""
+        raise ValueError(
+            f"attention.kind: found {self.config.kind}, wanted a kind of linear cost, whose states "
+            "can cross between the parts of a sequence"
+        )
 
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])

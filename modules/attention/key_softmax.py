@@ -28,6 +28,6 @@ def key_softmax(
     Nothing looks at later tokens: the maximum that steadies L_t is over tokens up to t. The
     difference L_(t-1) - L_t itself would have lost its digits where the past is heavy.
     """
-    total = documents.logcumsumexp(logit.double(), log_mass)
-    excess = (logit - documents.previous(total, log_mass)).to(logit.dtype)
+    total, before = documents.logcumsumexp(logit.double(), log_mass)
+    excess = (logit - before).to(logit.dtype)
     return KeySoftmax(logsigmoid(-excess), excess.sigmoid(), total)

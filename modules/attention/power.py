@@ -14,6 +14,7 @@ from longhaul.kernels import (
     PowerState,
     power_attention,
     power_attention_step,
+    power_state,
     state_features,
     symmetric_dim,
 )
@@ -21,6 +22,7 @@ from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_fl
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.attention.initial_state import InitialState
+from longhaul.modules.attention.sequence_part import PowerSettings, mix_part
 from longhaul.modules.documents import Documents
 
 
@@ -183,23 +185,25 @@ class PowerAttention(Attention):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
         self._check_rates(is_whole=state is None and cu_seqlens is None and not keep_state)
-        documents = Documents(x, cu_seqlens)
+        self._check_stateless(has_state=state is not None or keep_state)
+        documents = Documents(x, cu_seqlens, self.parts)
         if state is None:
             power = self._initial_power(documents.count)
             carried = self.initial_carried(documents.count, x.device)
         else:
             power, carried = state
         operands, carried = self.project(x, documents, carried)
-        mixed, power = power_attention(
-            *self.stack(operands),
-            degree=self.degree,
-            scale=self.scale,
-            normalize=self.normalize,
-            initial_state=power,
-            output_final_state=keep_state,
-            cu_seqlens=cu_seqlens,
-            chunk_size=self.chunk_size,
-        )
+        settings = PowerSettings(self.degree, self.scale, self.normalize, self.chunk_size)
+        if self.parts is not None:
+            mixed, power = mix_part(documents, *self.stack(operands), power, settings), None
+        else:
+            mixed, power = power_attention(
+                *self.stack(operands),
+                **settings._asdict(),
+                initial_state=power,
+                output_final_state=keep_state,
+                cu_seqlens=cu_seqlens,
+            )
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
 
@@ -207,6 +211,7 @@ class PowerAttention(Attention):
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_rates(is_whole=False)
+        self._check_stateless(has_state=True)
         operands, carried = self.project(x, Documents(x), state.carried)
         mixed, power = power_attention_step(
             state.power,
@@ -286,12 +291,23 @@ class PowerAttention(Attention):
         reads = tuple(
             Read(column=torch.full_like(key[..., :1], column)) for column in self.pivot_columns()
         )
-        q, k, v, _ = self.stack(Operands(key, key, value, reads))
-        _, state = power_attention(
-            q, k, v, degree=self.degree, normalize=False, output_final_state=True
-        )
-        assert state is not None
+        _, k, v, _ = self.stack(Operands(key, key, value, reads))
+        state = power_state(k, v, degree=self.degree)
         return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+
+    def check_parts(self) -> None:
+        if self.degree > 4:
+            raise ValueError(
+                f"attention.degree: found {self.degree} of kind {self.config.kind}, whose states "
+                "are too large to build; wanted 4 or less for a sequence in parts"
+            )
+
+    def _check_stateless(self, *, has_state: bool) -> None:
+        if self.parts is not None and has_state:
+            raise ValueError(
+                "parts: found a state given or to keep, wanted neither: of a sequence in parts "
+                "only training and losses are known"
+            )
 
     def _check_rates(self, *, is_whole: bool) -> None:
         if self.rotary is not None and self.rotary.depends_on_length and not is_whole:

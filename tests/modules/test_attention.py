@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels import state_features, symmetric_dim
 from longhaul.kernels.power import op
-from longhaul.kernels.power.cost import power_flops
+from longhaul.kernels.power.cost import power_state_flops
 from longhaul.modules.attention import (
     Attention,
     attention_config,
@@ -297,12 +297,10 @@ def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, ob
         pairs = T * (T + 1) // 2
         assert attention.mixing_flops(T) * T == 4 * pairs * WIDTH
         return
-    learned = power_flops(
-        3, attention.key_dim, attention.value_dim, attention.degree, "chunked", 16
-    )
-    if options.get("initial_state") == "learned":
-        counted["longhaul.power_forward"] -= HEADS * attention.num_reads * learned
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
+    pivots = 3 if options.get("initial_state") == "learned" else 0
+    learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
+    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_reads * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 

@@ -1,5 +1,12 @@
 """The Triton kernels of power attention. Imported only where they are asked for."""
 
-from longhaul.kernels.power.triton.backend import backward, forward, step, why_not
+from longhaul.kernels.power.triton.backend import (
+    backward,
+    forward,
+    state_backward,
+    state_forward,
+    step,
+    why_not,
+)
 
-__all__ = ["backward", "forward", "step", "why_not"]
+__all__ = ["backward", "forward", "state_backward", "state_forward", "step", "why_not"]

@@ -7,14 +7,26 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved
+from longhaul.kernels.power.call import (
+    Forward,
+    Grads,
+    PowerCall,
+    Saved,
+    SavedState,
+    StateGrads,
+)
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.triton.attention import attention_forward
 from longhaul.kernels.power.triton.attention_backward import attention_backward
-from longhaul.kernels.power.triton.chunked import chunked_backward, chunked_forward
+from longhaul.kernels.power.triton.chunked import (
+    chunked_backward,
+    chunked_forward,
+    final_state,
+    final_state_backward,
+)
 from longhaul.kernels.power.triton.step import take_step
 
-__all__ = ["backward", "forward", "step", "why_not"]
+__all__ = ["backward", "forward", "state_backward", "state_forward", "step", "why_not"]
 
 _WIDEST = 256
 # Key widths whose states fit a program's registers and shared memory, by degree.
@@ -77,6 +89,28 @@ def backward(
         if dout is None:
             return (None,) * 6
         return (*attention_backward(call, saved, dout, needs), None, None)
+
+
+def state_forward(
+    call: PowerCall,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> PowerState:
+    """The final state alone."""
+    with _on(k.device):
+        return final_state(call, k, v, log_g, kv, norm, cu_seqlens)
+
+
+def state_backward(
+    call: PowerCall, saved: SavedState, dkv: Tensor | None, dnorm: Tensor | None
+) -> StateGrads:
+    """Gradients of k, v, log_g, kv and norm."""
+    with _on(saved.k.device):
+        return final_state_backward(call, saved, dkv, dnorm)
 
 
 def step(

@@ -1,0 +1,355 @@
+"""A sequence in parts, on processes over gloo, is the sequence in one: outputs and gradients.
+
+Each process is this file run as a script. It writes what it found of every case; tests compare.
+"""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+from longhaul.kernels import power_attention
+from longhaul.kernels.power import op
+from longhaul.modules.attention import attention_config, build_attention, registered_variants
+from longhaul.modules.attention.power import PowerConfig
+from longhaul.modules.attention.sequence_part import PowerSettings, mix_part
+from longhaul.modules.documents import Documents
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.rotary import PositionScaling
+from longhaul.modules.sequence_parts import SequenceParts
+from longhaul.pipeline.context_parallel import ContextParallel
+
+WORLDS = (2, 4)
+TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens a part: chunks of 8, and a rest
+LIMIT_S = 58
+
+# Documents that lie across one border and more, end at one, and share a part.
+PACKINGS = {
+    "rows": None,
+    "straddling": [0, 1, 40, 100, 108],
+    "at borders": [0, 27, 30, 35, 54, 108],
+}
+LEARNED = {"initial_state": "learned", "rank": 3}
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "cartan": [
+        {},
+        {"generator": "additive"},
+        {"generator": "product", "negative_diagonal": True},
+        {"bilinear": False},
+        LEARNED,
+    ],
+    "complex": [{}, {"decay": True}, {"decay": True} | LEARNED],
+    "conformal_sympow": [{}, {"degree": 4, "qk_norm": True}, LEARNED],
+    "linear": [{}, {"feature_map": "identity", "normalizer": "head_norm"}, LEARNED],
+    "retention": [{}, {"swish_gate": True}, LEARNED],
+    "sympow": [{}, {"degree": 4} | LEARNED],
+    "zeros": [{}, {"ordered": True, "second_order": True, "zeroth": "first_layer"}, LEARNED],
+}
+LINEAR = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
+LAYERS = {
+    f"{kind} {options or ''} {packing}": (kind, options, offsets)
+    for kind in LINEAR
+    for options in OPTIONS.get(kind, [{}, LEARNED])
+    for packing, offsets in PACKINGS.items()
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "model, again": {},
+    "model, recomputed": {"recompute": True},
+    "model, only initial states trained": {"initial_state": "learned"},
+    "model, positions of a longer sequence": {
+        "scaling": PositionScaling(name="dynamic_ntk", factor=2.0, context=32)
+    },
+}
+Results = dict[str, Tensor]
+
+
+def offsets_of(bounds: list[int] | None) -> Tensor | None:
+    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+
+
+def own(x: Tensor, parts: SequenceParts | None) -> Tensor:
+    return x if parts is None else x.chunk(parts.count, dim=1)[parts.index]
+
+
+def layer(
+    kind: str, options: dict[str, Any], bounds: list[int] | None, parts: SequenceParts | None
+) -> Results:
+    """Output, and gradients of a random functional of it, with parameters that all matter."""
+    torch.manual_seed(0)
+    attention = build_attention(kind, WIDTH, HEADS, chunk_size=CHUNK, **options).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(std=0.5)
+    shape = (2 if bounds is None else 1, TOKENS, WIDTH)
+    x, probe = torch.randn(2, *shape, dtype=torch.float64).unbind(0)
+    x, probe = own(x, parts).clone().requires_grad_(), own(probe, parts)
+    attention.parts = parts
+    y, _ = attention(x, cu_seqlens=offsets_of(bounds), keep_state=False)
+    (y * probe).sum().backward()
+    gradients = {f"d {name}": p.grad for name, p in attention.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad} | gradients
+
+
+def resets(bounds: list[int] | None, parts: SequenceParts | None) -> Results:
+    """The op with gates of 0 in the middle of documents, one of them a part's first token."""
+    torch.manual_seed(0)
+    B = 2 if bounds is None else 1
+    q, k, v, probe = torch.randn(4, B, TOKENS, HEADS, 4, dtype=torch.float64).unbind(0)
+    log_g = logsigmoid(torch.randn(B, TOKENS, HEADS, dtype=torch.float64) + 2)
+    log_g[:, [3, 54, 60]] = -torch.inf
+    log_g[:, 81:, 0] = -torch.inf
+    leaves = [own(x, parts).clone().requires_grad_() for x in (q, k, v, log_g)]
+    settings = PowerSettings(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
+    offsets = offsets_of(bounds)
+    if parts is not None:
+        y = mix_part(Documents(leaves[0], offsets, parts), *leaves, None, settings)
+    else:
+        y, _ = power_attention(*leaves, cu_seqlens=offsets, **settings._asdict())
+    (y * own(probe, parts)).sum().backward()
+    gradients = {f"d{name}": x.grad for name, x in zip("qkvg", leaves, strict=True)}
+    return {"y": y.detach()} | gradients
+
+
+def build_model(initial_state: str = "zero") -> LanguageModel:
+    def config(kind: str, **options: Any) -> Any:
+        settings = {"chunk_size": CHUNK, "initial_state": initial_state, "rank": 3} | options
+        return attention_config(kind)(**settings)
+
+    torch.manual_seed(0)
+    model = LanguageModel(
+        LanguageModelConfig(
+            attention=config("conformal_sympow"),
+            layer_attention={"1": config("zeros", second_order=True), "2": config("cartan")},
+            layers=3,
+            width=WIDTH,
+            heads=HEADS,
+            vocabulary=24,
+        )
+    ).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5)
+    return model
+
+
+def language_model(
+    parts: SequenceParts | None,
+    *,
+    tokens: int = TOKENS,
+    recompute: bool = False,
+    initial_state: str = "zero",
+    scaling: PositionScaling | None = None,
+) -> Results:
+    """Mean loss over the part's own tokens, and its gradients."""
+    model = build_model(initial_state)
+    if initial_state == "learned":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("initial_state" in name)
+    if recompute:
+        for block in model.blocks:
+            block.forward = recomputed(block.forward)
+    if scaling is not None:
+        model.set_positions(scaling)
+    model.split_sequence(parts)
+    ids = torch.randint(24, (2, 2, tokens), generator=torch.Generator().manual_seed(0))
+    loss = model.loss(own(ids[0], parts), own(ids[1], parts))
+    loss.backward()
+    grads = {f"d {name}": p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {"loss": loss.detach()} | grads
+
+
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def bytes_sent(parts: ContextParallel, tokens: int) -> Tensor:
+    before = parts.bytes_sent
+    language_model(parts, tokens=tokens)
+    return torch.tensor(parts.bytes_sent - before)
+
+
+def every_case(parts: ContextParallel) -> dict[str, Results]:
+    results = {name: layer(*case, parts) for name, case in LAYERS.items()}
+    results |= {f"resets {name}": resets(bounds, parts) for name, bounds in PACKINGS.items()}
+    results |= {name: language_model(parts, **how) for name, how in MODELS.items()}
+    sent = {f"{times} T": bytes_sent(parts, times * TOKENS) for times in (1, 4)}
+    return results | {"bytes": sent}
+
+
+def use_chunks() -> None:
+    op.choose_form = lambda *_: "chunked"  # type: ignore[assignment]
+
+
+def one_rank(rank: int, world: int, folder: Path) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=LIMIT_S),
+    )
+    torch.save(every_case(ContextParallel(dist.group.WORLD)), folder / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(world: int, folder: Path) -> None:
+    """Forked after the imports, which take longer than all cases."""
+    torch.set_num_threads(1)
+    use_chunks()
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=one_rank, args=(rank, world, folder)) for rank in range(world)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What every rank found of every case."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = subprocess.Popen(
+        [sys.executable, "-P", __file__, str(request.param), str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        _, error = ranks.communicate(timeout=LIMIT_S)
+        assert ranks.returncode == 0, error
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(ranks.pid, signal.SIGKILL)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.fixture(autouse=True)
+def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks, which sequences as short as here would not be given."""
+    monkeypatch.setattr(op, "choose_form", lambda *_: "chunked")
+
+
+def assert_same(found: Tensor, wanted: Tensor, name: str) -> None:
+    scale = max(1.0, wanted.abs().max().item())
+    torch.testing.assert_close(
+        found, wanted, rtol=0, atol=1e-10 * scale, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def assert_parts_make(ranks: list[Results], wanted: Results, sequences: tuple[str, ...]) -> None:
+    """Values along the sequence side by side, gradients of what all parts share summed."""
+    for name, whole in wanted.items():
+        if name in sequences:
+            assert_same(torch.cat([rank[name] for rank in ranks], 1), whole, name)
+        else:
+            assert_same(sum(rank[name] for rank in ranks), whole, name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_layer_of_parts_is_that_of_the_sequence(found: list[Any], case: str) -> None:
+    ranks = [rank[case] for rank in found]
+    assert_parts_make(ranks, layer(*LAYERS[case], None), ("y", "dx"))
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_reset_in_any_part_forgets_all_before_it(found: list[Any], packing: str) -> None:
+    ranks = [rank[f"resets {packing}"] for rank in found]
+    wanted = resets(PACKINGS[packing], None)
+    assert_parts_make(ranks, wanted, tuple(wanted))
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_ranks_average_to_the_loss_and_gradients_of_one(found: list[Any], case: str) -> None:
+    ranks = [{name: x / len(found) for name, x in rank[case].items()} for rank in found]
+    how = {name: x for name, x in MODELS[case].items() if name != "recompute"}
+    assert_parts_make(ranks, language_model(None, **how), ())
+
+
+def test_runs_of_the_same_parts_have_the_same_bits(found: list[Any]) -> None:
+    for rank in found:
+        for name, x in rank["model"].items():
+            assert torch.equal(x, rank["model, again"][name]), name
+
+
+def test_what_is_sent_does_not_grow_with_the_sequence(found: list[Any]) -> None:
+    for rank in found:
+        assert rank["bytes"]["1 T"] == rank["bytes"]["4 T"] > 0
+
+
+class NoOthers:
+    """Parts that nothing may be asked of."""
+
+    index, count = 0, 2
+
+    def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(LINEAR)))
+def test_quadratic_kinds_are_refused_by_name(kind: str) -> None:
+    model = LanguageModel(
+        LanguageModelConfig(
+            attention=attention_config("retention")(),
+            layer_attention={"1": attention_config(kind)()},
+            layers=2,
+            width=WIDTH,
+            heads=HEADS,
+            vocabulary=8,
+        )
+    )
+    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of linear cost"):
+        model.split_sequence(NoOthers())
+    assert all(block.attention.parts is None for block in model.blocks)
+
+
+@pytest.mark.parametrize("degree", [6, 8])
+def test_degrees_whose_states_are_too_large_are_refused(degree: int) -> None:
+    attention = build_attention("sympow", WIDTH, HEADS, degree=degree)
+    with pytest.raises(ValueError, match=rf"degree: found {degree} .*, wanted|too large to build"):
+        attention.check_parts()
+
+
+def test_states_in_and_out_are_refused() -> None:
+    attention, x = build_attention("retention", WIDTH, HEADS), torch.randn(1, 4, WIDTH)
+    _, state = attention(x)
+    attention.parts = NoOthers()
+    for call in (
+        lambda: attention(x),
+        lambda: attention(x, state, keep_state=False),
+        lambda: attention.step(x[:, :1], state),
+    ):
+        with pytest.raises(ValueError, match="parts: found a state"):
+            call()
+
+
+def test_offsets_are_those_of_the_whole_sequence() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens: found \[0, 4\], wanted offsets from 0 to 8"):
+        Documents(torch.randn(1, 4, 2), torch.tensor([0, 4]), NoOthers())
+
+
+def test_a_sequence_is_whole_again_without_parts() -> None:
+    model = build_model()
+    model.split_sequence(NoOthers())
+    model.split_sequence(None)
+    assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, WIDTH)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
