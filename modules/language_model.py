@@ -122,7 +122,7 @@ class Head(nn.Module):
 class LanguageModel(nn.Module):
     """Tokens to hidden activations, losses, or the next token's logits."""
 
-    parts: None = None  # TODO: merged from context parallelism
+    parts: SequenceParts | None = None
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -226,16 +226,21 @@ class LanguageModel(nn.Module):
         for attention in attentions:
             attention.set_positions(scaling)
 
+    def check_parts(self) -> None:
+        """ValueError where the kind of a layer cannot mix a sequence in parts."""
+        for block in self._blocks():
+            block.attention.check_parts()
+
     def split_sequence(self, parts: SequenceParts | None) -> None:
         """Take all tokens from now on as one part of a sequence, or (None) as whole ones.
 
         Raises ValueError where the kind of a layer cannot.
         """
-        attentions = [block.attention for block in self._blocks()]
-        for attention in attentions if parts is not None else ():
-            attention.check_parts()
-        for attention in attentions:
-            attention.parts = parts
+        if parts is not None:
+            self.check_parts()
+        for block in self._blocks():
+            block.attention.parts = parts
+        self.parts = parts
 
     def num_parameters(self) -> int:
         """Numbers in all parameters; the tied unembedding counts once."""

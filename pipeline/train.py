@@ -140,6 +140,8 @@ def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Pa
         max_tokens=config.trainer.max_tokens,
         train_only=config.trainer.train_only,
     )
+    if config.trainer.context_parallel > 1:
+        module.model.check_parts()
     prepare_blocks(
         module.model,
         checkpoint_every=config.trainer.activation_checkpointing,

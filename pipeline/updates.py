@@ -16,6 +16,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
 from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
+from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
@@ -87,6 +88,7 @@ class Updates(Callback):
         self._data_wait = 0.0
         self._unlogged: tuple[Path, int] | None = None
         self._step = 0
+        self._parts: ContextParallel | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimiser, counters and RNG before the loader is built."""
@@ -108,6 +110,9 @@ class Updates(Callback):
             keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
             group=group,
         )
+        ranks_a_sample = self.config.trainer.context_parallel
+        if ranks_a_sample > 1:
+            self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
         path = trainer.strategy.broadcast(self.store.newest() if trainer.is_global_zero else None)
         if path is None and any(self.store.folder.glob("*.damaged")):
             raise CheckpointError(
@@ -117,6 +122,7 @@ class Updates(Callback):
         if path is not None:
             self._restore(trainer, module, Saved(path, rank_group=group))
             self._step = module.progress.step
+        module.model.split_sequence(self._parts)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         if self.books:
@@ -237,6 +243,8 @@ class Updates(Callback):
     def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:
             return
+        # Ranks that share sequences in training have validation samples of their own.
+        module.model.split_sequence(None)
         metric = measure_positions(
             module.model,
             self._validation_batches,
@@ -244,6 +252,7 @@ class Updates(Callback):
             module.device,
             self.config.trainer.precision,
         )
+        module.model.split_sequence(self._parts)
         values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
             self.books.tracker.log("validation", module.progress.step, values)
