@@ -159,4 +159,6 @@ def _room(device: Device) -> str:
 
 
 def _gigabytes(number: float) -> str:
+    if 0 < number < 5e6:
+        return "<0.01"
     return digits(number / 1e9) if number else "0"

@@ -16,6 +16,7 @@ from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_ch
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.kernels import power_attention, state_features
 from longhaul.kernels.power.cost import choose_chunk_size
+from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.hardware import Device
@@ -124,6 +125,8 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     # Rows are dealt out whole: a tensor of fewer rows than ranks leaves some with one too many.
     assert fsdp.parameters == pytest.approx(single.parameters / ranks, rel=0.01)
     assert ddp.gradients == 4 * numbers
+    if accumulation > 1:  # gradients that wait for the last micro-batch are whole
+        assert single.gradients == 4 * numbers <= fsdp.gradients
     scalars = single.optimizer - 2 * single.parameters  # steps, one for every tensor
     assert 0 < scalars < 1000
     assert fsdp.optimizer == pytest.approx(single.optimizer / ranks, rel=0.01)
@@ -164,7 +167,7 @@ def test_checkpointing_and_small_batches_need_less() -> None:
 
 
 def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
-    run = small(ranks=2, accumulation=2, micro_batch=8)
+    run = small(ranks=2, accumulation=1, micro_batch=8, layers=1)
     planner = Planner(run)
     whole = planner.plan(Choice(strategy="ddp")).total
     half = planner.plan(Choice(strategy="ddp"), 4).total
@@ -183,6 +186,15 @@ def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
     change = "trainer.strategy=fsdp trainer.activation_checkpointing=1 trainer.micro_batch=1 "
     assert change in on(recomputed)
     assert on(recomputed - 1).endswith("does not fit, and no strategy or micro-batch here would.")
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_every_kind_can_be_traced(kind: str) -> None:
+    sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
+    run = load_run_config("run/demo.yaml", [*SMALL, *sizes], kind=kind)
+    plan = Planner(run).plan(Choice(strategy="single", checkpointing=1))
+    tokens, width = 128, 64
+    assert plan.activations > 4 * tokens * width  # what a recomputed block starts from
 
 
 def test_states_of_the_kernels_are_counted() -> None:
