@@ -15,6 +15,8 @@ from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_ch
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.kernels import power_attention, state_features
+from longhaul.kernels.power import chunked
+from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.cost import choose_chunk_size
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -210,6 +212,22 @@ def test_states_of_the_kernels_are_counted() -> None:
     states = T // choose_chunk_size(T, K, K, 2, "triton") * H * state_features(K, 2) * (K + 1) * 4
     assert live.peak["workspace"] > states > inputs
     assert sum(live.peak.values()) < 4 * inputs + 2 * states
+
+
+def test_an_op_takes_what_its_own_code_allocates() -> None:
+    shape = 1, 256, 4, 64
+    live = LiveMemory(OpWorkspace("torch"))
+    with FakeTensorMode(), live:
+        q = torch.zeros(shape)
+        power_attention(q, q, q, degree=2)
+    call = PowerCall(
+        degree=2, scale=0.125, normalize=True, output_final_state=False, form="attention",
+        chunk_size=256,
+    )  # fmt: skip
+    with LiveMemory() as real:
+        q = torch.zeros(shape)
+        chunked.forward(call, q, q, q, None, None, None, None)
+    assert live.peak["workspace"] + q.nbytes == sum(real.peak.values())
 
 
 @pytest.mark.parametrize("rows", [100, 512])
