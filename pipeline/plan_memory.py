@@ -159,8 +159,6 @@ def _trace_update(
             _fill_optimizer(optimizer, live)
             live.restart()
             inner, last = _update(config, model, optimizer, live)
-        # Whatever part of a fake tensor's memory is a cycle must not outlive the ranks.
-        del optimizer, model, module
     communicated = (config.accumulation - 1) * inner + last
     return _Traced(
         peak=live.peak,
