@@ -135,6 +135,25 @@ def recording(target: str) -> Iterator[list[Compiled]]:
         yield compiled
 
 
+@contextlib.contextmanager
+def skipping(target: str) -> Iterator[None]:
+    """Inside, launchers face the target and allocate what they would; launches do nothing."""
+
+    def skip(self: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    with contextlib.ExitStack() as changes:
+        for place, name, value in (
+            (JITFunction, "run", skip),
+            (Autotuner, "run", skip),
+            (InterpretedFunction, "run", skip),
+            (driver, "_active", _StandIn(CHIPS[target])),
+        ):
+            changes.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, value)
+        yield
+
+
 def _measure(
     target: str, src: Any, metadata: dict[str, Any], files: dict[str, str], seconds: float
 ) -> Compiled:

@@ -1,8 +1,10 @@
-"""What is done to a model's blocks before a strategy takes them, without changing their results."""
+"""What is done to a model block by block, without changing its results."""
 
 from functools import partial
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.language_model import LanguageModel
@@ -22,3 +24,11 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
             # Nothing in a block draws random numbers.
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         block.forward = forward
+
+
+def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2: every block is gathered by itself, and embedding and norms with the whole model."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The root keeps the embedding after its forward, since the loss needs it once more.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

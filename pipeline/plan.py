@@ -4,10 +4,13 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from longhaul.configs import load_run_config
+from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
 from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.hardware import Device
+from longhaul.pipeline.plan_fit import find, on_ranks, rows, verdict
+from longhaul.pipeline.plan_memory import Planner
 from longhaul.pipeline.sizes import (
     HALF,
     allocated_bytes,
@@ -31,10 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--contexts", help="comma-separated, in place of data.context, such as 1024,65536 tokens"
     )
+    parser.add_argument(
+        "--gpus", type=int, help="ranks, in place of trainer.devices and trainer.nodes"
+    )
+    parser.add_argument(
+        "--device", help="also plan memory and communication on h100, h200, a100, b200, l40s, ..."
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     run = load_run_config(args.config, args.overrides)
+    fit = None
+    if args.gpus is not None or args.device is not None:
+        device = find(args.device)
+        fit = on_ranks(args.config, args.overrides, run, args.gpus), device
     contexts = [run.data.context] if args.contexts is None else _contexts(args.contexts)
     models = [run.model]
     if args.kinds is not None:
@@ -47,7 +60,23 @@ def main(args: argparse.Namespace) -> int:
     if symmetric:
         print("\nThe state of the symmetric-power layers at each degree:\n")
         _print_table(_states_by_degree(symmetric[0]))
+    if fit is not None:
+        _print_fit(*fit)
     return 0
+
+
+def _print_fit(config: RunConfig, device: Device) -> None:
+    ranks = config.trainer.world_size
+    print(f"\nGB of one of {ranks} ranks where an update needs most, and GB that it sends")
+    print("in an update. Copies: parameters that are gathered or cast, buffers of collectives;")
+    print("workspace: inside of an op, if one runs then. All is traced from the step itself, but")
+    print(
+        "for DeepSpeed, where activations and workspace are, and the rest is computed.\n",
+        flush=True,
+    )
+    planner = Planner(config)
+    _print_table(rows(config, device, planner))
+    print(f"\n{verdict(config, device, planner)}")
 
 
 def _contexts(text: str) -> list[int]:

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -34,6 +34,7 @@ from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism, Pretraining
+from longhaul.pipeline.blocks import shard
 from longhaul.pipeline.checkpoint import Saved
 from longhaul.pipeline.optimizer_state import restore_training, training_tensors
 
@@ -185,10 +186,7 @@ class Sharded(_Plain, _Launched, ModelParallelStrategy):
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         model.to(self.root_device)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        # The root keeps the embedding after its forward, since the loss needs it once more.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(model, mesh, policy)
 
 
 class Zero(_Launched, DeepSpeedStrategy):
@@ -271,7 +269,12 @@ class Zero(_Launched, DeepSpeedStrategy):
         """Whole tensors, gathered one by one, of which each rank keeps its share."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        states = list(cast(Any, optimizer).optimizer.state.values())
+        zero = cast(Any, optimizer)
+        states = list(zero.optimizer.state.values())
+        if states and not self.zero_stage_3:
+            # Linked after the first group's first step, when the other groups have no moments yet.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
         kept: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(model.named_parameters()):
             found: dict[str, Tensor] = {}

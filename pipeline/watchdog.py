@@ -73,6 +73,8 @@ class Watchdog:
         if self._rank == 0:
             ranks = [f"{_LEFT}{rank}" for rank in range(self._world_size)]
             self._store.wait(ranks, timedelta(seconds=self._hang_s))
+            for rank in ranks:
+                self._store.delete_key(rank)
 
     def silent_ranks(self) -> str:
         """A sentence on the ranks that do not report any more, empty if all do; for rank 0."""

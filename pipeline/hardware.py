@@ -1,0 +1,82 @@
+"""What accelerators hold and reach, as their vendors publish it, and what this CPU does reach."""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+_MEASURED_SIZE = 1024  # rows and columns of the timed product: 2.1 GFLOP
+_MEASURED_SECONDS = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of accelerator. Peaks are of dense products, without sparsity, in FLOP/s."""
+
+    key: str  # as `longhaul plan --device` takes it
+    name: str
+    memory_bytes: int  # in the vendor's decimal GB, which is a few percent below what is there
+    bf16_flops: float
+    tf32_flops: float
+    fp32_flops: float  # of the vector units
+    reported: tuple[str, ...]  # all are parts of what torch.cuda.get_device_name says
+
+
+# Of two that match a reported name the first is taken. Sources, each halved where it is stated
+# "with sparsity": NVIDIA's data sheets of A100, H100, H200, L40S and the Blackwell architecture
+# brief (B200), AMD's data sheet of the Instinct MI300X.
+DEVICES = (
+    Device(
+        key="h200", name="NVIDIA H200", memory_bytes=141 * 10**9,
+        bf16_flops=989e12, tf32_flops=494e12, fp32_flops=67e12, reported=("NVIDIA H200",),
+    ),
+    Device(
+        key="h100-pcie", name="NVIDIA H100 PCIe", memory_bytes=80 * 10**9,
+        bf16_flops=756e12, tf32_flops=378e12, fp32_flops=51e12, reported=("H100", "PCIe"),
+    ),
+    Device(
+        key="h100", name="NVIDIA H100 SXM", memory_bytes=80 * 10**9,
+        bf16_flops=989e12, tf32_flops=494e12, fp32_flops=67e12, reported=("H100", "80GB"),
+    ),
+    Device(
+        key="a100", name="NVIDIA A100 80 GB", memory_bytes=80 * 10**9,
+        bf16_flops=312e12, tf32_flops=156e12, fp32_flops=19.5e12, reported=("A100", "80GB"),
+    ),
+    Device(
+        key="a100-40", name="NVIDIA A100 40 GB", memory_bytes=40 * 10**9,
+        bf16_flops=312e12, tf32_flops=156e12, fp32_flops=19.5e12, reported=("A100", "40GB"),
+    ),
+    Device(
+        key="b200", name="NVIDIA B200", memory_bytes=180 * 10**9,
+        bf16_flops=2.25e15, tf32_flops=1.125e15, fp32_flops=75e12, reported=("NVIDIA B200",),
+    ),
+    Device(
+        key="l40s", name="NVIDIA L40S", memory_bytes=48 * 10**9,
+        bf16_flops=362e12, tf32_flops=183e12, fp32_flops=91.6e12, reported=("L40S",),
+    ),
+    Device(
+        key="mi300x", name="AMD Instinct MI300X", memory_bytes=192 * 10**9,
+        bf16_flops=1307e12, tf32_flops=653.7e12, fp32_flops=163.4e12, reported=("MI300X",),
+    ),
+)  # fmt: skip
+
+
+def find_device(name: str) -> Device | None:
+    """The device of a key such as h100, or of a name that torch reports; None if it is unknown."""
+    by_key = (device for device in DEVICES if device.key == name.lower())
+    by_name = (device for device in DEVICES if all(part in name for part in device.reported))
+    return next(by_key, None) or next(by_name, None)
+
+
+@cache
+def measured_cpu_flops() -> float:
+    """FLOP/s of float32 products in this process with its threads, measured once."""
+    a, b = torch.randn(2, _MEASURED_SIZE, _MEASURED_SIZE).unbind(0)
+    out = a @ b
+    best = float("inf")
+    end = time.perf_counter() + _MEASURED_SECONDS
+    while (start := time.perf_counter()) < end:
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2 * _MEASURED_SIZE**3 / best

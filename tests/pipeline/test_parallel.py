@@ -1,0 +1,167 @@
+"""Every strategy trains like one process, shards what it says, and takes over from any other."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+ONE_RANK = Path(__file__).parent / "one_rank.py"
+KINDS = ("softmax", "conformal_sympow", "zeros")
+UPDATES, HALF = 20, 10
+COMMON = ["checkpoint.every_tokens=5120", "trainer.validate_every_tokens=5120"]
+
+# Ranks, and what makes a run one of this kind.
+WAYS: dict[str, tuple[int, list[str]]] = {
+    "single": (1, []),
+    "ddp-2": (2, ["trainer.strategy=ddp"]),
+    "fsdp-2": (2, ["trainer.strategy=fsdp"]),
+    "deepspeed1-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=1"]),
+    "deepspeed2-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=2"]),
+    "deepspeed3-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=3"]),
+    "context-2": (2, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
+    "fsdp-4": (4, ["trainer.strategy=fsdp"]),
+    "context-2x2": (4, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
+    "replicas-2x2": (4, ["trainer.strategy=fsdp", "trainer.replicas=2"]),
+    "recomputed": (2, ["trainer.strategy=fsdp", "trainer.activation_checkpointing=1"]),
+    "not-sharded": (2, ["trainer.strategy=fsdp", "trainer.no_shard_below=1000000"]),
+}
+# What is shown for one kind of attention alone, the other ways being shown for all.
+ONCE = ("replicas-2x2", "recomputed", "not-sharded")
+HANDOVERS = [
+    (before, after)
+    for before in ("single", "ddp-2", "fsdp-2", "fsdp-4", "deepspeed2-2", "deepspeed3-2")
+    for after in ("single", "ddp-2", "fsdp-2", "fsdp-4", "deepspeed2-2", "deepspeed3-2")
+    # DeepSpeed's is the same kind of checkpoint: each stage is left and entered once.
+    if before == after or "deep" not in before + after or "single" in (before, after)
+]
+
+
+def _combinations() -> list[tuple[str, str]]:
+    return [
+        (way, kind)
+        for way in WAYS
+        for kind in KINDS
+        if not (way in ONCE and kind != "conformal_sympow")
+        and not (way.startswith("context") and kind == "softmax")
+    ]
+
+
+def _run_together(run: Run, jobs: dict[int, list[list[str]]]) -> None:
+    """Lists of trainings by the number of their ranks, each list in as many processes."""
+    for ranks, arguments in jobs.items():
+        file = run.path / f"jobs-{ranks}.json"
+        file.write_text(json.dumps(arguments))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", str(ONE_RANK), str(file)],
+                cwd=run.path,
+                env={
+                    **os.environ,
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "LOCAL_RANK": str(rank),
+                    "NODE_RANK": "0",
+                    "WORLD_SIZE": str(ranks),
+                },
+                stdout=subprocess.DEVNULL,
+                stderr=(run.path / f"stderr-{ranks}-{rank}.txt").open("w"),
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            for rank, process in enumerate(processes):
+                text = run.path / f"stderr-{ranks}-{rank}.txt"
+                assert process.wait(timeout=400) == 0, text.read_text()[-3000:]
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def _arguments(way: str, kind: str, name: str) -> list[str]:
+    ranks, overrides = WAYS[way]
+    micro_batch = 2 if ranks < 4 or way == "context-2x2" else 1
+    return [
+        "small.yaml",
+        f"name={name}",
+        f"model.attention.kind={kind}",
+        f"trainer.devices={ranks}",
+        f"trainer.micro_batch={micro_batch}",
+        *COMMON,
+        *overrides,
+    ]
+
+
+def _losses(run: Run, name: str) -> dict[int, float]:
+    lines = (run.path / name / "logs" / "metrics.jsonl").read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {e["step"]: e["values"]["train/loss"] for e in entries if e["kind"] == "train"}
+
+
+@pytest.fixture(scope="module")
+def trained(make_run: Any) -> Run:
+    """All ways and kinds trained once; `WAY-KIND` names the run."""
+    run = make_run(UPDATES)
+    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
+    for way, kind in _combinations():
+        jobs[WAYS[way][0]].append(_arguments(way, kind, f"{way}-{kind}"))
+    _run_together(run, jobs)
+    return run
+
+
+@pytest.fixture(scope="module")
+def handed_over(trained: Run) -> Run:
+    """Runs `BEFORE-to-AFTER` that began with the other's checkpoint of half the way."""
+    jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
+    for before, after in HANDOVERS:
+        name = f"{before}-to-{after}"
+        half = f"checkpoints/step-{HALF:09d}"
+        source = trained.path / f"{before}-conformal_sympow" / half
+        shutil.copytree(source, trained.path / name / half)
+        jobs[WAYS[after][0]].append(_arguments(after, "conformal_sympow", name))
+    _run_together(trained, jobs)
+    return trained
+
+
+@pytest.mark.parametrize(("way", "kind"), _combinations())
+def test_losses_are_those_of_one_process(trained: Run, way: str, kind: str) -> None:
+    found, wanted = (_losses(trained, f"{one}-{kind}") for one in (way, "single"))
+    assert list(found) == list(wanted) == list(range(1, UPDATES + 1))
+    assert max(abs(found[step] - wanted[step]) for step in wanted) < 1e-5
+
+
+def test_each_rank_holds_its_share(trained: Run) -> None:
+    def held(way: str, rank: int) -> dict[str, int]:
+        folder = trained.path / f"{way}-conformal_sympow"
+        return dict(json.loads((folder / f"rank-{rank}.json").read_text()))
+
+    whole = held("single", 0)
+    assert whole["moments"] == 2 * whole["parameters"]
+    for way in ("ddp-2", "context-2", "not-sharded"):
+        assert held(way, 1) == whole
+    for way, ranks in (("fsdp-2", 2), ("fsdp-4", 4), ("replicas-2x2", 2), ("recomputed", 2)):
+        shares = [held(way, rank) for rank in range(ranks)]
+        for part in ("parameters", "moments"):
+            assert sum(share[part] for share in shares) == whole[part]
+            # Rows of a matrix do not always divide by the ranks.
+            assert max(share[part] for share in shares) < 1.1 * whole[part] / ranks
+    for stage in (1, 2, 3):
+        share = held(f"deepspeed{stage}-2", 1)
+        assert share["moments"] < 0.6 * whole["moments"]
+
+
+@pytest.mark.parametrize(("before", "after"), HANDOVERS)
+def test_a_checkpoint_goes_on_under_any_strategy(handed_over: Run, before: str, after: str) -> None:
+    found = _losses(handed_over, f"{before}-to-{after}")
+    wanted = _losses(handed_over, f"{before}-conformal_sympow")
+    assert list(found) == list(range(HALF + 1, UPDATES + 1))
+    assert max(abs(found[step] - wanted[step]) for step in found) < 2e-6
