@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.pretraining import OptimConfig, Pretraining, TooManySkippedUpdates
+from longhaul.pipeline.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8
 
@@ -55,8 +56,8 @@ def fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", strategy=Single(torch.device("cpu")), max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
         trainer.fit(module, batches(num_updates, micro_batch))
 
@@ -97,7 +98,7 @@ def test_training_goes_on_after_a_skipped_update() -> None:
 
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     module = build(4, max_skipped_updates=3)
-    with pytest.raises(TooManySkippedUpdates, match=r"nan in 3 updates in a row, .* step 5"):
+    with pytest.raises(TooManySkippedUpdates, match=r"nan: found 3 updates in a row .* step 5"):
         fit(module, 10, 4, spoil=lambda update: update >= 2)
     assert module.progress.step == 5
 

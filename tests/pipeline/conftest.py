@@ -1,13 +1,18 @@
-"""A small corpus, a small run, and a `longhaul` that runs in a process of its own."""
+"""A small corpus, a small run, and `longhaul` commands in processes of their own."""
 
-import resource
+import multiprocessing
+import os
+import shutil
+import signal
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from longhaul.pipeline.mlflow_run import _make_sqlite, load_mlflow
 
 CHECKOUT = Path(__file__).parent.parent.parent
 TRACED = Path(__file__).parent / "traced_longhaul.py"
@@ -41,6 +46,96 @@ tracking:
   experiment: tests
 """
 
+# Importing all this takes many times as long as a small run. It is done once, in a process that
+# does nothing else, and of which every command is a fork.
+_FORKS = multiprocessing.get_context("forkserver")
+_IMPORTED = [
+    "longhaul.pipeline.train",
+    "longhaul.pipeline.evaluate",
+    "longhaul.pipeline.generate",
+    "longhaul.pipeline.prepare",
+    "mlflow.tracking",
+    "mlflow.store.tracking.sqlalchemy_store",
+    "sqlalchemy.dialects.sqlite",
+]
+_FORKED = """
+import atexit, multiprocessing, os, resource, sys, threading, traceback
+# What a forked process starts would be forked from the same one.
+multiprocessing.set_start_method(start_method, force=True)
+os.setsid()
+os.chdir(folder)
+os.environ.clear()
+os.environ.update(environment)
+for stream, file in ((1, out), (2, error)):
+    os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+if largest_file is not None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+sys.argv[1:] = arguments
+status = 0
+try:
+    exec(code, {"__name__": "__main__"})
+except SystemExit as end:
+    status = end.code
+except BaseException:
+    traceback.print_exc()
+    status = 1
+# A process of multiprocessing ends without atexit, where data loaders let go of their workers.
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(status or 0)
+"""
+
+_FORKS.set_forkserver_preload(_IMPORTED)
+
+
+class Command:
+    """Python code with arguments, started; it is waited for like a subprocess.Popen."""
+
+    def __init__(
+        self, code: str, folder: Path, *arguments: str, largest_file: int | None = None
+    ) -> None:
+        # Closed, and so removed, with the command.
+        self._files = [tempfile.NamedTemporaryFile("r") for _ in range(2)]  # noqa: SIM115
+        given = {
+            "code": code,
+            "folder": str(folder),
+            "arguments": list(arguments),
+            "largest_file": largest_file,
+            "environment": dict(os.environ),
+            "out": self._files[0].name,
+            "error": self._files[1].name,
+            "start_method": multiprocessing.get_start_method(),
+        }
+        self._process = _FORKS.Process(target=exec, args=(_FORKED, given))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float = 120) -> tuple[str, str]:
+        """What it had printed at its end, to stdout and stderr."""
+        self._process.join(timeout)
+        is_late = self._process.exitcode is None
+        if is_late:
+            os.killpg(self.pid, signal.SIGKILL)
+            self._process.join()
+        for file in self._files:
+            file.seek(0)
+        texts = self._files[0].read(), self._files[1].read()
+        assert not is_late, f"still running after {timeout} s\n{texts}"
+        return texts
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -56,27 +151,26 @@ class RunFolder:
         self, *arguments: str, check: bool = True, largest_file: int | None = None
     ) -> "subprocess.CompletedProcess[str]":
         """`longhaul ARGUMENTS` to its end; no file may grow beyond `largest_file` bytes."""
-        process = self.start(*arguments)
-        if largest_file is not None:
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        out, error = process.communicate(timeout=300)
-        if check:
-            assert process.returncode == 0, f"{out}\n{error}"
-        return subprocess.CompletedProcess(arguments, process.returncode, out, error)
+        command = self.start(*arguments, largest_file=largest_file)
+        out, error = command.communicate()
+        status = command.returncode
+        assert status is not None
+        assert status == 0 or not check, f"{out}\n{error}"
+        return subprocess.CompletedProcess(arguments, status, out, error)
 
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """`longhaul ARGUMENTS` on one thread, each training batch appended to trace.jsonl."""
-        return subprocess.Popen(
-            [sys.executable, "-P", str(TRACED), *arguments],
-            cwd=self.path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+    def start(self, *arguments: str, largest_file: int | None = None) -> Command:
+        """Start `longhaul ARGUMENTS`, each training batch appended to trace.jsonl."""
+        code = f"import runpy; runpy.run_path({str(TRACED)!r}, run_name='__main__')"
+        return Command(code, self.path, *arguments, largest_file=largest_file)
 
 
 MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture(scope="session")
+def fork() -> Callable[..., Command]:
+    """Starts Python code in a folder, with arguments, in a process that has imported longhaul."""
+    return Command
 
 
 @pytest.fixture(scope="session")
@@ -93,13 +187,23 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def make_run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database to copy: making one takes MLflow more than a second."""
+    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
+    load_mlflow(f"sqlite:///{path}")
+    _make_sqlite(path, "key")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_run(corpus: Path, empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> MakeRun:
     """A new folder for a small run of the given number of updates."""
 
     def make(num_updates: int = 30) -> RunFolder:
         folder = tmp_path_factory.mktemp("run")
         text = SMALL_RUN.format(root=folder, corpus=corpus, max_tokens=512 * num_updates)
         (folder / "small.yaml").write_text(text)
+        shutil.copy(empty_store, folder / "mlflow.db")
         return RunFolder(folder)
 
     return make

@@ -1,35 +1,44 @@
+"""Checkpoints of one process and of two: each is whole, or not there."""
+
 import json
 import logging
 import os
-import subprocess
-import sys
+import signal
 import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from longhaul.pipeline import checkpoint, checkpoint_files
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
+from longhaul.pipeline.checkpoint import (
+    CheckpointError,
+    CheckpointStore,
+    Saved,
+    newest_checkpoint,
+)
 
-Tensors = dict[str, dict[str, Tensor]]
+Fork = Callable[..., Any]  # conftest.Command: modules of this folder cannot import each other
 
 
-def _tensors(seed: int = 0) -> Tensors:
+def _tensors(seed: int = 0) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(7, 5, generator=generator)
     return {
-        "model": {
-            "embedding": weight,
-            "head": weight,  # tied
-            "transposed": weight.T,
-            "half": weight.bfloat16(),
-            "scalar": torch.tensor(float("nan")),
-            "empty": torch.empty(0, 3),
-        },
-        "rng": {"torch": torch.arange(9, dtype=torch.uint8)},
+        "model/embedding": weight,
+        "model/head": weight,  # tied
+        "model/transposed": weight.T,
+        "model/half": weight.bfloat16(),
+        "model/scalar": torch.tensor(float("nan")),
+        "model/empty": torch.empty(0, 3),
+        "optimizer/head/exp_avg": weight.exp(),
+        "rng/torch": torch.arange(9, dtype=torch.uint8),
     }
 
 
@@ -37,58 +46,187 @@ def _store(folder: Path, keep_last: int = 3, keep_every: int | None = None) -> C
     return CheckpointStore(folder / "checkpoints", keep_last=keep_last, keep_every=keep_every)
 
 
+def _save(
+    store: CheckpointStore,
+    step: int,
+    tensors: Mapping[str, Tensor] | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> Path:
+    path = store.start(step, _tensors() if tensors is None else tensors, state or {})
+    store.wait()
+    return path
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    saved = Saved(path)
+    groups = {name.partition("/")[0] for name in saved.tensors}
+    return {f"{g}/{name}": t for g in groups for name, t in saved.read_group(g).items()}
+
+
 def _names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def _assert_equal(found: Tensors, wanted: Tensors) -> None:
+def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("longhaul")]
+
+
+def _assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
-    for group in wanted:
-        assert found[group].keys() == wanted[group].keys()
-        for name, tensor in wanted[group].items():
-            other = found[group][name]
-            assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
-            bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (other, tensor)]
-            assert torch.equal(*bits), name
+    for name, tensor in wanted.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (other, tensor)]
+        assert torch.equal(*bits), name
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
     state = {"step": 12, "tokens": 10**13, "lr": 0.1 + 0.2, "nested": {"list": [1, None, "x"]}}
-    path = _store(tmp_path).save(12, _tensors(), state)
+    path = _save(_store(tmp_path), 12, _tensors(), state)
     assert path.name == "step-000000012"
-    tensors, loaded = CheckpointStore.load(path)
-    _assert_equal(tensors, _tensors())
-    assert loaded == state
+    assert sorted(file.name for file in path.iterdir()) == [
+        "checksums.json",
+        "model-00000-000.safetensors",
+        "optimizer-00000-000.safetensors",
+        "rng-00000-000.safetensors",
+        "state.json",
+    ]
+    assert Saved(path).state == state
+    _assert_equal(_load(path), _tensors())
+    _assert_equal(
+        {"model/half": Saved(path).read_one("model/half")}, {"model/half": _tensors()["model/half"]}
+    )
 
 
-def test_loading_one_group_does_not_read_the_others(tmp_path: Path) -> None:
-    path = _store(tmp_path).save(1, _tensors(), {})
-    (path / "rng.safetensors").unlink()
-    tensors, _ = CheckpointStore.load(path, only=("model",))
-    assert tensors.keys() == {"model"}
-    with pytest.raises(CheckpointError, match=r"no optimizer\.safetensors"):
-        CheckpointStore.load(path, only=("optimizer",))
+def test_files_follow_the_umask(tmp_path: Path) -> None:
+    path = _save(_store(tmp_path), 1)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o666 & ~umask}
+
+
+def test_files_hold_no_more_than_their_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_files, "_FILE_BYTES", 100)
+    sizes = [20, 5, 1, 99, 5]  # float32: a file has room for 25, and for one tensor of any size
+    tensors = {f"model/{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
+    path = _save(_store(tmp_path), 1, tensors)
+    held = []
+    for number in range(4):
+        with safe_open(path / f"model-00000-{number:03d}.safetensors", "pt") as file:
+            held.append(sorted(file.keys()))
+    assert held == [["model/0", "model/1"], ["model/2"], ["model/3"], ["model/4"]]
+    assert len(list(path.iterdir())) == 4 + 2
+    _assert_equal(_load(path), tensors)
+
+
+def test_reading_one_group_does_not_touch_the_others(tmp_path: Path) -> None:
+    path = _save(_store(tmp_path), 1)
+    (path / "rng-00000-000.safetensors").unlink()
+    (path / "optimizer-00000-000.safetensors").unlink()
+    tensors = Saved(path, "model").read_group("model")
+    wanted = {name: tensor for name, tensor in _tensors().items() if name.startswith("model/")}
+    _assert_equal({f"model/{name}": tensor for name, tensor in tensors.items()}, wanted)
+    with pytest.raises(CheckpointError, match="optimizer-00000-000"):
+        Saved(path, "model", "optimizer")
+    with pytest.raises(CheckpointError, match=r"has no other$"):
+        Saved(path, "model", "other")
+
+
+def test_reading_fills_the_tensors_that_are_given(tmp_path: Path) -> None:
+    saved = Saved(_save(_store(tmp_path), 1))
+    given = torch.zeros(7, 5)
+    saved.read({"model/embedding": given})
+    assert torch.equal(given, _tensors()["model/embedding"])
+    with pytest.raises(
+        CheckpointError, match=r"shape \(7, 5\) for model/head, wanted shape \(5,\)"
+    ):
+        saved.read({"model/head": torch.zeros(5)})
+    with pytest.raises(CheckpointError, match=r"found nothing for model/x, wanted shape \(5,\)"):
+        saved.read({"model/x": torch.zeros(5)})
 
 
 def test_loaded_tensors_outlive_the_checkpoint(tmp_path: Path) -> None:
-    path = _store(tmp_path).save(1, _tensors(), {})
-    tensors, _ = CheckpointStore.load(path)
+    path = _save(_store(tmp_path), 1)
+    tensors = _load(path)
     for file in path.iterdir():
         file.write_bytes(b"\0" * file.stat().st_size)
     _assert_equal(tensors, _tensors())
 
 
+class _Gate:
+    """Holds back the first tensors' file until it is opened, as a slow disk would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self._open = threading.Event(), threading.Event()
+        real = checkpoint_files.save_file
+
+        def slow(*args: Any, **rest: Any) -> None:
+            self.reached.set()
+            assert self._open.wait(30)
+            real(*args, **rest)
+
+        monkeypatch.setattr(checkpoint_files, "save_file", slow)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+def test_what_changes_while_it_is_written_is_written_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, store = _Gate(monkeypatch), _store(tmp_path)
+    tensors, state = _tensors(), {"list": [1]}
+    path = store.start(1, tensors, state)
+    assert gate.reached.wait(30)
+    assert store.is_saving
+    assert not store.has_failed
+    assert newest_checkpoint(store.folder) is None
+    for tensor in tensors.values():
+        tensor.zero_()
+    state["list"].append(2)
+    gate.open()
+    store.wait()
+    assert not store.is_saving
+    _assert_equal(_load(path), _tensors())
+    assert Saved(path).state == {"list": [1]}
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, store = _Gate(monkeypatch), _store(tmp_path)
+    store.start(1, _tensors(1), {})
+    assert gate.reached.wait(30)
+    second = threading.Thread(target=store.start, args=(2, _tensors(2), {}), daemon=True)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()
+    gate.open()
+    second.join(30)
+    assert not second.is_alive()
+    store.wait()
+    assert _names(store) == ["step-000000001", "step-000000002"]
+    _assert_equal(_load(store.folder / "step-000000001"), _tensors(1))
+    _assert_equal(_load(store.folder / "step-000000002"), _tensors(2))
+
+
+def test_waiting_for_nothing_is_no_error(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    store.wait()
+    assert (store.is_saving, store.has_failed) == (False, False)
+
+
 def test_old_checkpoints_go_and_every_nth_stays(tmp_path: Path) -> None:
     store = _store(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 11):
-        store.save(step, _tensors(), {})
+        _save(store, step)
     assert _names(store) == [f"step-{step:09d}" for step in (4, 8, 9, 10)]
 
 
 def test_steps_beyond_nine_digits_are_newer_than_shorter_ones(tmp_path: Path) -> None:
     store = _store(tmp_path)
     for step in (999_999_999, 1_000_000_000):
-        store.save(step, _tensors(), {})
+        _save(store, step)
     newest = store.newest()
     assert newest is not None
     assert newest.name == "step-1000000000"
@@ -109,34 +247,35 @@ def _truncate(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["model.safetensors", "rng.safetensors", "state.json", "checksums.json"]
+    "file",
+    ["model-00000-000.safetensors", "rng-00000-000.safetensors", "state.json", "checksums.json"],
 )
 @pytest.mark.parametrize("damage", [_flip_a_byte, _truncate, Path.unlink])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Any
 ) -> None:
     store = _store(tmp_path)
-    store.save(1, _tensors(1), {"step": 1})
-    damaged = store.save(2, _tensors(2), {"step": 2})
+    _save(store, 1)
+    damaged = _save(store, 2)
     damage(damaged / file)
     with pytest.raises(CheckpointError, match=file):
-        CheckpointStore.load(damaged)
+        Saved(damaged)
     with caplog.at_level(logging.WARNING):
         newest = store.newest()
     assert newest == store.folder / "step-000000001"
     assert _names(store) == ["step-000000001", "step-000000002.damaged"]
-    (warning,) = caplog.messages
+    (warning,) = _warnings(caplog)
     assert file in warning
     assert "step-000000002.damaged" in warning
     # The step can be saved again, and be damaged again, and nothing is deleted.
-    damage(store.save(2, _tensors(2), {}) / file)
+    damage(_save(store, 2) / file)
     assert store.newest() == newest
     assert _names(store)[-1] == "step-000000002.damaged-2"
 
 
 def test_a_checkpoint_of_another_format_is_named_and_left_alone(tmp_path: Path) -> None:
     store = _store(tmp_path)
-    path = store.save(1, _tensors(), {})
+    path = _save(store, 1)
     listing = json.loads((path / "checksums.json").read_text())
     (path / "checksums.json").write_text(json.dumps({**listing, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
@@ -146,10 +285,10 @@ def test_a_checkpoint_of_another_format_is_named_and_left_alone(tmp_path: Path) 
 
 def test_leftovers_of_an_interrupted_save_and_removal_are_deleted(tmp_path: Path) -> None:
     store = _store(tmp_path)
-    whole = store.save(1, _tensors(), {})
+    whole = _save(store, 1)
     for leftover in (".saving-step-000000002", ".removing-step-000000000"):
         (store.folder / leftover).mkdir()
-        (store.folder / leftover / "model.safetensors").write_bytes(b"half")
+        (store.folder / leftover / "model-00000-000.safetensors").write_bytes(b"half")
     assert store.newest() == whole
     assert _names(store) == [whole.name]
 
@@ -159,13 +298,13 @@ def test_looking_from_another_process_changes_nothing(
 ) -> None:
     store = _store(tmp_path)
     assert newest_checkpoint(store.folder) is None
-    whole = store.save(1, _tensors(), {})
-    _truncate(store.save(2, _tensors(), {}) / "model.safetensors")
+    whole = _save(store, 1)
+    _truncate(_save(store, 2) / "model-00000-000.safetensors")
     (store.folder / ".saving-step-000000003").mkdir()
     before = _names(store)
     assert newest_checkpoint(store.folder) == whole
     assert _names(store) == before
-    (warning,) = caplog.messages
+    (warning,) = _warnings(caplog)
     assert "step-000000002 is damaged" in warning
 
 
@@ -173,39 +312,73 @@ def test_saving_a_step_again_keeps_the_whole_checkpoint_and_replaces_a_damaged_o
     tmp_path: Path,
 ) -> None:
     store = _store(tmp_path)
-    path = store.save(1, _tensors(), {"attempt": 1})
-    assert store.save(1, _tensors(), {"attempt": 2}) == path
-    assert CheckpointStore.load(path)[1] == {"attempt": 1}
-    _truncate(path / "model.safetensors")
-    assert store.save(1, _tensors(), {"attempt": 3}) == path
-    assert CheckpointStore.load(path)[1] == {"attempt": 3}
+    path = _save(store, 1, state={"attempt": 1})
+    assert _save(store, 1, state={"attempt": 2}) == path
+    assert Saved(path).state == {"attempt": 1}
+    _truncate(path / "model-00000-000.safetensors")
+    assert _save(store, 1, state={"attempt": 3}) == path
+    assert Saved(path).state == {"attempt": 3}
+
+
+def _lossy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Files lose their content on the way to the disk, until what this returns is called."""
+    real = checkpoint_files.save_file
+
+    def save(tensors: dict[str, Tensor], path: Path, **rest: Any) -> None:
+        real({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path, **rest)
+
+    monkeypatch.setattr(checkpoint_files, "save_file", save)
+    return lambda: monkeypatch.setattr(checkpoint_files, "save_file", real)
 
 
 def test_what_does_not_read_back_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = _store(tmp_path)
-    store.save(1, _tensors(), {})
-    real = checkpoint_files.save_file
-
-    def lossy(tensors: dict[str, Tensor], path: Path) -> None:
-        real({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path)
-
-    monkeypatch.setattr(checkpoint_files, "save_file", lossy)
+    _save(store, 1)
+    _lossy(monkeypatch)
+    store.start(2, _tensors(), {})
     with pytest.raises(CheckpointError, match=r"step 2 .*does not read back"):
-        store.save(2, _tensors(), {})
+        store.wait()
     assert _names(store) == ["step-000000001"]
+
+
+def test_a_failure_is_raised_once_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = _store(tmp_path)
+    mend = _lossy(monkeypatch)
+    store.start(1, _tensors(), {})
+    deadline = time.monotonic() + 30
+    while not store.has_failed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not store.is_saving
+    with pytest.raises(CheckpointError, match="step 1 could not be saved"):
+        store.start(2, _tensors(), {})
+    assert not store.has_failed
+    assert _names(store) == []
+    mend()
+    _save(store, 2)
+    assert _names(store) == ["step-000000002"]
+
+
+def test_what_cannot_be_in_a_state_is_refused_at_once(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    with pytest.raises(TypeError, match="JSON"):
+        store.start(1, _tensors(), {"set": {1}})
+    _save(store, 1)
 
 
 def test_too_little_space_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = _store(tmp_path)
-    before = store.save(1, _tensors(), {})
+    before = _save(store, 1)
     usage = checkpoint.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CheckpointError) as caught:
-        store.save(2, _tensors(), {})
+        _save(store, 2)
     message = str(caught.value)
     for part in ("step 2", str(store.folder), "bytes wanted", "1,000 bytes free"):
         assert part in message
@@ -213,88 +386,215 @@ def test_too_little_space_is_found_before_anything_is_written(
     assert _names(store) == [before.name]
 
 
-# A limit on the size of a file stops a write midway as a full disk does, needs no mount, and stays
-# in its own process.
-FULL_DISK = """
-import resource, sys
+SCRIPT = """
+import os, resource, sys, time
 from pathlib import Path
 import torch
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
+from longhaul.pipeline import checkpoint_files
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore
 
 torch.set_num_threads(1)
 store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
-store.save(1, {"model": {"w": torch.ones(1000)}}, {})
+
+def save(step, size, state):
+    store.start(step, {"model/w": torch.ones(size)}, state)
+    store.wait()
+
+save(1, 1000, {})
+"""
+
+# A limit on the size of a file stops a write midway as a full disk does, needs no mount, and stays
+# in its own process.
+FULL_DISK = (
+    SCRIPT
+    + """
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 for state in ({}, {"text": "x" * 200_000}):
-    size = 10 if state else 100_000
     try:
-        store.save(2, {"model": {"w": torch.ones(size)}}, state)
+        save(2, 10 if state else 100_000, state)
     except CheckpointError as error:
         print(error)
 """
+)
 
 
-def test_a_disk_that_fills_up_midway_loses_only_the_new_checkpoint(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(tmp_path / "checkpoints")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-    )
-    lines = result.stdout.splitlines()
-    assert len(lines) == 2, result.stdout + result.stderr
+def test_a_disk_that_fills_up_midway_loses_only_the_new_checkpoint(
+    tmp_path: Path, fork: Fork
+) -> None:
+    process = fork(FULL_DISK, tmp_path, str(tmp_path / "checkpoints"))
+    out, error = process.communicate()
+    lines = out.splitlines()
+    assert len(lines) == 2, out + error
     for line in lines:
         assert line.startswith("checkpoint of step 2 could not be saved")
         assert "File too large" in line
-        assert "bytes wanted" in line
+        assert "bytes free" in line
     store = _store(tmp_path)
     assert _names(store) == ["step-000000001"]
     assert store.newest() is not None
 
 
+# Both files of the second checkpoint are on disk, the second in part.
+CRASH = (
+    SCRIPT
+    + """
+real = checkpoint_files.save_file
+
+def crash(tensors, path, metadata):
+    if path.name.startswith("optimizer"):
+        path.write_bytes(b"half")
+        print("writing", flush=True)
+        time.sleep(60)
+    real(tensors, path, metadata)
+
+checkpoint_files.save_file = crash
+store.start(2, {"model/w": torch.ones(10), "optimizer/w/m": torch.ones(10)}, {})
+print("training", flush=True)
+store.wait()
+"""
+)
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, fork: Fork) -> None:
+    process = fork(CRASH, tmp_path, str(tmp_path / "checkpoints"))
+    store = _store(tmp_path)
+    half = store.folder / ".saving-step-000000002" / "optimizer-00000-000.safetensors"
+    deadline = time.monotonic() + 60
+    while not (half.exists() and half.stat().st_size):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert _names(store) == [".saving-step-000000002", "step-000000001"]
+    newest = store.newest()
+    assert newest is not None
+    assert torch.equal(Saved(newest).read_one("model/w"), torch.ones(1000))
+    assert _names(store) == ["step-000000001"]
+
+
+# Parameters of fewer rows than ranks, or of rows that do not divide, leave ranks without a part and
+# with parts of two sizes.
+TWO_RANKS = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from longhaul.pipeline import checkpoint_files
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
+
+torch.set_num_threads(1)
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+group = dist.new_group(backend="gloo")
+
+def sharded(rows, columns, start):
+    whole = torch.arange(start, start + rows * columns).reshape(rows, columns)
+    return distribute_tensor(whole.float(), mesh, [Shard(0)])
+
+tensors = {"model/one": sharded(1, 5, 0), "model/three": sharded(3, 5, 10)}
+tensors["optimizer/three/exp_avg"] = sharded(3, 5, 50).bfloat16()
+tensors["optimizer/three/step"] = torch.tensor(7.0)
+if rank == 0:
+    tensors["rng/torch"] = torch.arange(4, dtype=torch.uint8)
+store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
+store.start(2, tensors, {"rank": rank})
+store.wait()
+assert store.newest().name == "step-000000002"
+
+for step in (1, 2):
+    saved = Saved(store.folder / f"step-{step:09d}", rank_group=group)
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    saved.read(into)
+    for name, tensor in into.items():
+        here, wanted = (getattr(t, "to_local", lambda: t)() for t in (tensor, tensors[name]))
+        assert torch.equal(here, wanted), (step, name, here)
+
+# One rank's failure is everyone's.
+real = checkpoint_files.save_file
+
+def lossy(tensors, path, metadata):
+    real({name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}, path, metadata)
+
+if rank == 1:
+    checkpoint_files.save_file = lossy
+store.start(3, tensors, {})
+try:
+    store.wait()
+except CheckpointError as error:
+    print(error)
+checkpoint_files.save_file = real
+store.start(4, tensors, {})
+store.wait()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_and_one_read_what_either_has_written(tmp_path: Path, fork: Fork) -> None:
+    wanted = {
+        "model/one": torch.arange(5.0).reshape(1, 5),
+        "model/three": torch.arange(10.0, 25.0).reshape(3, 5),
+        "optimizer/three/exp_avg": torch.arange(50.0, 65.0).reshape(3, 5).bfloat16(),
+        "optimizer/three/step": torch.tensor(7.0),
+        "rng/torch": torch.arange(4, dtype=torch.uint8),
+    }
+    store = _store(tmp_path)
+    _save(store, 1, wanted)
+    ranks = [fork(TWO_RANKS, tmp_path, str(rank), str(tmp_path)) for rank in range(2)]
+    for rank in ranks:
+        out, error = rank.communicate(timeout=60)
+        assert rank.returncode == 0, f"{out}\n{error}"
+        assert out.startswith("checkpoint of step 3 could not be saved"), out
+        assert "rank 1: model-00001-000.safetensors does not read back" in out
+    assert _names(store) == [f"step-{step:09d}" for step in (1, 2, 4)]
+    path = store.folder / "step-000000002"
+    assert {file.name for file in path.glob("model-*")} == {
+        f"model-{rank:05d}-000.safetensors" for rank in range(2)
+    }
+    _assert_equal(_load(path), wanted)
+    assert Saved(path).state == {"rank": 0}
+
+
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     # Permissions do not bind root, a file in the place of the folder binds everyone.
     (tmp_path / "checkpoints").write_text("not a folder")
-    with pytest.raises(CheckpointError, match=r"step 1 could not be saved .*checkpoints"):
-        _store(tmp_path).save(1, _tensors(), {})
+    with pytest.raises(CheckpointError, match=r"step 1 could not be saved .*checkpoints") as caught:
+        _save(_store(tmp_path), 1)
+    assert "\n" not in str(caught.value)
 
 
-READ_ONLY = """
-import ctypes, os, sys
-from pathlib import Path
-import torch
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, newest_checkpoint
-
-torch.set_num_threads(1)
-store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
-path = store.save(1, {"model": {"w": torch.ones(1000)}}, {})
+READ_ONLY = (
+    SCRIPT
+    + """
 os.chmod(store.folder, 0o555)
 if os.getuid() == 0:
     # root ignores permissions, so the process becomes nobody.
     os.setgid(65534)
     os.setuid(65534)
 try:
-    store.save(2, {"model": {"w": torch.ones(1000)}}, {})
+    save(2, 1000, {})
 except CheckpointError as error:
     print(error)
 print(store.newest())
 """
+)
 
 
-def test_a_read_only_folder_is_one_clear_line_and_the_old_checkpoint_loads(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_one_clear_line_and_the_old_checkpoint_loads(
+    tmp_path: Path, fork: Fork
+) -> None:
     for folder in (tmp_path, *tmp_path.parents):
         if folder == Path(tempfile.gettempdir()):
             break
         folder.chmod(folder.stat().st_mode | 0o055)  # pytest keeps its folders to their owner
-    result = subprocess.run(
-        [sys.executable, "-c", READ_ONLY, str(tmp_path / "checkpoints")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    process = fork(READ_ONLY, tmp_path, str(tmp_path / "checkpoints"))
+    out, failure = process.communicate()
     (tmp_path / "checkpoints").chmod(0o755)
-    assert result.returncode == 0, result.stderr
-    error, newest = result.stdout.splitlines()
+    assert process.returncode == 0, failure
+    error, newest = out.splitlines()
     assert "Permission denied" in error
     assert newest.endswith("step-000000001")

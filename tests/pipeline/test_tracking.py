@@ -16,7 +16,7 @@ import pytest
 from longhaul.pipeline import tracking
 from longhaul.pipeline.journal import JournalError, read_lines
 from longhaul.pipeline.mlflow_names import clean_name
-from longhaul.pipeline.mlflow_run import _make_sqlite, absolute_uri, load_mlflow
+from longhaul.pipeline.mlflow_run import absolute_uri
 from longhaul.pipeline.tracking import Tracker
 
 
@@ -24,15 +24,6 @@ from longhaul.pipeline.tracking import Tracker
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "COPY_EVERY_S", 0.05)
     monkeypatch.setattr(tracking, "MAX_BACKOFF_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A database to copy: making one takes MLflow more than a second."""
-    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    load_mlflow(f"sqlite:///{path}")
-    _make_sqlite(path, "key")
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,9 @@ def base(make_run: Callable[[int], Run]) -> Run:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(max((folder / "checkpoints").iterdir()) / "model.safetensors")
+    """By names such as model/blocks.0.attention.key.weight."""
+    files = max((folder / "checkpoints").iterdir()).glob("model-*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def tune(run: Run, base: Run, *options: str, updates: int = 4, check: bool = True) -> Any:
@@ -64,8 +66,8 @@ def test_only_initial_states_are_trained(tuned: Run, base: Run) -> None:
     values = [after[name] for name in learned if name.endswith(".value")]
     assert all(value.abs().max() > 0 for value in values)  # they begin at zero
     checkpoint = max((tuned.path / "small" / "checkpoints").iterdir())
-    saved = load_file(checkpoint / "optimizer.safetensors")
-    assert {name.split("/")[1] for name in saved} == learned
+    saved = load_file(checkpoint / "optimizer-00000-000.safetensors")
+    assert {f"model/{name.split('/')[1]}" for name in saved} == learned
 
 
 def test_two_sittings_are_one(tuned: Run, base: Run, make_run: Callable[[int], Run]) -> None:
