@@ -120,6 +120,10 @@ class Command:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    def wait(self) -> int | None:
+        self.communicate()
+        return self.returncode
+
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
