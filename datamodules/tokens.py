@@ -192,8 +192,6 @@ def _as_it_is(batch: Any) -> Any:
 
 def _leave_signals_to_trainer(is_exiting: torch.Tensor, worker: int) -> None:
     """In a worker: only the training process reacts to signals, and ends its workers when ready."""
-    # A fork shares the trainer's: signals of this process would look like signals of the trainer.
-    signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

@@ -13,6 +13,9 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+# A forked process, such as a data loader's worker, shares the trainer's descriptors: a signal that
+# it gets must not look like one of the trainer's.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 # What the shell and Slurm see of a run that has saved its state and wants to be run again; of the
 # codes in sysexits.h the one that invites to try later.
 EXIT_CHECKPOINTED = 75
@@ -34,11 +37,16 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
-            # Something has to be there, or the default would end the process.
-            self._previous[number] = signal.signal(number, _noted_elsewhere)
+        self._previous = {number: signal.getsignal(number) for number in SIGNALS}
+        self.keep_signals()
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
+
+    def keep_signals(self) -> None:
+        """Take the signals back from Lightning, which would pass SIGTERM on to the other ranks."""
+        for number in SIGNALS:
+            # Something has to be there, or the default would end the process.
+            signal.signal(number, _noted_elsewhere)
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():

@@ -137,6 +137,7 @@ class Updates(Callback):
         self._check_same_data(saved.state["shards_sha256"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.requests.keep_signals()
         self._idle_since = self._update_began = time.perf_counter()
 
     def on_train_batch_start(

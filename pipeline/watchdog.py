@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -87,7 +88,9 @@ class Watchdog:
         silent = [
             rank for rank, (text, _) in sorted(self._seen.items()) if text == before.get(rank)
         ]
-        return "; ".join(f"rank {rank} is gone, {_told(self._seen[rank][0])}" for rank in silent)
+        return "; ".join(
+            f"rank {rank} is gone, last seen {_told(self._seen[rank][0])}" for rank in silent
+        )
 
     def _run(self) -> None:
         while not self._stopping.wait(_BEAT_S):
@@ -104,16 +107,18 @@ class Watchdog:
         step, doing = self._doing
         idle = time.monotonic() - self._since
         if self._store is not None:
-            self._store.set(f"longhaul/rank{self._rank}", json.dumps([step, doing, time.time()]))
+            note = [step, doing, self._where(), time.time()]
+            self._store.set(f"longhaul/rank{self._rank}", json.dumps(note))
             if self._store.check([_ABORT]):
                 self._end(self._store.get(_ABORT).decode())
-        if idle > self._hang_s:
-            self._abort(self._blame(f"no progress for {idle:.0f} s"))
+        # Rank 0 can tell who is to blame, so the others leave it some time to do so.
+        if idle > self._hang_s + (_SILENCE_S if self._rank else 0):
+            self._abort(f"no progress for {idle:.0f} s: {self._places()}")
         if self._rank == 0 and self._store is not None:
             self._read_notes()
             for rank, (text, since) in self._seen.items():
                 if time.monotonic() - since > _SILENCE_S:
-                    self._abort(f"rank {rank} is gone, {_told(text)}")
+                    self._abort(f"rank {rank} is gone, last seen {_told(text)}")
 
     def _read_notes(self) -> None:
         """When each rank's note last changed, by this machine's clock."""
@@ -126,25 +131,23 @@ class Watchdog:
             if self._seen.get(rank, ("", 0.0))[0] != text:
                 self._seen[rank] = text, time.monotonic()
 
-    def _blame(self, what: str) -> str:
-        """Which rank is behind the others, or all of them with what this one is doing."""
+    def _places(self) -> str:
+        """Where all ranks are, as far as is known here; those that few others share come first."""
+        places: dict[str, list[int]] = defaultdict(list)
         step, doing = self._doing
-        here = f"rank {self._rank} after step {step}, {doing}{self._where()}"
-        if self._store is None:
-            return f"{what}: {here}"
-        notes = {rank: json.loads(text)[:2] for rank, (text, _) in self._seen.items()}
-        notes[self._rank] = [step, doing]
-        last = max(notes.values())
-        behind = [f"rank {r} after step {n[0]}, {n[1]}" for r, n in notes.items() if n[0] < last[0]]
-        return f"{what}: " + ("; ".join(behind) if behind else here)
+        places[f"after step {step}, {doing} at {self._where()}"].append(self._rank)
+        for rank, (text, _) in self._seen.items():
+            places[_told(text)].append(rank)
+        rarest = sorted(places.items(), key=lambda entry: (len(entry[1]), entry[0]))[:4]
+        return "; ".join(f"{_named(ranks)} {place}" for place, ranks in rarest)
 
     def _where(self) -> str:
         """The line of Python that the main thread is at."""
         frame = sys._current_frames().get(self._main or 0)
         if frame is None:
-            return ""
+            return "an unknown place"
         last = traceback.extract_stack(frame)[-1]
-        return f" at {os.path.basename(last.filename)}:{last.lineno} {last.name}"
+        return f"{os.path.basename(last.filename)}:{last.lineno} {last.name}"
 
     def _abort(self, message: str) -> None:
         """End this rank, and tell the others to."""
@@ -162,5 +165,11 @@ class Watchdog:
 
 
 def _told(text: str) -> str:
-    step, doing, _ = json.loads(text)
-    return f"last seen after step {step}, {doing}"
+    """A note in words."""
+    step, doing, where, _ = json.loads(text)
+    return f"after step {step}, {doing} at {where}"
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:3])) + (" and others" if len(ranks) > 3 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -235,6 +235,16 @@ TRITON_CASES = [
 ]
 
 
+SLOW = (
+    "degree 4, two tiles and more",
+    "some tokens, degree 4",
+    "not normalised",
+    "not normalised, gates of 0 and 1",
+    "arbitrary state, degree 4",
+    "several tiles",
+)
+
+
 @pytest.mark.parametrize("how", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_float32_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
@@ -244,7 +254,13 @@ def test_float32_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("case", "how"),
     [
-        pytest.param(case, TRITON[form], id=f"{name}-{form}")
+        pytest.param(
+            case,
+            TRITON[form],
+            id=f"{name}-{form}",
+            # The interpreter takes many seconds for these.
+            marks=[pytest.mark.soak] if name in SLOW else [],
+        )
         for name, case, forms in TRITON_CASES
         for form in forms
     ],
@@ -289,7 +305,7 @@ def test_attention_form_with_several_blocks_of_queries() -> None:
 
 
 def test_gradcheck() -> None:
-    case = Case(T=9, H=2, G=1, K=3, V=2)
+    case = Case(T=6, B=1, H=2, G=1, K=2, V=2)
     inputs = [x.double().requires_grad_() for x in case.inputs(torch.float64).values()]
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, kv: Tensor, norm: Tensor) -> Any:

@@ -57,10 +57,16 @@ SPLITS = [
     ("triton attention", "triton chunked"),
     ("triton chunked", "attention"),
     ("chunked", "triton chunked"),
-    ("triton chunked", "triton steps"),
+    # The interpreter takes many seconds for a step.
+    *(
+        pytest.param(*pair, marks=pytest.mark.soak)
+        for pair in (
+            ("triton chunked", "triton steps"),
+            ("reference", "triton steps"),
+            ("triton steps", "recurrent"),
+        )
+    ),
     ("triton steps", "triton attention"),
-    ("reference", "triton steps"),
-    ("triton steps", "recurrent"),
 ]
 
 

@@ -1,11 +1,15 @@
 """`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
 
 Not a test; started by tests as a process, so that they can kill it.
+LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
+`nan` in a gradient.
 """
 
 import json
+import math
 import os
 import sys
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,15 @@ def trace(file: Path) -> None:
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
+        rank, step, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
+        if fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
+            if fault == "sleep":
+                time.sleep(3600)
+            parameter = next(self.model.parameters())
+            handle = parameter.register_hook(lambda gradient: gradient * math.nan)
+            original(self, batch, batch_idx)
+            handle.remove()
+            return
         original(self, batch, batch_idx)
 
     Pretraining.training_step = training_step  # type: ignore[method-assign]
