@@ -212,15 +212,19 @@ def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:
     assert "found damaged checkpoints alone, wanted a whole one" in result.stderr.splitlines()[-1]
 
 
-def test_sigterm_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:
+def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:
     process = run.start("train", "small.yaml")
     wait_for_steps(run, process, 20)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 143, error
+    _, error = process.communicate()
+    assert process.returncode == 75, error
+    assert "saved; the same command goes on" in error.splitlines()[-1]
     assert [run.info.status for run in mlflow_runs(run)[1]] == ["KILLED"]
     run.longhaul("train", "small.yaml")
     assert_same_weights(run, uninterrupted)
+    # No update was lost, and so none was made twice.
+    batches = [json.loads(line) for line in run.trace.read_text().splitlines()]
+    assert len(batches) == len(samples_of(run))
     assert_one_clean_run(run)
 
 
@@ -241,10 +245,11 @@ def test_another_config_for_the_same_folder_is_refused(run: Run) -> None:
 
 
 def test_a_folder_in_use_is_refused(run: Run) -> None:
-    process = run.start("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
+    command = ("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
+    process = run.start(*command)
     wait_for_steps(run, process, 1)
     process.send_signal(signal.SIGSTOP)
-    result = run.longhaul("train", "small.yaml", check=False)
+    result = run.longhaul(*command, check=False)
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=120)
     assert process.returncode == 0
