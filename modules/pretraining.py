@@ -3,7 +3,7 @@
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -97,6 +97,7 @@ class Update:
     skipped: bool
 
 
+@runtime_checkable
 class Parallelism(Protocol):
     """What an update needs of the strategy that the model is trained with."""
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -40,6 +41,9 @@ from longhaul.pipeline.checkpoint_files import (
 __all__ = ["CheckpointError", "CheckpointStore", "Saved", "newest_checkpoint"]
 
 logger = logging.getLogger(__name__)
+
+# A single process is told that it is one at every save and load, also from other threads.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
 _COMPLETE = re.compile(r"step-(\d{9,})")
 _SAVING = ".saving-"
@@ -111,21 +115,18 @@ class CheckpointStore:
         if self._has_whole(target):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
-        with warnings.catch_warnings():
-            # Of a single process torch warns that it is one.
-            warnings.simplefilter("ignore", UserWarning)
-            future = async_save(
-                dict(tensors),
-                storage_writer=CheckpointWriter(
-                    temporary,
-                    begin=partial(self._begin, temporary),
-                    # Copied: what is given goes on changing.
-                    end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
-                ),
-                process_group=self._group,
-                no_dist=self._group is None,
-                async_stager=self._stager,
-            )
+        future = async_save(
+            dict(tensors),
+            storage_writer=CheckpointWriter(
+                temporary,
+                begin=partial(self._begin, temporary),
+                # Copied: what is given goes on changing.
+                end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
+            ),
+            process_group=self._group,
+            no_dist=self._group is None,
+            async_stager=self._stager,
+        )
         assert isinstance(future, Future)
         self._running = target, future
         return target
@@ -265,26 +266,29 @@ class Saved:
         """
         self.path = path
         self._rank_group = rank_group
-        self._check(groups)
+        names = self._check(groups)
         self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
         self._reader = HuggingFaceStorageReader(str(path))
+        # It would read all files of the folder, also those that were not hashed.
+        self._reader.fs = _Files(names)
         found = self._reader.read_metadata().state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)
         }
 
-    def _check(self, groups: tuple[str, ...]) -> None:
-        """Let one rank hash the files, and all know what it found."""
-        failure: list[Exception | None] = [None]
+    def _check(self, groups: tuple[str, ...]) -> list[str]:
+        """Let one rank hash the files, and all know what it found: their names, or damage."""
+        found: list[list[str] | Exception] = [[]]
         if self._rank_group is None or dist.get_rank(self._rank_group) == 0:
             try:
-                verify(self.path, groups or None)
+                found = [verify(self.path, groups or None)]
             except (CheckpointError, ValueError) as error:
-                failure = [error]
+                found = [error]
         if self._rank_group is not None:
-            dist.broadcast_object_list(failure, group=self._rank_group, group_src=0)
-        if failure[0] is not None:
-            raise failure[0]
+            dist.broadcast_object_list(found, group=self._rank_group, group_src=0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill these tensors, each the whole one or, as a DTensor, this rank's part of it."""
@@ -298,14 +302,12 @@ class Saved:
         if not into:
             return
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                load(
-                    dict(into),
-                    storage_reader=self._reader,
-                    process_group=self._rank_group,
-                    no_dist=self._rank_group is None,
-                )
+            load(
+                dict(into),
+                storage_reader=self._reader,
+                process_group=self._rank_group,
+                no_dist=self._rank_group is None,
+            )
         except (Exception, CheckpointException) as error:
             raise CheckpointError(
                 f"checkpoint {self.path} cannot be read: {_first_cause(error)}"
@@ -327,6 +329,16 @@ class Saved:
         }
         self.read(whole)
         return {name.removeprefix(f"{group}/"): tensor for name, tensor in whole.items()}
+
+
+class _Files(FileSystem):
+    """A folder that has nothing but these files."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [os.path.join(path, name) for name in self._names]
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -69,10 +69,28 @@ def find_device(name: str) -> Device | None:
     return next(by_key, None) or next(by_name, None)
 
 
+def peak_flops(precision: str) -> float | None:
+    """FLOP/s that the device of this process could reach; None if it is not known.
+
+    Args:
+        precision: as trainer.precision has it.
+    """
+    if not torch.cuda.is_available():
+        return measured_cpu_flops()
+    device = find_device(torch.cuda.get_device_name())
+    if device is None:
+        return None
+    if precision == "bf16-mixed":
+        return device.bf16_flops
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return device.fp32_flops if is_exact else device.tf32_flops
+
+
 @cache
 def measured_cpu_flops() -> float:
     """FLOP/s of float32 products in this process with its threads, measured once."""
-    a, b = torch.randn(2, _MEASURED_SIZE, _MEASURED_SIZE).unbind(0)
+    # Not random: a run's random numbers are not to depend on this.
+    a, b = torch.ones(2, _MEASURED_SIZE, _MEASURED_SIZE).unbind(0)
     out = a @ b
     best = float("inf")
     end = time.perf_counter() + _MEASURED_SECONDS

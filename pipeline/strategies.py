@@ -10,7 +10,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -43,6 +43,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SECONDS_TO_END = 30
 
 
+@runtime_checkable
 class Resumable(Parallelism, Protocol):
     """What checkpoints and evaluation need of a strategy besides."""
 

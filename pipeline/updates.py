@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import logging
 import resource
 import time
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from longhaul.modules.pretraining import Pretraining, Progress, Update
 from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
+from longhaul.pipeline.hardware import peak_flops
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
@@ -25,6 +27,8 @@ from longhaul.pipeline.stop import StopRequests
 from longhaul.pipeline.strategies import resumable
 from longhaul.pipeline.tracking import Tracker
 from longhaul.pipeline.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_FOR_LAST_WORDS = 10.0
 
@@ -89,6 +93,7 @@ class Updates(Callback):
         self._unlogged: tuple[Path, int] | None = None
         self._step = 0
         self._parts: ContextParallel | None = None
+        self._full_speed: float | None = None  # tokens/s of all devices at their peak
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimiser, counters and RNG before the loader is built."""
@@ -138,6 +143,17 @@ class Updates(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.requests.keep_signals()
+        if self.books is not None:
+            peak = peak_flops(self.config.trainer.precision)
+            if peak is None:
+                logger.warning(
+                    "model FLOP utilisation is not logged: the peak of %s is not known",
+                    torch.cuda.get_device_name(),
+                )
+            else:
+                # Training takes three times the forward's.
+                flops = 3 * _pretraining(pl_module).model.flops_per_token(self.config.data.context)
+                self._full_speed = trainer.world_size * peak / flops
         self._idle_since = self._update_began = time.perf_counter()
 
     def on_train_batch_start(
@@ -239,6 +255,8 @@ class Updates(Callback):
             "train/peak_memory_bytes": max(rank.peak_bytes for rank in ranks),
             "train/replaced_shards": len(self.data.bad_shards),
         }
+        if self._full_speed is not None:
+            values["train/model_flops_utilisation"] = tokens_per_second / self._full_speed
         self.books.tracker.log("train", progress.step, values)
 
     def _validate(self, module: Pretraining) -> None:

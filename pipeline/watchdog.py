@@ -79,6 +79,8 @@ class Watchdog:
 
     def silent_ranks(self) -> str:
         """A sentence on the ranks that do not report any more, empty if all do; for rank 0."""
+        if self._store is None:
+            return ""
         # A rank that failed together with this one still reports for a moment.
         deadline = time.monotonic() + 3 * _BEAT_S
         before = {rank: text for rank, (text, _) in self._seen.items()}
@@ -122,7 +124,6 @@ class Watchdog:
 
     def _read_notes(self) -> None:
         """When each rank's note last changed, by this machine's clock."""
-        assert self._store is not None
         for rank in range(1, self._world_size):
             key = f"longhaul/rank{rank}"
             if not self._store.check([key]):
