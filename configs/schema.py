@@ -51,7 +51,7 @@ class TrainerConfig:
     """Machines."""
 
     precision: str = "32-true"
-    """32-true | bf16-mixed."""
+    """32-true | bf16-mixed: products in bf16. Under deepspeed also all weights, but for a copy."""
 
     seed: int = 0
     """Of the initial weights and of the data's order."""
@@ -120,6 +120,7 @@ class TrainerConfig:
                 f"trainer.deepspeed_stage: found {self.deepspeed_stage}, wanted 1, 2 or 3"
             )
         for name, idle, strategy in (
+            ("deepspeed_stage", 2, "deepspeed"),
             ("offload_optimizer", False, "deepspeed"),
             ("replicas", 1, "fsdp"),
             ("no_shard_below", 0, "fsdp"),
@@ -129,6 +130,11 @@ class TrainerConfig:
                     f"trainer.{name}: found {getattr(self, name)} with trainer.strategy "
                     f"{self.strategy}, wanted {idle}, or trainer.strategy {strategy}"
                 )
+        if self.compile and (self.context_parallel > 1 or self.strategy == "deepspeed"):
+            raise ValueError(
+                "trainer.compile: found true with trainer.context_parallel or trainer.strategy "
+                "deepspeed, wanted false"
+            )
         for name in ("no_shard_below", "activation_checkpointing"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name}: found {getattr(self, name)}, wanted 0 or more")

@@ -116,7 +116,11 @@ class Head(nn.Module):
         if target is None:
             return F.linear(hidden, weight).float()
         options = LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(hidden, weight, target, options=options)
+        if hidden.dtype.itemsize > 2:
+            return F.linear_cross_entropy(hidden, weight, target, options=options)
+        # The mean would have three digits, and with it what gradients are scaled by.
+        losses = F.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
+        return losses.float().mean()
 
 
 class LanguageModel(nn.Module):

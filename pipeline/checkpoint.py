@@ -315,18 +315,18 @@ class Saved:
 
     def read_one(self, name: str) -> Tensor:
         """One whole tensor, on the CPU."""
-        entry = self.tensors[name]
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        tensor = self.empty(name)
         self.read({name: tensor})
         return tensor
 
+    def empty(self, name: str) -> Tensor:
+        """Memory for a whole tensor, on the CPU."""
+        entry = self.tensors[name]
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
     def read_group(self, group: str) -> dict[str, Tensor]:
         """All tensors of a group, on the CPU, by their names in it."""
-        whole = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in self.tensors.items()
-            if name.startswith(f"{group}/")
-        }
+        whole = {name: self.empty(name) for name in self.tensors if name.startswith(f"{group}/")}
         self.read(whole)
         return {name.removeprefix(f"{group}/"): tensor for name, tensor in whole.items()}
 

@@ -8,12 +8,15 @@ import argparse
 import math
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
@@ -117,16 +120,26 @@ class _Launcher(_SubprocessScriptLauncher):
     """
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for process in self.procs:
-                try:
-                    process.wait(_SECONDS_TO_END)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def end(self) -> None:
+        """Wait until the other ranks of this machine have ended, or kill them."""
+        deadline = time.monotonic() + _SECONDS_TO_END
+        for process in self.procs:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def end_ranks(trainer: Trainer) -> None:
+    """Wait until the ranks that this process started have ended, or kill them."""
+    if isinstance(trainer.strategy.launcher, _Launcher):
+        trainer.strategy.launcher.end()
 
 
 class Single(_Plain, SingleDeviceStrategy):
@@ -138,6 +151,11 @@ class Replicated(_Plain, _Launched, DDPStrategy):
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.block_backward_sync()
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """This rank's share of them: what is saved is copied to main memory first."""
+        every = super().tensors(model, optimizer)
+        return {name: every[name] for name in sorted(every)[self.global_rank :: self.world_size]}
 
 
 class Sharded(_Plain, _Launched, ModelParallelStrategy):
@@ -159,6 +177,7 @@ class Sharded(_Plain, _Launched, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = cast(Pretraining, self.model)
+        _make_same(module.model.to(self.root_device))
         self._shard(module.model)
         self.model_to_device()
         self.barrier()
@@ -186,7 +205,6 @@ class Sharded(_Plain, _Launched, ModelParallelStrategy):
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
-        model.to(self.root_device)
         shard(model, mesh, policy)
 
 
@@ -235,8 +253,11 @@ class Zero(_Launched, DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def _init_deepspeed_distributed(self) -> None:
-        with _without_shared_memory_op():
-            super()._init_deepspeed_distributed()
+        from deepspeed import ops
+
+        # It would compile an op for collectives on one machine, which takes a C++ compiler.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super()._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
@@ -244,6 +265,7 @@ class Zero(_Launched, DeepSpeedStrategy):
         # Heavy, and only this strategy needs it.
         import deepspeed
 
+        _make_same(model.to(self.root_device))
         engine, optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             config=self.config,
@@ -300,21 +322,27 @@ class Zero(_Launched, DeepSpeedStrategy):
             # Made by hand: it appears at the first step, and this is before.
             for flat in self._flat_parameters(zero):
                 moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
-                zero.optimizer.state[flat] = {"step": torch.zeros(()), **moments}
+                step = torch.zeros((), device=flat.device)
+                zero.optimizer.state[flat] = {"step": step, **moments}
             if not self.zero_stage_3:
                 zero._lazy_init_hp_params_optimizer_state()
         for name, parameter in model.named_parameters():
-            value = saved.read_one(f"model/{name}")
             if not parameter.requires_grad:
-                with self._gathered(parameter):
-                    parameter.data.copy_(value)
+                with self._gathered(parameter, is_written=True):
+                    parameter.data.copy_(saved.read_one(f"model/{name}"))
                 continue
-            self._put(zero, parameter, value, None)
+            wanted: dict[str | None, str] = {None: f"model/{name}"}
             if has_state:
-                for key in _MOMENTS:
-                    self._put(zero, parameter, saved.read_one(f"optimizer/{name}/{key}"), key)
-                for state in zero.optimizer.state.values():
-                    state["step"].copy_(saved.read_one(f"optimizer/{name}/step"))
+                wanted |= {key: f"optimizer/{name}/{key}" for key in _MOMENTS}
+            values = {key: saved.empty(full_name) for key, full_name in wanted.items()}
+            saved.read({wanted[key]: value for key, value in values.items()})
+            for key, value in values.items():
+                self._put(zero, parameter, value, key)
+        if has_state:
+            # Every parameter has made the same steps.
+            names = [name for name in saved.tensors if name.endswith("/step")]
+            for state in zero.optimizer.state.values():
+                state["step"].copy_(saved.read_one(names[0]))
         if self.zero_stage_3:
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)
@@ -344,21 +372,24 @@ class Zero(_Launched, DeepSpeedStrategy):
         mine = value.flatten()[part.numel() * self.global_rank :][: part.numel()]
         part.data[: mine.numel()].copy_(mine)
 
-    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
+    def _gathered(
+        self, parameter: nn.Parameter, *, is_written: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Within it a parameter is whole; what is written stays only if that is said."""
         import deepspeed
 
         return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
-            [parameter], modifier_rank=None, enabled=self.zero_stage_3
+            [parameter], modifier_rank=0 if is_written else None, enabled=self.zero_stage_3
         )
 
 
-@contextmanager
-def _without_shared_memory_op() -> Iterator[None]:
-    """DeepSpeed would compile an op for collectives on one machine, which takes a C++ compiler."""
-    from deepspeed import ops
+def _make_same(model: nn.Module) -> None:
+    """Give all ranks rank 0's weights, as DDP does.
 
-    ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    yield
+    Ranks that begin with another run's weights may have found different checkpoints of it.
+    """
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
 
 
 @contextmanager

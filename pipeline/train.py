@@ -22,7 +22,7 @@ from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.stop import EXIT_CHECKPOINTED, StopRequests
-from longhaul.pipeline.strategies import build_strategy
+from longhaul.pipeline.strategies import build_strategy, end_ranks
 from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Books, Updates
 
@@ -151,7 +151,7 @@ def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Pa
     is_new = not any(folder.checkpoints.glob("step-*"))
     if config.trainer.start_from is None or not is_new:
         return module, None
-    # Ranks that find another checkpoint, since its run goes on, get rank 0's weights from DDP.
+    # Ranks that find another checkpoint, since its run goes on, get rank 0's weights.
     return module, load_start(module.model, config.trainer.start_from)
 
 
@@ -160,11 +160,12 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
     try:
         trainer.fit(module, datamodule=updates.data)
     except Exception as error:
-        silent = updates.silent_ranks()
+        silent = updates.end_watch()
         if silent:
             raise RuntimeError(f"{silent}; {error}") from error
         raise
     finally:
+        end_ranks(trainer)
         if updates.books:
             updates.books.show.end()
 

@@ -77,7 +77,7 @@ class Updates(Callback):
         self.requests = requests
         self.books = books
         self.is_stopped = False
-        self.watchdog: Watchdog
+        self.watchdog: Watchdog | None = None
         self._validation_batches = data.val_dataloader()
         self.checkpoint_updates = max(
             1, config.checkpoint.every_tokens // config.optim.tokens_per_update
@@ -118,8 +118,13 @@ class Updates(Callback):
         ranks_a_sample = self.config.trainer.context_parallel
         if ranks_a_sample > 1:
             self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
-        path = trainer.strategy.broadcast(self.store.newest() if trainer.is_global_zero else None)
-        if path is None and any(self.store.folder.glob("*.damaged")):
+        # Rank 0 looks; others may see its folder as it was.
+        path, has_damaged = trainer.strategy.broadcast(
+            (self.store.newest(), any(self.store.folder.glob("*.damaged")))
+            if trainer.is_global_zero
+            else (None, False)
+        )
+        if path is None and has_damaged:
             raise CheckpointError(
                 f"{self.store.folder}: found damaged checkpoints alone, wanted a whole one; "
                 "to start over, give the run another name or remove its folder"
@@ -177,15 +182,15 @@ class Updates(Callback):
         self._idle_since = time.perf_counter()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self.watchdog is not None
         self.watchdog.stop()
 
-    def silent_ranks(self) -> str:
-        """A sentence on ranks that are gone, for rank 0 when something failed; else empty."""
-        if self.books is None or not hasattr(self, "watchdog"):
-            return ""
-        return self.watchdog.silent_ranks()
+    def end_watch(self) -> str:
+        """When something failed: a sentence on ranks that are gone, for rank 0; else empty."""
+        return self.watchdog.give_up() if self.watchdog is not None else ""
 
     def _note(self, doing: str) -> None:
+        assert self.watchdog is not None
         self.watchdog.note(self._step, doing)
 
     def _after_update(self, trainer: Trainer, module: Pretraining, update: Update) -> None:
@@ -222,7 +227,7 @@ class Updates(Callback):
             data_wait=self._data_wait,
             peak_bytes=_peak_memory(),
             # Rank 0 alone looks for files: the others may see them later.
-            wants_stop=self.requests.has_signal or (is_first and self.requests.wants_stop),
+            wants_stop=self.requests.wants_stop if is_first else self.requests.has_signal,
             wants_save=is_first and self.requests.wants_save,
             has_failed_save=self.store.has_failed,
         )

@@ -52,8 +52,9 @@ class Watchdog:
             self._store = cast(Any, _get_default_store()).clone()
         self._seen: dict[int, tuple[str, float]] = {}
         self._main = threading.main_thread().ident
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
-        self._thread.start()
+        self._last_beat = time.monotonic()
+        for target in (self._beat, self._watch):
+            threading.Thread(target=target, name="watchdog", daemon=True).start()
 
     def note(self, step: int, doing: str) -> None:
         """What this rank does from now on, after so many updates."""
@@ -67,56 +68,69 @@ class Watchdog:
         makes the others fail in theirs now and then.
         """
         self._stopping.set()
-        self._thread.join()
         if self._store is None:
             return
         self._store.set(f"{_LEFT}{self._rank}", "")
         if self._rank == 0:
             ranks = [f"{_LEFT}{rank}" for rank in range(self._world_size)]
-            self._store.wait(ranks, timedelta(seconds=self._hang_s))
+            try:
+                self._store.wait(ranks, timedelta(seconds=_SILENCE_S))
+            except RuntimeError:
+                logger.warning("not all ranks have ended %.0f s after this one", _SILENCE_S)
             for rank in ranks:
                 self._store.delete_key(rank)
 
-    def silent_ranks(self) -> str:
-        """A sentence on the ranks that do not report any more, empty if all do; for rank 0."""
-        if self._store is None:
+    def give_up(self) -> str:
+        """Watch no longer, since something failed; on rank 0, a sentence on the ranks that ended.
+
+        It is empty if all of them still report: then they have failed like this one.
+        """
+        self._stopping.set()
+        if self._store is None or self._rank:
             return ""
-        # A rank that failed together with this one still reports for a moment.
-        deadline = time.monotonic() + 3 * _BEAT_S
+        self._read_notes()
         before = {rank: text for rank, (text, _) in self._seen.items()}
-        while time.monotonic() < deadline:
-            time.sleep(_BEAT_S)
-            self._read_notes()
-        silent = [
-            rank for rank, (text, _) in sorted(self._seen.items()) if text == before.get(rank)
-        ]
+        time.sleep(3 * _BEAT_S)
+        self._read_notes()
         return "; ".join(
-            f"rank {rank} is gone, last seen {_told(self._seen[rank][0])}" for rank in silent
+            f"rank {rank} is gone, last seen {_told(text)}"
+            for rank, (text, _) in sorted(self._seen.items())
+            if text == before.get(rank)
         )
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
+        """Look at the clock; never at the store, which may not answer."""
         while not self._stopping.wait(_BEAT_S):
+            idle = time.monotonic() - self._since
+            # Rank 0 can tell who is to blame, so the others leave it some time to do so.
+            if idle > self._hang_s + (_SILENCE_S if self._rank else 0):
+                self._abort(f"no progress for {idle:.0f} s: {self._places()}")
+            if time.monotonic() - self._last_beat > 2 * _SILENCE_S:
+                self._end(f"rank 0 does not answer rank {self._rank}, {self._here()}")
+
+    def _beat(self) -> None:
+        """Tell the store, and look there."""
+        while not self._stopping.wait(_BEAT_S):
+            self._last_beat = time.monotonic()
+            if self._store is None:
+                continue
             try:
                 self._check()
             except Exception as error:
                 # The store is rank 0's: where it cannot be reached, rank 0 has ended.
                 if not self._stopping.wait(_BEAT_S):
-                    step, doing = self._doing
-                    self._end(f"rank 0 is gone, seen from rank {self._rank} at step {step} "
-                              f"({doing}): {str(error).splitlines()[0]}")  # fmt: skip
+                    words = str(error).splitlines()[0]
+                    self._end(
+                        f"rank 0 is gone, seen from rank {self._rank}, {self._here()}: {words}"
+                    )
 
     def _check(self) -> None:
         step, doing = self._doing
-        idle = time.monotonic() - self._since
-        if self._store is not None:
-            note = [step, doing, self._where(), time.time()]
-            self._store.set(f"longhaul/rank{self._rank}", json.dumps(note))
-            if self._store.check([_ABORT]):
-                self._end(self._store.get(_ABORT).decode())
-        # Rank 0 can tell who is to blame, so the others leave it some time to do so.
-        if idle > self._hang_s + (_SILENCE_S if self._rank else 0):
-            self._abort(f"no progress for {idle:.0f} s: {self._places()}")
-        if self._rank == 0 and self._store is not None:
+        note = [step, doing, self._where(), time.time()]
+        self._store.set(f"longhaul/rank{self._rank}", json.dumps(note))
+        if self._store.check([_ABORT]):
+            self._end(self._store.get(_ABORT).decode())
+        if self._rank == 0:
             self._read_notes()
             for rank, (text, since) in self._seen.items():
                 if time.monotonic() - since > _SILENCE_S:
@@ -135,12 +149,15 @@ class Watchdog:
     def _places(self) -> str:
         """Where all ranks are, as far as is known here; those that few others share come first."""
         places: dict[str, list[int]] = defaultdict(list)
-        step, doing = self._doing
-        places[f"after step {step}, {doing} at {self._where()}"].append(self._rank)
+        places[self._here()].append(self._rank)
         for rank, (text, _) in self._seen.items():
             places[_told(text)].append(rank)
         rarest = sorted(places.items(), key=lambda entry: (len(entry[1]), entry[0]))[:4]
         return "; ".join(f"{_named(ranks)} {place}" for place, ranks in rarest)
+
+    def _here(self) -> str:
+        step, doing = self._doing
+        return f"after step {step}, {doing} at {self._where()}"
 
     def _where(self) -> str:
         """The line of Python that the main thread is at."""

@@ -76,6 +76,17 @@ def test_loss_is_the_cross_entropy_of_the_logits() -> None:
     torch.testing.assert_close(losses.double().mean(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_the_loss_in_bf16_is_a_mean_in_float32() -> None:
+    model = small()
+    tokens, target = torch.randint(64, (2, 7, 301)).unbind(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(tokens, target)
+        losses, _ = model.token_losses(tokens, target)
+    assert loss.dtype == torch.float32
+    # A number in bf16 is off by as much as 0.008 here.
+    torch.testing.assert_close(loss, losses.mean(), rtol=0, atol=5e-4)
+
+
 def test_a_new_model_knows_nothing() -> None:
     tokens = torch.randint(64, (2, 50))
     target = torch.randint(64, (2, 50))

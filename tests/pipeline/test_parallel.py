@@ -1,11 +1,8 @@
 """Every strategy trains like one process, shards what it says, and takes over from any other."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ KINDS = ("softmax", "conformal_sympow", "zeros")
 UPDATES, HALF = 20, 10
 COMMON = [
     "checkpoint.every_tokens=5120",
+    "data.workers=0",
     "trainer.validate_every_tokens=5120",
     # The rate of the papers. At five times that, rounding alone moves zeros' losses by 1e-5.
     "optim.learning_rate=6e-4",
@@ -39,13 +37,12 @@ WAYS: dict[str, tuple[int, list[str]]] = {
 }
 # What is shown for one kind of attention alone, the other ways being shown for all.
 ONCE = ("replicas-2x2", "recomputed", "not-sharded")
+FOUR_RANKS = ("fsdp-4", "context-2x2", "replicas-2x2")
 # What `make test` shows; `make soak` shows the rest.
 FOR_ALL_KINDS = ("single", "ddp-2", "fsdp-2")
 HANDOVERS_SHOWN = (
     ("single", "fsdp-2"),
     ("fsdp-2", "single"),
-    ("fsdp-2", "fsdp-4"),
-    ("fsdp-4", "ddp-2"),
     ("ddp-2", "fsdp-2"),
     ("single", "deepspeed2-2"),
     ("deepspeed3-2", "single"),
@@ -58,7 +55,11 @@ def _soaked(*values: str, unless: bool) -> Any:
 
 
 COMBINATIONS = [
-    _soaked(way, kind, unless=kind == "conformal_sympow" or way in FOR_ALL_KINDS)
+    _soaked(
+        way,
+        kind,
+        unless=(kind == "conformal_sympow" and way not in FOUR_RANKS) or way in FOR_ALL_KINDS,
+    )
     for way in WAYS
     for kind in KINDS
     if not (way in ONCE and kind != "conformal_sympow")
@@ -79,38 +80,27 @@ def _selected(request: pytest.FixtureRequest, test: str) -> list[tuple[str, ...]
     return [tuple(item.callspec.params.values()) for item in items if item.originalname == test]
 
 
-def _run_together(run: Run, jobs: dict[int, list[list[str]]]) -> None:
+def _run_together(fork: Any, run: Run, jobs: dict[int, list[list[str]]]) -> None:
     """Lists of trainings by the number of their ranks, each list in as many processes."""
     for ranks, arguments in jobs.items():
+        if not arguments:
+            continue
         file = run.path / f"jobs-{ranks}.json"
         file.write_text(json.dumps(arguments))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-P", str(ONE_RANK), str(file)],
-                cwd=run.path,
-                env={
-                    **os.environ,
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "LOCAL_RANK": str(rank),
-                    "NODE_RANK": "0",
-                    "WORLD_SIZE": str(ranks),
-                },
-                stdout=subprocess.DEVNULL,
-                stderr=(run.path / f"stderr-{ranks}-{rank}.txt").open("w"),
-            )
-            for rank in range(ranks)
-        ]
-        try:
-            for rank, process in enumerate(processes):
-                text = run.path / f"stderr-{ranks}-{rank}.txt"
-                assert process.wait(timeout=400) == 0, text.read_text()[-3000:]
-        finally:
-            for process in processes:
-                process.kill()
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
+        processes = []
+        for rank in range(ranks):
+            own = {**common, "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            code = f"""import os, runpy
+os.environ.update({own!r})
+runpy.run_path({str(ONE_RANK)!r}, run_name="__main__")"""
+            processes.append(fork(code, run.path, str(file)))
+        for process in processes:
+            _, error = process.communicate(timeout=600)
+            assert process.returncode == 0, error[-3000:]
 
 
 def _arguments(way: str, kind: str, name: str) -> list[str]:
@@ -134,7 +124,7 @@ def _losses(run: Run, name: str) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(make_run: Any, request: pytest.FixtureRequest) -> Run:
+def trained(make_run: Any, fork: Any, request: pytest.FixtureRequest) -> Run:
     """The ways and kinds that are asked for, each trained once; `WAY-KIND` names the run."""
     run = make_run(UPDATES)
     jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
@@ -146,12 +136,12 @@ def trained(make_run: Any, request: pytest.FixtureRequest) -> Run:
     ]
     for way, kind in dict.fromkeys(asked):
         jobs[WAYS[way][0]].append(_arguments(way, kind, f"{way}-{kind}"))
-    _run_together(run, jobs)
+    _run_together(fork, run, jobs)
     return run
 
 
 @pytest.fixture(scope="module")
-def handed_over(trained: Run, request: pytest.FixtureRequest) -> Run:
+def handed_over(trained: Run, fork: Any, request: pytest.FixtureRequest) -> Run:
     """Runs `BEFORE-to-AFTER` that began with the other's checkpoint of half the way."""
     jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
     for before, after in _selected(request, "test_a_checkpoint_goes_on_under_any_strategy"):
@@ -160,7 +150,7 @@ def handed_over(trained: Run, request: pytest.FixtureRequest) -> Run:
         source = trained.path / f"{before}-conformal_sympow" / half
         shutil.copytree(source, trained.path / name / half)
         jobs[WAYS[after][0]].append(_arguments(after, "conformal_sympow", name))
-    _run_together(trained, jobs)
+    _run_together(fork, trained, jobs)
     return trained
 
 
@@ -180,7 +170,8 @@ def test_each_rank_holds_its_share(trained: Run) -> None:
     assert whole["moments"] == 2 * whole["parameters"]
     for way in ("ddp-2", "context-2", "not-sharded"):
         assert held(way, 1) == whole
-    for way, ranks in (("fsdp-2", 2), ("fsdp-4", 4), ("replicas-2x2", 2), ("recomputed", 2)):
+    shards = [("fsdp-2", 2), ("recomputed", 2), ("fsdp-4", 4), ("replicas-2x2", 2)]
+    for way, ranks in shards if (trained.path / "fsdp-4-conformal_sympow").exists() else shards[:2]:
         shares = [held(way, rank) for rank in range(ranks)]
         for part in ("parameters", "moments"):
             assert sum(share[part] for share in shares) == whole[part]
