@@ -148,8 +148,12 @@ def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
     }
     assert sent["single"] == 0
     assert sent["ddp"] == 2  # a reduce-scatter and an all-gather, once
-    # Parameters are gathered twice for each micro-batch, gradients reduced after the last.
-    assert sent["fsdp"] == pytest.approx(2 * accumulation + 1, rel=0.02)
+    # Blocks are gathered twice for each micro-batch and what is outside of them once, and gradients
+    # reduced after the last.
+    model = LanguageModel(small(ranks, accumulation).model)
+    outside = 1 - sum(p.numel() for p in model.blocks.parameters()) / model.num_parameters()
+    wanted = 2 * accumulation + 1 - accumulation * outside
+    assert sent["fsdp"] == pytest.approx(wanted, rel=0.005)
     stages = [
         planner.plan(Choice(strategy="deepspeed", stage=stage)).sent / whole * ranks / (ranks - 1)
         for stage in (1, 2, 3)
@@ -251,6 +255,7 @@ def test_chunks_of_logits_are_counted(rows: int) -> None:
     assert _loss_bytes(hidden, weight) == pytest.approx(counted, rel=0.05)
 
 
+@pytest.mark.soak
 def test_a_thousand_ranks_are_planned_at_the_longest_context(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
