@@ -71,7 +71,7 @@ class StopRequests:
         return self._files["SAVE"].exists()
 
     def clear_files(self) -> None:
-        """Remove the files, once what they ask for is done."""
+        """Remove the files: a stop is saved by now, a save has begun."""
         for file in self._files.values():
             file.unlink(missing_ok=True)
 

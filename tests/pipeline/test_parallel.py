@@ -187,4 +187,4 @@ def test_a_checkpoint_goes_on_under_any_strategy(handed_over: Run, before: str, 
     found = _losses(handed_over, f"{before}-to-{after}")
     wanted = _losses(handed_over, f"{before}-conformal_sympow")
     assert list(found) == list(range(HALF + 1, UPDATES + 1))
-    assert max(abs(found[step] - wanted[step]) for step in found) < 2e-6
+    assert max(abs(found[step] - wanted[step]) for step in found) < 1e-6
