@@ -1,9 +1,11 @@
 """The LightningModule that trains any variant, and its optimiser's configuration."""
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, cast, runtime_checkable
+from statistics import fmean, pstdev
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -13,6 +15,10 @@ from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.schedule import ScheduleConfig, learning_rate_factor
+
+_RECENT_LOSSES = 100
+# A deviation of fewer losses says little about the next.
+_FEWEST_LOSSES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,13 @@ class OptimConfig:
     """Largest global gradient norm; None does not clip."""
 
     max_skipped_updates: int = 10
-    """Updates in a row with a gradient that is not finite before the run stops."""
+    """Updates in a row that are skipped before the run stops."""
+
+    spike_sigma: float | None = None
+    """Skip an update whose loss is this many standard deviations above the mean of the last 100."""
+
+    on_spike: str = "skip"
+    """skip | rewind: also go back to the newest checkpoint's weights; step and data go on."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate as a function of tokens."""
@@ -66,14 +78,31 @@ class OptimConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted [0, 1)")
-        if self.gradient_clip is not None and not self.gradient_clip > 0:
+        for name in ("gradient_clip", "spike_sigma"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optim.{name}: found {value}, wanted more than 0, or null")
+        if self.on_spike not in ("skip", "rewind"):
+            raise ValueError(f"optim.on_spike: found {self.on_spike!r}, wanted skip or rewind")
+        if self.on_spike == "rewind" and self.spike_sigma is None:
             raise ValueError(
-                f"optim.gradient_clip: found {self.gradient_clip}, wanted more than 0, or null"
+                "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
 
 
 class TooManySkippedUpdates(RuntimeError):
-    """The gradient has not been finite for many updates in a row: the run cannot go on."""
+    """Many updates in a row had a bad loss or gradient: the run cannot go on."""
+
+
+@dataclass
+class Skip:
+    """An update that left the parameters alone."""
+
+    step: int
+    first_sample: int  # of the update's samples, as the data stream counts them
+    last_sample: int
+    is_spike: bool  # or else something was not finite
+    rewound_to: int | None = None  # the step of the checkpoint whose weights came back
 
 
 @dataclass
@@ -83,8 +112,14 @@ class Progress:
     step: int = 0  # updates consumed, skipped ones included
     samples: int = 0  # samples consumed: the whole state of the data stream
     tokens: int = 0
-    skipped_updates: int = 0
+    skipped: list[Skip] = field(default_factory=list)
     skipped_in_a_row: int = 0
+    recent_losses: list[float] = field(default_factory=list)  # of the last updates not skipped
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
+        """Undo dataclasses.asdict."""
+        return cls(**{**values, "skipped": [Skip(**skip) for skip in values["skipped"]]})
 
 
 @dataclass(frozen=True)
@@ -94,7 +129,7 @@ class Update:
     loss: float  # mean over the update and all ranks, nats a token
     gradient_norm: float
     learning_rate: float
-    skipped: bool
+    skip: Skip | None  # the parameters were left alone
 
 
 @runtime_checkable
@@ -112,8 +147,8 @@ class Parallelism(Protocol):
             is_good: False drops the gradients.
 
         Returns:
-            The norm before clipping, the same on all ranks, and whether a step was made: not when
-            the norm is not finite.
+            The norm before clipping, the same on all ranks (NaN where dropped gradients have none),
+            and whether a step was made: not when the norm is not finite.
         """
 
 
@@ -194,22 +229,39 @@ class Pretraining(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         loss = float(self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean"))
+        is_spike = self._is_spike(loss)
         norm, applied = self._parallelism.update(
-            optimizer, self.optim.gradient_clip or math.inf, is_good=math.isfinite(loss)
+            optimizer,
+            self.optim.gradient_clip or math.inf,
+            is_good=math.isfinite(loss) and not is_spike,
         )
 
         progress.step += 1
+        skip: Skip | None = None
+        if applied:
+            progress.skipped_in_a_row = 0
+            progress.recent_losses = [*progress.recent_losses, loss][-_RECENT_LOSSES:]
+        else:
+            first, after = progress.samples, progress.samples + self.samples_per_update
+            skip = Skip(progress.step, first, after - 1, is_spike)
+            progress.skipped.append(skip)
+            progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update
         progress.tokens += self.samples_per_update * context
-        progress.skipped_updates += not applied
-        progress.skipped_in_a_row = 0 if applied else progress.skipped_in_a_row + 1
         if progress.skipped_in_a_row >= self.optim.max_skipped_updates:
             raise TooManySkippedUpdates(
                 f"loss {loss} and gradient norm {norm}: found {progress.skipped_in_a_row} updates "
-                f"in a row that are not finite, the last at step {progress.step}, wanted finite "
-                "ones; the run cannot go on"
+                f"in a row that had to be skipped, the last at step {progress.step}, wanted finite "
+                "ones without a spike; the run cannot go on"
             )
-        return Update(loss, norm, learning_rate, skipped=not applied)
+        return Update(loss, norm, learning_rate, skip)
+
+    def _is_spike(self, loss: float) -> bool:
+        """Whether a loss stands out of those before it."""
+        recent = self.progress.recent_losses
+        if self.optim.spike_sigma is None or len(recent) < _FEWEST_LOSSES:
+            return False
+        return loss > fmean(recent) + self.optim.spike_sigma * pstdev(recent)
 
     def _part_of(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
         """This rank's part of sequences that are split over ranks."""

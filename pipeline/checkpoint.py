@@ -11,11 +11,11 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ from longhaul.pipeline.checkpoint_files import (
 __all__ = ["CheckpointError", "CheckpointStore", "Saved", "newest_checkpoint"]
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 # A single process is told that it is one at every save and load, also from other threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
@@ -112,7 +114,7 @@ class CheckpointStore:
         """
         self.wait()
         target = self.folder / f"step-{step:09d}"
-        if self._has_whole(target):
+        if _ask_first(self._group, partial(self._has_whole, target)):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
         future = async_save(
@@ -167,21 +169,34 @@ class CheckpointStore:
             and self._running[1].exception() is not None
         )
 
-    def newest(self) -> Path | None:
-        """The newest whole checkpoint, None when there is none.
+    def open_newest(self) -> "Saved | None":
+        """The newest whole checkpoint, None when there is none; all ranks call it.
 
         Every file is hashed. A damaged checkpoint is renamed to `step-NNNNNNNNN.damaged`, with a
         warning that says why, and the one before it is tried. What an interrupted save or removal
         left behind is deleted.
+
+        Raises:
+            CheckpointError: there are damaged checkpoints alone.
         """
+        found = _ask_first(self._group, self._find_newest)
+        if found is None:
+            return None
+        path, names = found
+        return Saved(path, rank_group=self._group, hashed=names)
+
+    def _find_newest(self) -> tuple[Path, list[str]] | None:
         self._remove_leftovers()
         for path in reversed(_complete(self.folder)):
             try:
-                verify(path)
+                return path, verify(path)
             except CheckpointError as error:
                 self._set_aside(path, error)
-            else:
-                return path
+        if any(self.folder.glob("*.damaged*")):
+            raise CheckpointError(
+                f"{self.folder}: found damaged checkpoints alone, wanted a whole one; to start "
+                "over, give the run another name or remove its folder"
+            )
         return None
 
     def _has_whole(self, target: Path) -> bool:
@@ -190,17 +205,14 @@ class CheckpointStore:
         Training is a function of the step, so a whole checkpoint of a step is the one that would be
         written, and replacing it would open a moment in which a crash leaves neither.
         """
-        found = [False]
-        if self._is_first and target.exists():
-            try:
-                verify(target)
-            except CheckpointError as error:
-                self._set_aside(target, error)
-            else:
-                found = [True]
-        if self._group is not None:
-            dist.broadcast_object_list(found, group=self._group, group_src=0)
-        return found[0]
+        if not target.exists():
+            return False
+        try:
+            verify(target)
+        except CheckpointError as error:
+            self._set_aside(target, error)
+            return False
+        return True
 
     def _begin(self, temporary: Path, num_bytes: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -253,20 +265,27 @@ class CheckpointStore:
 class Saved:
     """A checkpoint that was hashed, to be read as the tensors that are wanted."""
 
-    def __init__(self, path: Path, *groups: str, rank_group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        path: Path,
+        *groups: str,
+        rank_group: dist.ProcessGroup | None = None,
+        hashed: list[str] | None = None,
+    ) -> None:
         """Hash the groups of tensors that will be read; none given are all.
 
         Args:
             path: a checkpoint folder.
             groups: such as model.
-            rank_group: of the ranks that read together; None is one process.
+            rank_group: of the ranks that read together; None is one process. The first one hashes.
+            hashed: the names of the checkpoint's files, if all have been hashed just now.
 
         Raises:
             CheckpointError: naming the file that is missing or damaged.
         """
         self.path = path
         self._rank_group = rank_group
-        names = self._check(groups)
+        names = hashed or _ask_first(rank_group, partial(verify, path, groups or None))
         self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
         self._reader = HuggingFaceStorageReader(str(path))
         # It would read all files of the folder, also those that were not hashed.
@@ -275,20 +294,6 @@ class Saved:
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)
         }
-
-    def _check(self, groups: tuple[str, ...]) -> list[str]:
-        """Let one rank hash the files, and all know what it found: their names, or damage."""
-        found: list[list[str] | Exception] = [[]]
-        if self._rank_group is None or dist.get_rank(self._rank_group) == 0:
-            try:
-                found = [verify(self.path, groups or None)]
-            except (CheckpointError, ValueError) as error:
-                found = [error]
-        if self._rank_group is not None:
-            dist.broadcast_object_list(found, group=self._rank_group, group_src=0)
-        if isinstance(found[0], Exception):
-            raise found[0]
-        return found[0]
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill these tensors, each the whole one or, as a DTensor, this rank's part of it."""
@@ -355,6 +360,21 @@ def newest_checkpoint(folder: Path) -> Path | None:
         else:
             return path
     return None
+
+
+def _ask_first(group: dist.ProcessGroup | None, look: Callable[[], _Found]) -> _Found:
+    """What `look` returns, or raises, on the first rank of a group, on all its ranks."""
+    answer: list[Any] = [None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            answer = [look()]
+        except (OSError, ValueError) as error:
+            answer = [error]
+    if group is not None:
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return cast(_Found, answer[0])
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-FORMAT = 2
+FORMAT = 3
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
 _TENSOR_FILE = re.compile(r"([a-z]+)-\d{5,}-\d{3,}\.safetensors")

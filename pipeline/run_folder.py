@@ -26,6 +26,9 @@ _FIXED = (
     "trainer.train_only",
 )
 
+# Of these, what only decides how a run gets over bad updates.
+_FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
+
 logger = logging.getLogger(__name__)
 
 
@@ -60,7 +63,8 @@ class RunFolder:
         stored = load_run_config(self.config_file)
         before, now = flatten(to_dict(stored)), flatten(to_dict(config))
         for key in sorted(before.keys() | now.keys()):
-            if key.startswith(_FIXED) and before.get(key) != now.get(key):
+            is_fixed = key.startswith(_FIXED) and key not in _FREE
+            if is_fixed and before.get(key) != now.get(key):
                 raise ConfigError(
                     f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
                     f"{self.config_file}; give the new run another name"

@@ -54,8 +54,6 @@ class ProgressLine:
                 f"step {progress.step}/{self.num_updates}  loss {update.loss:.4f}  "
                 f"{tokens_per_second:,.0f} tokens/s  {self._time_left(progress.step)} left"
             )
-        if update.skipped:
-            self._print(f"step {progress.step} skipped: gradient norm {update.gradient_norm}")
 
     def validation(self, progress: Progress, loss: float) -> None:
         """A pass over the validation samples is done."""

@@ -9,8 +9,7 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -282,11 +281,26 @@ class Zero(_Launched, DeepSpeedStrategy):
     def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
         """As _Plain.update; the engine has max_norm from its config."""
         engine = cast(Any, self.model)
-        with nullcontext() if is_good else _overflowing(engine.optimizer):
-            engine.step()
+        if not is_good:
+            self._drop_gradients(engine)
+            return math.nan, False
+        engine.step()
         norm = engine.get_global_grad_norm()
         value = norm.item() if isinstance(norm, Tensor) else float(norm)
         return value, bool(engine.was_step_applied())
+
+    def _drop_gradients(self, engine: Any) -> None:
+        """Make the engine do what it does where gradients have overflown; it has no norm then."""
+        zero = engine.optimizer
+        check = "_overflow_check_and_loss_scale_update" if self.zero_stage_3 else "check_overflow"
+        setattr(zero, check, lambda *args, **kwargs: setattr(zero, "overflow", True))
+        if not self.zero_stage_3:
+            is_checked, zero.check_grad_overflow = zero.check_grad_overflow, True
+        engine.step()
+        delattr(zero, check)
+        if not self.zero_stage_3:
+            zero.check_grad_overflow = is_checked
+        assert not engine.was_step_applied()
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         """Whole tensors, gathered one by one, of which each rank keeps its share."""
@@ -318,8 +332,8 @@ class Zero(_Launched, DeepSpeedStrategy):
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
         zero = cast(Any, optimizer)
         has_state = any(name.startswith("optimizer/") for name in saved.tensors)
-        if has_state:
-            # Made by hand: it appears at the first step, and this is before.
+        if has_state and not zero.optimizer.state:
+            # Made by hand: it appears at the first step.
             for flat in self._flat_parameters(zero):
                 moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
                 step = torch.zeros((), device=flat.device)
@@ -390,16 +404,3 @@ def _make_same(model: nn.Module) -> None:
     """
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
-
-
-@contextmanager
-def _overflowing(optimizer: Any) -> Iterator[None]:
-    """Make the optimizer drop its gradients, as it does when they are not finite."""
-    optimizer.has_overflow = lambda *args, **kwargs: True
-    checked = getattr(optimizer, "check_grad_overflow", None)
-    optimizer.check_grad_overflow = True
-    try:
-        yield
-    finally:
-        del optimizer.has_overflow
-        optimizer.check_grad_overflow = checked

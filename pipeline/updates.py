@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
-from longhaul.modules.pretraining import Pretraining, Progress, Update
-from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
+from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
+from longhaul.pipeline.checkpoint import CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.hardware import peak_flops
@@ -118,32 +118,22 @@ class Updates(Callback):
         ranks_a_sample = self.config.trainer.context_parallel
         if ranks_a_sample > 1:
             self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
-        # Rank 0 looks; others may see its folder as it was.
-        path, has_damaged = trainer.strategy.broadcast(
-            (self.store.newest(), any(self.store.folder.glob("*.damaged")))
-            if trainer.is_global_zero
-            else (None, False)
-        )
-        if path is None and has_damaged:
-            raise CheckpointError(
-                f"{self.store.folder}: found damaged checkpoints alone, wanted a whole one; "
-                "to start over, give the run another name or remove its folder"
-            )
-        if path is not None:
-            self._restore(trainer, module, Saved(path, rank_group=group))
+        saved = self.store.open_newest()
+        if saved is not None:
+            self._restore(trainer, module, saved)
             self._step = module.progress.step
         module.model.split_sequence(self._parts)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         if self.books:
             self.books.show.begin(module.progress)
-            if path is not None:  # killed right after the save, MLflow may not know it yet
-                self.books.tracker.log_checkpoint(path, module.progress.step)
+            if saved is not None:  # killed right after the save, MLflow may not know it yet
+                self.books.tracker.log_checkpoint(saved.path, module.progress.step)
 
     def _restore(self, trainer: Trainer, module: Pretraining, saved: Saved) -> None:
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
-        module.progress = Progress(**saved.state["progress"])
+        module.progress = Progress.from_dict(saved.state["progress"])
         self._check_same_data(saved.state["shards_sha256"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,14 +188,23 @@ class Updates(Callback):
         self._step = progress.step
         is_last = progress.step >= self.config.num_updates
         ranks = self._meet()
+        skip = update.skip
+        if skip is not None and skip.is_spike and self.config.optim.on_spike == "rewind":
+            self._note("rewinding")
+            self._rewind(trainer, module, skip)
         self._record(progress, update, ranks)
+        if skip is not None and self.books is not None:
+            self._record_skip(skip, update, self.books)
         if is_last or progress.step % self.validation_updates == 0:
             self._note("validating")
             self._validate(module)
         wants_stop, wants_save = any(r.wants_stop for r in ranks), any(r.wants_save for r in ranks)
+        # A restart is not to find the weights of before.
+        has_rewound = skip is not None and skip.rewound_to is not None
         if any(r.has_failed_save for r in ranks):
             self._finish_save()
-        if is_last or wants_stop or wants_save or progress.step % self.checkpoint_updates == 0:
+        is_due = progress.step % self.checkpoint_updates == 0
+        if is_last or wants_stop or wants_save or has_rewound or is_due:
             self._note("saving")
             self._save(trainer, module)
         if is_last or wants_stop:
@@ -253,7 +252,7 @@ class Updates(Callback):
             "train/gradient_norm": update.gradient_norm,
             "train/learning_rate": update.learning_rate,
             "train/tokens": progress.tokens,
-            "train/skipped_updates": progress.skipped_updates,
+            "train/skipped_updates": len(progress.skipped),
             "train/tokens_per_second": tokens_per_second,
             "train/step_seconds": seconds,
             "train/data_wait_seconds": max(rank.data_wait for rank in ranks),
@@ -263,6 +262,39 @@ class Updates(Callback):
         if self._full_speed is not None:
             values["train/model_flops_utilisation"] = tokens_per_second / self._full_speed
         self.books.tracker.log("train", progress.step, values)
+
+    def _record_skip(self, skip: Skip, update: Update, books: Books) -> None:
+        why = "a spike" if skip.is_spike else "not finite"
+        text = f"loss {update.loss}, gradient norm {update.gradient_norm}: {why}"
+        if skip.rewound_to is not None:
+            text += f"; back to the weights of step {skip.rewound_to}"
+        logger.warning(
+            "step %d is skipped, samples %d to %d: %s",
+            skip.step, skip.first_sample, skip.last_sample, text,
+        )  # fmt: skip
+        values = {
+            "skipped/loss": update.loss,
+            "skipped/gradient_norm": update.gradient_norm,
+            "skipped/first_sample": skip.first_sample,
+            "skipped/last_sample": skip.last_sample,
+            "skipped/is_spike": skip.is_spike,
+        }
+        if skip.rewound_to is not None:
+            values["skipped/rewound_to_step"] = skip.rewound_to
+        books.tracker.log("skipped", skip.step, values)
+
+    def _rewind(self, trainer: Trainer, module: Pretraining, skip: Skip) -> None:
+        """Take the newest checkpoint's weights and moments; the step and the data go on.
+
+        So what a step's samples are stays a function of the step.
+        """
+        self._finish_save()
+        saved = self.store.open_newest()
+        if saved is None:
+            logger.warning("step %d: found no checkpoint to go back to", skip.step)
+            return
+        resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
+        skip.rewound_to = saved.state["progress"]["step"]
 
     def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.modules.pretraining import OptimConfig, Pretraining, TooManySkippedUpdates
+from longhaul.modules.pretraining import OptimConfig, Pretraining, Skip, TooManySkippedUpdates
 from longhaul.pipeline.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8
@@ -46,27 +46,48 @@ def fit(
     num_updates: int,
     micro_batch: int,
     spoil: Callable[[int], bool] = lambda update: False,
-) -> None:
-    """Train on fixed random tokens; updates chosen by `spoil` get a gradient with a NaN in it."""
+    add: Callable[[int], float] = lambda update: 0.0,
+) -> list[float]:
+    """Train on fixed random tokens.
+
+    Updates chosen by `spoil` get a gradient with a NaN in it; `add` is added to an update's loss.
+
+    Returns:
+        The loss of each update.
+    """
 
     def hook(gradient: Tensor) -> Tensor:
         return gradient * math.nan if spoil(module.progress.step) else gradient
 
     [p for p in module.model.parameters() if p.requires_grad][-1].register_hook(hook)
+    loss_of, losses = module.model.loss, []
+
+    def loss(tokens: Tensor, target: Tensor) -> Tensor:
+        return loss_of(tokens, target) + add(module.progress.step)
+
+    module.model.loss = loss  # type: ignore[method-assign]
+
+    class Note(Callback):
+        def on_train_batch_end(self, *args: object) -> None:
+            if module.last_update is not None:
+                losses.append(module.last_update.loss)
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
             accelerator="cpu", strategy=Single(torch.device("cpu")), max_epochs=1, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[Note()],
         )  # fmt: skip
         trainer.fit(module, batches(num_updates, micro_batch))
+    return losses
 
 
 def test_micro_batches_average_to_the_whole_batch() -> None:
     whole, parts = build(8), build(2)
     fit(whole, 3, 8)
     fit(parts, 3, 2)
-    assert parts.progress == whole.progress
+    assert not parts.progress.skipped
     assert (parts.progress.step, parts.progress.samples) == (3, 3 * SAMPLES)
     assert parts.progress.tokens == 3 * SAMPLES * CONTEXT
     for one, other in zip(parts.parameters(), whole.parameters(), strict=True):
@@ -83,17 +104,17 @@ def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
     for name, value in spoiled.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert not spoiled.optimizers().state_dict()["state"]
-    assert spoiled.progress.step == spoiled.progress.skipped_updates == 2
-    assert spoiled.progress.samples == 2 * SAMPLES
+    assert spoiled.progress.skipped == [Skip(1, 0, 7, False), Skip(2, 8, 15, False)]
+    assert (spoiled.progress.step, spoiled.progress.samples) == (2, 2 * SAMPLES)
 
 
 def test_training_goes_on_after_a_skipped_update() -> None:
     module = build(4, max_skipped_updates=2)
-    fit(module, 6, 4, spoil=lambda update: update in (1, 3, 4, 5)[:2])
-    assert module.progress.skipped_updates == 2
+    fit(module, 6, 4, spoil=lambda update: update in (1, 3))
+    assert [skip.step for skip in module.progress.skipped] == [2, 4]
     assert module.progress.skipped_in_a_row == 0
     assert module.last_update is not None
-    assert not module.last_update.skipped
+    assert module.last_update.skip is None
 
 
 def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
@@ -101,6 +122,31 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run() -> None:
     with pytest.raises(TooManySkippedUpdates, match=r"nan: found 3 updates in a row .* step 5"):
         fit(module, 10, 4, spoil=lambda update: update >= 2)
     assert module.progress.step == 5
+
+
+def test_a_loss_is_a_spike_from_so_many_deviations_on() -> None:
+    calm = fit(build(8), 40, 8)
+    for step, sigma, factor, is_spike in ((30, 4.0, 1.01, True), (30, 4.0, 0.99, False)):
+        recent = torch.tensor(calm[:step], dtype=torch.float64)
+        limit = (recent.mean() + sigma * recent.std(correction=0)).item()
+        above = factor * (limit - recent.mean().item()) + recent.mean().item() - calm[step]
+        module = build(8, spike_sigma=sigma)
+        losses = fit(module, 40, 8, add=lambda at: above if at == step else 0.0)  # noqa: B023
+        assert losses[: step + 1] == pytest.approx([*calm[:step], calm[step] + above], rel=1e-6)
+        assert module.progress.skipped == ([Skip(step + 1, 240, 247, True)] if is_spike else [])
+
+
+def test_a_spike_is_not_looked_for_among_few_losses_nor_unasked() -> None:
+    for module, at in ((build(8, spike_sigma=3.0), 19), (build(8), 30)):
+        fit(module, 32, 8, add=lambda update: 50.0 * (update == at))  # noqa: B023
+        assert not module.progress.skipped
+
+
+def test_only_the_last_hundred_good_losses_count() -> None:
+    module = build(8, spike_sigma=5.0)
+    losses = fit(module, 120, 8, add=lambda update: 50.0 * (update == 60))
+    assert [skip.step for skip in module.progress.skipped] == [61]
+    assert module.progress.recent_losses == [*losses[19:60], *losses[61:]][-100:]
 
 
 def test_gradients_are_clipped_to_the_global_norm() -> None:

@@ -216,6 +216,12 @@ def test_waiting_for_nothing_is_no_error(tmp_path: Path) -> None:
     assert (store.is_saving, store.has_failed) == (False, False)
 
 
+def _newest(store: CheckpointStore) -> Path:
+    saved = store.open_newest()
+    assert saved is not None
+    return saved.path
+
+
 def test_old_checkpoints_go_and_every_nth_stays(tmp_path: Path) -> None:
     store = _store(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 11):
@@ -227,13 +233,11 @@ def test_steps_beyond_nine_digits_are_newer_than_shorter_ones(tmp_path: Path) ->
     store = _store(tmp_path)
     for step in (999_999_999, 1_000_000_000):
         _save(store, step)
-    newest = store.newest()
-    assert newest is not None
-    assert newest.name == "step-1000000000"
+    assert _newest(store).name == "step-1000000000"
 
 
 def test_no_checkpoint_is_no_error(tmp_path: Path) -> None:
-    assert _store(tmp_path).newest() is None
+    assert _store(tmp_path).open_newest() is None
 
 
 def _flip_a_byte(path: Path) -> None:
@@ -261,7 +265,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     with pytest.raises(CheckpointError, match=file):
         Saved(damaged)
     with caplog.at_level(logging.WARNING):
-        newest = store.newest()
+        newest = _newest(store)
     assert newest == store.folder / "step-000000001"
     assert _names(store) == ["step-000000001", "step-000000002.damaged"]
     (warning,) = _warnings(caplog)
@@ -269,8 +273,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     assert "step-000000002.damaged" in warning
     # The step can be saved again, and be damaged again, and nothing is deleted.
     damage(_save(store, 2) / file)
-    assert store.newest() == newest
+    assert _newest(store) == newest
     assert _names(store)[-1] == "step-000000002.damaged-2"
+
+
+def test_damaged_checkpoints_alone_are_an_error(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    _truncate(_save(store, 1) / "model-00000-000.safetensors")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="damaged checkpoints alone, wanted a whole one"):
+            store.open_newest()
+    assert _names(store) == ["step-000000001.damaged"]
 
 
 def test_a_checkpoint_of_another_format_is_named_and_left_alone(tmp_path: Path) -> None:
@@ -279,7 +292,7 @@ def test_a_checkpoint_of_another_format_is_named_and_left_alone(tmp_path: Path) 
     listing = json.loads((path / "checksums.json").read_text())
     (path / "checksums.json").write_text(json.dumps({**listing, "format": 99}))
     with pytest.raises(ValueError, match="format 99"):
-        store.newest()
+        store.open_newest()
     assert _names(store) == ["step-000000001"]
 
 
@@ -289,7 +302,7 @@ def test_leftovers_of_an_interrupted_save_and_removal_are_deleted(tmp_path: Path
     for leftover in (".saving-step-000000002", ".removing-step-000000000"):
         (store.folder / leftover).mkdir()
         (store.folder / leftover / "model-00000-000.safetensors").write_bytes(b"half")
-    assert store.newest() == whole
+    assert _newest(store) == whole
     assert _names(store) == [whole.name]
 
 
@@ -431,7 +444,7 @@ def test_a_disk_that_fills_up_midway_loses_only_the_new_checkpoint(
         assert "bytes free" in line
     store = _store(tmp_path)
     assert _names(store) == ["step-000000001"]
-    assert store.newest() is not None
+    assert store.open_newest() is not None
 
 
 # Both files of the second checkpoint are on disk, the second in part.
@@ -467,9 +480,9 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(tmp_path: Path, fork
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert _names(store) == [".saving-step-000000002", "step-000000001"]
-    newest = store.newest()
+    newest = store.open_newest()
     assert newest is not None
-    assert torch.equal(Saved(newest).read_one("model/w"), torch.ones(1000))
+    assert torch.equal(newest.read_one("model/w"), torch.ones(1000))
     assert _names(store) == ["step-000000001"]
 
 
@@ -503,7 +516,7 @@ if rank == 0:
 store = CheckpointStore(folder / "checkpoints", keep_last=9, group=group)
 store.start(2, tensors, {"rank": rank})
 store.wait()
-assert store.newest().name == "step-000000002"
+assert store.open_newest().path.name == "step-000000002"
 
 for step in (1, 2):
     saved = Saved(store.folder / f"step-{step:09d}", rank_group=group)
@@ -579,7 +592,7 @@ try:
     save(2, 1000, {})
 except CheckpointError as error:
     print(error)
-print(store.newest())
+print(store.open_newest().path)
 """
 )
 

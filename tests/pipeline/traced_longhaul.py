@@ -2,7 +2,7 @@
 
 Not a test; started by tests as a process, so that they can kill it.
 LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
-`nan` in a gradient.
+`nan` in a gradient, or a `spike` in its loss.
 """
 
 import json
@@ -35,6 +35,12 @@ def trace(file: Path) -> None:
         if fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
             if fault == "sleep":
                 time.sleep(3600)
+            if fault == "spike":
+                loss = self.model.loss
+                self.model.loss = lambda *batch: loss(*batch) + 100  # type: ignore[method-assign]
+                original(self, batch, batch_idx)
+                del self.model.loss
+                return
             parameter = next(self.model.parameters())
             handle = parameter.register_hook(lambda gradient: gradient * math.nan)
             original(self, batch, batch_idx)
