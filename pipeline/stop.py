@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,16 +20,19 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 # What the shell and Slurm see of a run that has saved its state and wants to be run again; of the
 # codes in sysexits.h the one that invites to try later.
 EXIT_CHECKPOINTED = 75
+# A scheduler that signals the step and the batch script, which passes it on, makes two of one.
+_SECONDS_OF_ONE_REQUEST = 2.0
 
 
 class StopRequests:
-    """Within it, the first of SIGNALS is a request, and the second ends the process at once."""
+    """Within it, the first of SIGNALS is a request, and a later one ends the process at once."""
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
         """Name where the files STOP and SAVE would be, and how long a stop may take."""
         self._files = {name: folder / name for name in ("STOP", "SAVE")}
         self._deadline_s = deadline_s
         self._received: signal.Signals | None = None
+        self._received_at = 0.0
         self._reader, self._writer = socket.socketpair()
         self._is_over = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
@@ -84,8 +88,10 @@ class StopRequests:
 
     def _note(self, number: signal.Signals) -> None:
         if self._received is not None:
+            if time.monotonic() - self._received_at < _SECONDS_OF_ONE_REQUEST:
+                return
             _end(f"{number.name} after {self._received.name}: ending without a checkpoint", number)
-        self._received = number
+        self._received, self._received_at = number, time.monotonic()
         threading.Thread(target=self._enforce_deadline, args=(number,), daemon=True).start()
 
     def _enforce_deadline(self, number: signal.Signals) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from mlflow.tracking import MlflowClient
 
 from longhaul.pipeline.checkpoint import Saved, newest_checkpoint
 
@@ -77,7 +79,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     return Saved(newest, "model").read_group("model")
 
 
-def assert_same_end(run: Run, wanted: Run) -> None:
+def assert_same_end(run: Run, wanted: Run, num_updates: int = 30) -> None:
     found, expected = weights(run), weights(wanted)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     seen: dict[tuple[int, int], int] = {}
@@ -85,7 +87,14 @@ def assert_same_end(run: Run, wanted: Run) -> None:
         entry = json.loads(line)
         key = entry["step"], entry["index"][0]
         assert seen.setdefault(key, entry["crc"]) == entry["crc"], "a repeated step differs"
-    assert sorted(index for _, index in seen) == list(range(0, 30 * 8, 2))
+    assert sorted(index for _, index in seen) == list(range(0, num_updates * 8, 2))
+    client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tests")
+    assert experiment is not None
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    assert tracked.info.status == "FINISHED"
+    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    assert sorted(point.step for point in history) == list(range(1, num_updates + 1))
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +175,9 @@ def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     process = start(run)
     wait_for_step(run, process, 5)
+    # A scheduler may say the same in two ways.
     process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
     time.sleep(5)  # more than an update takes
     assert process.poll() is None
     process.send_signal(signal.SIGUSR2)
@@ -194,3 +205,67 @@ def test_one_ranks_nan_skips_the_update_on_all(run: Run, monkeypatch: pytest.Mon
     train = {e["step"]: e["values"] for e in entries if e["kind"] == "train"}
     assert [train[step]["train/skipped_updates"] for step in (5, 6, 30)] == [0, 1, 1]
     assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+UPDATES = 600
+WAYS_TO_DIE = ("one rank", "all ranks", "SIGUSR1", "SIGTERM", "saving", "validating")
+
+
+def strike(run: Run, process: Any, way: str, chance: random.Random) -> bool:
+    """End a run in a way at once, or when it saves or validates; whether it was asked to stop."""
+    checkpoints = run.path / "small" / "checkpoints"
+    deadline = time.monotonic() + 60
+    while way == "saving" and not any(checkpoints.glob(".saving-*")):
+        assert time.monotonic() < deadline
+    while way == "validating" and not (run.path / "validating").exists():
+        assert time.monotonic() < deadline
+    if way == "all ranks" or (way in ("saving", "validating") and chance.random() < 0.5):
+        os.killpg(process.pid, signal.SIGKILL)
+    elif way == "SIGTERM":
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        number = signal.SIGUSR1 if way == "SIGUSR1" else signal.SIGKILL
+        chance.choice([process, rank_1(process)]).send_signal(number)
+    return way.startswith("SIG")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_25_times_in_every_way_a_run_ends_as_if_it_had_not_been(
+    make_run: Any, strategy: str
+) -> None:
+    options = [f"trainer.strategy={strategy}", "checkpoint.every_tokens=2048"]
+    undisturbed, run = make_run(UPDATES), make_run(UPDATES)
+    assert end(start(undisturbed, *options), seconds=600)[0] == 0
+    chance = random.Random(strategy)
+    ways = chance.sample(5 * WAYS_TO_DIE, 25)
+    hits, slowest = 0, 0.0
+    for way in ways:
+        process = start(run, *options)
+        before = steps_of(run)
+        # A new process begins with the step of its checkpoint, which the trace may have already.
+        wait_for_lines(run, process, chance.randrange(2, 40))
+        time.sleep(chance.random() * 0.05)
+        is_asked = strike(run, process, way, chance)
+        hits += way == "validating" and (run.path / "validating").exists()
+        began = time.monotonic()
+        status, error = end(process, seconds=90)
+        slowest = max(slowest, time.monotonic() - began)
+        assert status == (75 if is_asked else status), error
+        assert status != 0, "it was over before it was killed"
+        (run.path / "validating").unlink(missing_ok=True)
+        print(f"{strategy}: {way} at step {before} to {steps_of(run)}, status {status}")
+    assert hits > 0
+    assert end(start(run, *options), seconds=600)[0] == 0
+    assert_same_end(run, undisturbed, UPDATES)
+    print(f"{strategy}: {len(ways)} kills, the slowest end took {slowest:.1f} s")
+
+
+def wait_for_lines(run: Run, process: Any, count: int) -> None:
+    """Until a process has begun `count` more micro-batches."""
+    before = run.trace.read_bytes().count(b"\n") if run.trace.exists() else 0
+    deadline = time.monotonic() + 120
+    while not run.trace.exists() or run.trace.read_bytes().count(b"\n") < before + count:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,6 +1,7 @@
 """`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
 
-Not a test; started by tests as a process, so that they can kill it.
+Not a test; started by tests as a process, so that they can kill it. While rank 0 validates there is
+a file `validating`.
 LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
 `nan` in a gradient, or a `spike` in its loss.
 """
@@ -51,10 +52,27 @@ def trace(file: Path) -> None:
     Pretraining.training_step = training_step  # type: ignore[method-assign]
 
 
+def mark_validation(file: Path) -> None:
+    from longhaul.pipeline import updates
+
+    original = updates.measure_positions
+
+    def measure_positions(*arguments: Any) -> Any:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            return original(*arguments)
+        file.touch()
+        measured = original(*arguments)
+        file.unlink()
+        return measured
+
+    updates.measure_positions = measure_positions
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "train":
         trace(Path("trace.jsonl"))
+        mark_validation(Path("validating"))
     from longhaul.pipeline.cli import main
 
     sys.exit(main())
