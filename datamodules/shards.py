@@ -118,12 +118,18 @@ class Shard:
             raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
+        self._content = content
         self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
         """The whole file seen as tokens."""
         self.memory: memoryview = self.tokens.data
         """The same, for slices that cost less than numpy's."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
         """Where in `tokens` each document starts."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file is as long as it was; reading beyond its end would kill the process."""
+        return self._content.size() == len(self._content)
 
 
 def _index_members(

@@ -65,6 +65,9 @@ class ShardStore:
     def __getitem__(self, position: int) -> Shard:
         """The shard at `position`, or the one that replaces it."""
         shard = self._open.get(position)
+        if shard is not None and not shard.is_whole:
+            del self._open[position]
+            shard = None
         if shard is None:
             shard = self._open_good(position)
             if len(self._open) >= self._keep_open:

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,23 @@ def test_a_shard_is_hashed_again_only_when_it_changed(make_shards, monkeypatch) 
     flip(path_of(manifest, 2))
     with pytest.raises(ShardError, match=r"train-000002.tar: sha256"):
         store[2]
+
+
+def test_a_shard_that_is_cut_while_it_is_open_is_found_out(make_shards) -> None:
+    manifest = make_shards()
+    for replaces_bad in (False, True):
+        store = store_of(manifest, replaces_bad=replaces_bad)
+        assert first_tokens(store, 1)[0] == 3 * 64
+        path = path_of(manifest, 1)
+        content = path.read_bytes()
+        os.truncate(path, 512)  # not all of it can be read any more
+        if replaces_bad:
+            assert first_tokens(store, 1)[0] == 6 * 64
+            assert store.bad_shards == (path.name,)
+        else:
+            with pytest.raises(ShardError, match=r"train-000001.tar: 512 bytes, wanted 10240"):
+                store[1]
+        path.write_bytes(content)
 
 
 def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> None:

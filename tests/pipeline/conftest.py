@@ -1,15 +1,18 @@
 """A small corpus, a small run, and `longhaul` commands in processes of their own."""
 
+import json
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from longhaul.pipeline.mlflow_run import _make_sqlite, load_mlflow
@@ -140,6 +143,33 @@ class Command:
         assert not is_late, f"still running after {timeout} s\n{texts}"
         return texts
 
+    def end(self, seconds: float = 120) -> tuple[int | None, str]:
+        """Status and what was said on stderr; nothing of the command is alive afterwards."""
+        _, error = self.communicate(timeout=seconds)
+        deadline = time.monotonic() + 40
+        while alive := self._alive():
+            assert time.monotonic() < deadline, f"orphans: {alive}"
+            time.sleep(0.2)
+        return self.returncode, error
+
+    def _alive(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                is_ours = os.getpgid(process.pid) == self.pid
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process.pid)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+    def rank_1(self) -> psutil.Process:
+        """The process of rank 1, which rank 0 started."""
+        for child in psutil.Process(self.pid).children():
+            if child.environ().get("LOCAL_RANK") == "1":
+                return child
+        raise AssertionError("no rank 1")
+
 
 @dataclass(frozen=True)
 class RunFolder:
@@ -166,6 +196,22 @@ class RunFolder:
         """Start `longhaul ARGUMENTS`, each training batch appended to trace.jsonl."""
         code = f"import runpy; runpy.run_path({str(TRACED)!r}, run_name='__main__')"
         return Command(code, self.path, *arguments, largest_file=largest_file)
+
+    @property
+    def last_step(self) -> int:
+        """The last update that the trace has seen begin, -1 before the first."""
+        if not self.trace.exists():
+            return -1
+        lines = self.trace.read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=-1)
+
+    def wait_for_step(self, process: Command, step: int) -> None:
+        """Until a process has begun the update after so many."""
+        deadline = time.monotonic() + 120
+        while self.last_step < step:
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
 
 
 MakeRun = Callable[..., RunFolder]

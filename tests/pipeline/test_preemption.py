@@ -7,7 +7,6 @@ import signal
 import time
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
@@ -26,51 +25,6 @@ TWO_RANKS = [
 
 def start(run: Run, *overrides: str) -> Any:
     return run.start("train", "small.yaml", *TWO_RANKS, *overrides)
-
-
-def end(process: Any, seconds: float = 120) -> tuple[int, str]:
-    """Status and what was said on stderr; nothing of the run is alive afterwards."""
-    _, error = process.communicate(timeout=seconds)
-    deadline = time.monotonic() + 40
-    while _alive(process.pid):
-        assert time.monotonic() < deadline, f"orphans: {_alive(process.pid)}"
-        time.sleep(0.2)
-    return process.returncode, error
-
-
-def _alive(group: int) -> list[int]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
-
-
-def rank_1(process: Any) -> psutil.Process:
-    """The process of rank 1, which rank 0 started."""
-    for child in psutil.Process(process.pid).children():
-        if child.environ().get("LOCAL_RANK") == "1":
-            return child
-    raise AssertionError("no rank 1")
-
-
-def steps_of(run: Run) -> int:
-    """Updates that the trace has seen begin."""
-    if not run.trace.exists():
-        return -1
-    lines = run.trace.read_text().splitlines()
-    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=-1)
-
-
-def wait_for_step(run: Run, process: Any, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while steps_of(run) < step:
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.02)
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -100,7 +54,7 @@ def assert_same_end(run: Run, wanted: Run, num_updates: int = 30) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(make_run: Any) -> Run:
     run = make_run()
-    status, error = end(start(run))
+    status, error = start(run).end()
     assert status == 0, error
     return run
 
@@ -109,7 +63,7 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     run: Run, undisturbed: Run
 ) -> None:
     def by_usr1_to_one_rank(process: Any) -> None:
-        rank_1(process).send_signal(signal.SIGUSR1)
+        process.rank_1().send_signal(signal.SIGUSR1)
 
     def by_sigterm_to_all(process: Any) -> None:
         os.killpg(process.pid, signal.SIGTERM)
@@ -120,9 +74,9 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     before = 0
     for step, ask in ((4, by_usr1_to_one_rank), (11, by_sigterm_to_all), (18, by_file)):
         process = start(run, "checkpoint.every_tokens=1000000")
-        wait_for_step(run, process, step)
+        run.wait_for_step(process, step)
         ask(process)
-        status, error = end(process)
+        status, error = process.end()
         assert status == 75, error
         newest = newest_checkpoint(run.path / "small" / "checkpoints")
         assert newest is not None
@@ -132,15 +86,15 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
         assert not (run.path / "small" / "DONE").exists()
         before = saved
     assert not (run.path / "small" / "STOP").exists()
-    assert end(start(run))[0] == 0
+    assert start(run).end()[0] == 0
     assert_same_end(run, undisturbed)
 
 
 def test_save_on_request(run: Run) -> None:
     process = start(run, "checkpoint.every_tokens=1000000")
-    wait_for_step(run, process, 2)
+    run.wait_for_step(process, 2)
     (run.path / "small" / "SAVE").touch()
-    assert end(process)[0] == 0
+    assert process.end()[0] == 0
     assert not (run.path / "small" / "SAVE").exists()
     names = sorted(path.name for path in (run.path / "small" / "checkpoints").iterdir())
     assert len(names) == 2
@@ -149,22 +103,22 @@ def test_save_on_request(run: Run) -> None:
 
 def test_a_killed_rank_ends_the_job_by_name(run: Run, undisturbed: Run) -> None:
     process = start(run)
-    wait_for_step(run, process, 8)
-    rank_1(process).kill()
-    status, error = end(process)
+    run.wait_for_step(process, 8)
+    process.rank_1().kill()
+    status, error = process.end()
     assert status == 1
     assert "rank 1 is gone, last seen after step" in error
     process = start(run)
-    wait_for_step(run, process, 16)
+    run.wait_for_step(process, 16)
     os.killpg(process.pid, signal.SIGKILL)
-    assert end(process)[0] == -signal.SIGKILL
-    assert end(start(run))[0] == 0
+    assert process.end()[0] == -signal.SIGKILL
+    assert start(run).end()[0] == 0
     assert_same_end(run, undisturbed)
 
 
 def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
-    status, error = end(start(run, "trainer.hang_seconds=6"))
+    status, error = start(run, "trainer.hang_seconds=6").end()
     assert status == 1
     assert "no progress for" in error
     assert "rank 1 after step 5" in error
@@ -174,14 +128,14 @@ def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.Mo
 def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     process = start(run)
-    wait_for_step(run, process, 5)
+    run.wait_for_step(process, 5)
     # A scheduler may say the same in two ways.
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)
     time.sleep(5)  # more than an update takes
     assert process.poll() is None
     process.send_signal(signal.SIGUSR2)
-    status, error = end(process, seconds=30)
+    status, error = process.end(seconds=30)
     assert status == 128 + signal.SIGUSR2
     assert "SIGUSR2 after SIGUSR1: ending without a checkpoint" in error
 
@@ -189,16 +143,16 @@ def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch)
 def test_a_stop_that_takes_too_long_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     process = start(run, "trainer.stop_seconds=2")
-    wait_for_step(run, process, 5)
+    run.wait_for_step(process, 5)
     process.send_signal(signal.SIGTERM)
-    status, error = end(process, seconds=30)
+    status, error = process.end(seconds=30)
     assert status == 128 + signal.SIGTERM
     assert "not stopped 2 s after SIGTERM" in error
 
 
 def test_one_ranks_nan_skips_the_update_on_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:nan")
-    status, error = end(start(run))
+    status, error = start(run).end()
     assert status == 0, error
     lines = (run.path / "small" / "logs" / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
@@ -225,7 +179,7 @@ def strike(run: Run, process: Any, way: str, chance: random.Random) -> bool:
         os.killpg(process.pid, signal.SIGTERM)
     else:
         number = signal.SIGUSR1 if way == "SIGUSR1" else signal.SIGKILL
-        chance.choice([process, rank_1(process)]).send_signal(number)
+        chance.choice([process, process.rank_1()]).send_signal(number)
     return way.startswith("SIG")
 
 
@@ -236,27 +190,27 @@ def test_killed_25_times_in_every_way_a_run_ends_as_if_it_had_not_been(
 ) -> None:
     options = [f"trainer.strategy={strategy}", "checkpoint.every_tokens=2048"]
     undisturbed, run = make_run(UPDATES), make_run(UPDATES)
-    assert end(start(undisturbed, *options), seconds=600)[0] == 0
+    assert start(undisturbed, *options).end(seconds=600)[0] == 0
     chance = random.Random(strategy)
     ways = chance.sample(5 * WAYS_TO_DIE, 25)
     hits, slowest = 0, 0.0
     for way in ways:
         process = start(run, *options)
-        before = steps_of(run)
+        before = run.last_step
         # A new process begins with the step of its checkpoint, which the trace may have already.
         wait_for_lines(run, process, chance.randrange(2, 40))
         time.sleep(chance.random() * 0.05)
         is_asked = strike(run, process, way, chance)
         hits += way == "validating" and (run.path / "validating").exists()
         began = time.monotonic()
-        status, error = end(process, seconds=90)
+        status, error = process.end(seconds=90)
         slowest = max(slowest, time.monotonic() - began)
         assert status == (75 if is_asked else status), error
         assert status != 0, "it was over before it was killed"
         (run.path / "validating").unlink(missing_ok=True)
-        print(f"{strategy}: {way} at step {before} to {steps_of(run)}, status {status}")
+        print(f"{strategy}: {way} at step {before} to {run.last_step}, status {status}")
     assert hits > 0
-    assert end(start(run, *options), seconds=600)[0] == 0
+    assert start(run, *options).end(seconds=600)[0] == 0
     assert_same_end(run, undisturbed, UPDATES)
     print(f"{strategy}: {len(ways)} kills, the slowest end took {slowest:.1f} s")
 
