@@ -46,7 +46,8 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named_and_the_run_goes_on_when_
     for shard in (corpus / "train").glob("*.tar"):
         shutil.copy(shard, copy / "train" / shard.name)
     run.longhaul("train", "small.yaml", *options)
-    assert losses(run) == pytest.approx(losses(uninterrupted), abs=1e-4)
+    # Other samples would change them by hundredths; the order of sums does by 1e-4 at this rate.
+    assert losses(run) == pytest.approx(losses(uninterrupted), abs=1e-3)
 
 
 def test_a_full_disk_stops_all_ranks_and_loses_nothing(run: Run) -> None:
