@@ -3,10 +3,12 @@
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from longhaul.modules.attention.base import InFloat32
 from longhaul.modules.language_model import LanguageModel
 
 
@@ -29,6 +31,9 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """FSDP2: every block is gathered by itself, and embedding and norms with the whole model."""
     for block in model.blocks:
+        exact: list[nn.Module] = [part for part in block.modules() if isinstance(part, InFloat32)]
+        if exact and policy.param_dtype is not None:
+            fully_shard(exact, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The root keeps the embedding after its forward, since the loss needs it once more.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -191,6 +191,13 @@ def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -
     return attention_config(kind)(**options).build(model_dim, num_heads)
 
 
+class InFloat32(nn.Module):
+    """Uses its weights through `linear_in_float32`; strategies that round weights leave these be.
+
+    What it computes is summed over the tokens: rates of rotation, logarithms of gates.
+    """
+
+
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A projection that autocast does not round: gates and rotation rates are summed over T."""
     dtype = torch.promote_types(x.dtype, torch.float32)

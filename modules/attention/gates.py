@@ -5,10 +5,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from longhaul.modules.attention.base import linear_in_float32
+from longhaul.modules.attention.base import InFloat32, linear_in_float32
 
 
-class PerHead(nn.Module):
+class PerHead(InFloat32):
     """W x_t, one number a head."""
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -23,7 +23,7 @@ class PerHead(nn.Module):
         return linear_in_float32(x, self.weight)
 
 
-class ForgetGate(nn.Module):
+class ForgetGate(InFloat32):
     """log gamma_t = log sigmoid(W x_t + b), one a head, float32.
 
     The bias starts head h at gamma = 1 - 2^(-5 - h) (the decays of retention, arXiv:2307.08621), so

@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, linear_in_float32, register
+from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
 from longhaul.modules.attention.gates import ForgetGate
 from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
 from longhaul.modules.documents import Documents
@@ -47,7 +47,7 @@ class SympowConfig(PowerConfig):
         return Sympow(self, model_dim, num_heads)
 
 
-class RotationRate(nn.Module):
+class RotationRate(InFloat32):
     """beta_t = 1 + tanh(W x_t): one a layer, in tokens of fixed rotation, float32."""
 
     def __init__(self, model_dim: int) -> None:
