@@ -1,8 +1,9 @@
 """`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
 
 Not a test; started by tests as a process, so that they can kill it.
-LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
-`nan` in a gradient.
+LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `fail`, or
+have a `nan` in a gradient; or be `slow` in all batches from there on.
+LONGHAUL_UNSAMPLED=1 keeps the profiler from looking at updates.
 """
 
 import json
@@ -32,9 +33,13 @@ def trace(file: Path) -> None:
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
         rank, step, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
-        if fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
+        if fault == "slow" and int(rank) == self.global_rank and self.progress.step >= int(step):
+            time.sleep(0.3)
+        elif fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
             if fault == "sleep":
                 time.sleep(3600)
+            if fault == "fail":
+                raise RuntimeError("made to fail")
             parameter = next(self.model.parameters())
             handle = parameter.register_hook(lambda gradient: gradient * math.nan)
             original(self, batch, batch_idx)
@@ -43,6 +48,10 @@ def trace(file: Path) -> None:
         original(self, batch, batch_idx)
 
     Pretraining.training_step = training_step  # type: ignore[method-assign]
+    if os.environ.get("LONGHAUL_UNSAMPLED"):
+        from longhaul.pipeline import profiling
+
+        profiling._FIRST_SAMPLE = sys.maxsize
 
 
 if __name__ == "__main__":
