@@ -13,9 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)
 
-# Once early, so that short runs have a sample, then now and then: with the profiler an update is
-# slower, by a tenth or so, and it takes as long again to read what was recorded.
-_FIRST_SAMPLE = 5
+# Updates of a process: early ones for short runs, two to tell a slow rank from one that was held
+# up, and then now and then: on a CPU, reading a sample takes a fifth of an update of run/demo.yaml,
+# 0.25 of 1.28 s, and more than the whole of one of a tiny model.
+_EARLY_SAMPLES = (5, 6)
 _SAMPLE_EVERY = 100
 # What libkineto calls the work of a device.
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -50,7 +51,6 @@ class UpdateProfiler:
         self._updates_left = 0
         self._is_sample = False
         self._num_updates = 1  # of this process; the first begins before `begin` is called
-        self._next_sample = _FIRST_SAMPLE
 
     @property
     def is_tracing(self) -> bool:
@@ -68,8 +68,7 @@ class UpdateProfiler:
         has_gpu = torch.cuda.is_available()
         if requested:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * has_gpu
-        elif self._num_updates >= self._next_sample and _num_ranks() > 1:
-            self._next_sample = self._num_updates + _SAMPLE_EVERY
+        elif _is_sampled(self._num_updates) and _num_ranks() > 1:
             activities = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
         else:
             return
@@ -146,6 +145,10 @@ def _events(recorded: profile) -> list[Any]:
     """As torch has them: turning them into objects of Python takes many times as long."""
     results: Any = recorded.profiler
     return list(results.kineto_results.events())
+
+
+def _is_sampled(number: int) -> bool:
+    return number in _EARLY_SAMPLES or number % _SAMPLE_EVERY == 0
 
 
 def _num_ranks() -> int:

@@ -15,7 +15,8 @@ from longhaul.pipeline.profiling import Communication
 logger = logging.getLogger(__name__)
 
 _SLOW = 1.25  # times the median
-# A rank that stays slow is named again after so many samples.
+# Anything may hold a rank up once: it is slow where it is so in two samples in a row. As long as it
+# stays so it is named again after so many samples.
 _SAMPLES_BETWEEN_WARNINGS = 10
 
 
@@ -26,6 +27,7 @@ class StragglerReport:
         """Name the file that lines are appended to, and the machine of each rank."""
         self._file = file
         self._hosts = list(hosts)
+        self._suspect: int | None = None
         self._named: int | None = None
         self._samples_since = 0
 
@@ -81,7 +83,8 @@ class StragglerReport:
 
     def _warn(self, step: int, rank: int, seconds: float, usual: float) -> None:
         self._samples_since += 1
-        if seconds <= _SLOW * usual:
+        before, self._suspect = self._suspect, rank if seconds > _SLOW * usual else None
+        if self._suspect is None or self._suspect != before:
             return
         if rank == self._named and self._samples_since < _SAMPLES_BETWEEN_WARNINGS:
             return
