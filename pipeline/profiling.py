@@ -118,7 +118,7 @@ class UpdateProfiler:
 
 
 def communication(events: Iterable[Any]) -> Communication:
-    """The communication among the events of a profile (torch's _KinetoEvent)."""
+    """The communication among the events of a profile (torch's _KinetoEvent), of one update."""
     talking, computing = [], []
     for event in events:
         name, kind = event.name(), event.activity_type()
@@ -128,6 +128,8 @@ def communication(events: Iterable[Any]) -> Communication:
             talking.append(span)
         elif name.startswith("aten::") or kind in _DEVICE_WORK:
             computing.append(span)
+    if not computing:  # No update is like that: the driver may forbid to look.
+        return NOT_SAMPLED
     exposed = covered(talking + computing) - covered(computing)
     return Communication(covered(talking) / 1e9, exposed / 1e9)
 

@@ -314,7 +314,7 @@ class Updates(Callback):
         if saving:
             before = self._unrecorded.get("train/checkpoint_seconds", 0.0)
             self._unrecorded["train/checkpoint_seconds"] = before + saving
-        if self._stragglers is not None and not math.isnan(ranks[0].communication):
+        if self._stragglers is not None and not any(math.isnan(r.communication) for r in ranks):
             self._unrecorded |= self._stragglers.add(
                 step,
                 seconds=[rank.seconds for rank in ranks],
