@@ -1,9 +1,10 @@
-"""Requests to stop or to save: signals to any rank, and files in the run folder.
+"""Requests to stop, to save or to profile: signals to any rank, and files in the run folder.
 
 A signal only leaves a note here; the ranks agree on it when an update is done (updates.py). The
 notes are taken by a thread, since a rank that waits in a collective runs no Python handler.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 # A forked process, such as a data loader's worker, shares the trainer's descriptors: a signal that
@@ -22,14 +25,17 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 EXIT_CHECKPOINTED = 75
 # A scheduler that signals the step and the batch script, which passes it on, makes two of one.
 _SECONDS_OF_ONE_REQUEST = 2.0
+# Updates that the file PROFILE asks for when it is empty, and at most: all is kept in memory first.
+_PROFILED, _MOST_PROFILED = 3, 100
 
 
 class StopRequests:
     """Within it, the first of SIGNALS is a request, and a later one ends the process at once."""
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
-        """Name where the files STOP and SAVE would be, and how long a stop may take."""
+        """Name where the files would be, and how long a stop may take."""
         self._files = {name: folder / name for name in ("STOP", "SAVE")}
+        self._profile_file = folder / "PROFILE"
         self._deadline_s = deadline_s
         self._received: signal.Signals | None = None
         self._received_at = 0.0
@@ -74,8 +80,31 @@ class StopRequests:
         """Whether somebody made the file SAVE."""
         return self._files["SAVE"].exists()
 
+    @property
+    def wanted_profile(self) -> int:
+        """Updates to be traced, as the file PROFILE says; 0 where there is none, or a bad one."""
+        if not self._profile_file.is_file():
+            return 0
+        found = self._profile_file.read_text(errors="replace").strip()
+        if not found:
+            return _PROFILED
+        if found.isdecimal() and 1 <= int(found) <= _MOST_PROFILED:
+            return int(found)
+        logger.warning(
+            "%s: found %.40r, wanted nothing or a number of updates, 1 to %d; it is removed",
+            self._profile_file,
+            found,
+            _MOST_PROFILED,
+        )
+        self.clear_profile()
+        return 0
+
+    def clear_profile(self) -> None:
+        """Remove the file PROFILE: what it asks for begins."""
+        self._profile_file.unlink(missing_ok=True)
+
     def clear_files(self) -> None:
-        """Remove the files: a stop is saved by now, a save has begun."""
+        """Remove STOP and SAVE: a stop is saved by now, a save has begun."""
         for file in self._files.values():
             file.unlink(missing_ok=True)
 

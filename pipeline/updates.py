@@ -3,7 +3,9 @@
 import dataclasses
 import hashlib
 import logging
+import math
 import resource
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,12 @@ from longhaul.pipeline.checkpoint import CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.hardware import peak_flops
+from longhaul.pipeline.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.stop import StopRequests
+from longhaul.pipeline.stragglers import StragglerReport
 from longhaul.pipeline.strategies import resumable
 from longhaul.pipeline.tracking import Tracker
 from longhaul.pipeline.watchdog import Watchdog
@@ -54,6 +58,10 @@ class RankReport(NamedTuple):
     wants_stop: float
     wants_save: float
     has_failed_save: float
+    communication: float  # of the seconds; NaN where the profiler did not look, as the next
+    exposed_communication: float
+    saving: float  # seconds that training has stood still for checkpoints since the last report
+    wants_profile: float  # updates to be traced
 
 
 class Updates(Callback):
@@ -92,6 +100,11 @@ class Updates(Callback):
         self._data_wait = 0.0
         self._unlogged: tuple[Path, int] | None = None
         self._step = 0
+        self._profiler = UpdateProfiler(folder.path / "profile")
+        self._stragglers: StragglerReport | None = None
+        self._saving = 0.0
+        # Metrics that wait for the next update that is recorded.
+        self._unrecorded: dict[str, float] = {}
         self._parts: ContextParallel | None = None
         self._full_speed: float | None = None  # tokens/s of all devices at their peak
 
@@ -115,6 +128,12 @@ class Updates(Callback):
             keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
             group=group,
         )
+        if self._group is not None:
+            hosts = [""] * trainer.world_size
+            dist.all_gather_object(hosts, socket.gethostname(), group=self._group)
+            if self.books is not None:
+                file = self._folder.log_file.with_name("ranks.jsonl")
+                self._stragglers = StragglerReport(file, hosts)
         ranks_a_sample = self.config.trainer.context_parallel
         if ranks_a_sample > 1:
             self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
@@ -138,6 +157,9 @@ class Updates(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.requests.keep_signals()
+        # Lightning would ask all ranks before every batch whether a SIGTERM came: a fast rank, and
+        # its device, would wait there, and it would look like waiting for data.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
         if self.books is not None:
             peak = peak_flops(self.config.trainer.precision)
             if peak is None:
@@ -173,7 +195,13 @@ class Updates(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.watchdog is not None
+        self._profiler.close()
         self.watchdog.stop()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._profiler.close()
 
     def end_watch(self) -> str:
         """When something failed: a sentence on ranks that are gone, for rank 0; else empty."""
@@ -187,7 +215,8 @@ class Updates(Callback):
         progress = module.progress
         self._step = progress.step
         is_last = progress.step >= self.config.num_updates
-        ranks = self._meet()
+        seconds = time.perf_counter() - self._update_began
+        ranks = self._meet(seconds, self._profiler.end())
         skip = update.skip
         if skip is not None and skip.is_spike and self.config.optim.on_spike == "rewind":
             self._note("rewinding")
@@ -214,22 +243,34 @@ class Updates(Callback):
         if wants_stop and not is_last:
             self.is_stopped = True
             trainer.should_stop = True
+        if not (is_last or wants_stop):
+            wants_profile = int(ranks[0].wants_profile)
+            self._profiler.begin(progress.step + 1, wants_profile)
+            if wants_profile and self.books is not None:
+                self.requests.clear_profile()
         # Validation and saving are not part of the next update's time.
         self._update_began = time.perf_counter()
         self._data_wait = 0.0
 
-    def _meet(self) -> list[RankReport]:
+    def _meet(self, seconds: float, communication: Communication) -> list[RankReport]:
         """What all ranks report of this update; how they agree on what comes next."""
         is_first = self.books is not None
         report = RankReport(
-            seconds=time.perf_counter() - self._update_began,
+            seconds=seconds,
             data_wait=self._data_wait,
             peak_bytes=_peak_memory(),
             # Rank 0 alone looks for files: the others may see them later.
             wants_stop=self.requests.wants_stop if is_first else self.requests.has_signal,
             wants_save=is_first and self.requests.wants_save,
             has_failed_save=self.store.has_failed,
+            communication=communication.total,
+            exposed_communication=communication.exposed,
+            saving=self._saving,
+            wants_profile=(
+                self.requests.wanted_profile if is_first and not self._profiler.is_tracing else 0
+            ),
         )
+        self._saving = 0.0
         if self._group is None:
             return [report]
         own = torch.tensor(report, dtype=torch.float64)
@@ -244,6 +285,7 @@ class Updates(Callback):
         seconds = ranks[0].seconds
         tokens_per_second = self.config.optim.tokens_per_update / seconds
         self.books.show.update(progress, update, tokens_per_second)
+        self._watch_ranks(progress.step, ranks)
         every = self.config.tracking.every_updates
         if progress.step % every and progress.step < self.config.num_updates:
             return
@@ -258,7 +300,9 @@ class Updates(Callback):
             "train/data_wait_seconds": max(rank.data_wait for rank in ranks),
             "train/peak_memory_bytes": max(rank.peak_bytes for rank in ranks),
             "train/replaced_shards": len(self.data.bad_shards),
+            **self._unrecorded,
         }
+        self._unrecorded = {}
         if self._full_speed is not None:
             values["train/model_flops_utilisation"] = tokens_per_second / self._full_speed
         self.books.tracker.log("train", progress.step, values)
@@ -296,6 +340,23 @@ class Updates(Callback):
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         skip.rewound_to = saved.state["progress"]["step"]
 
+    def _watch_ranks(self, step: int, ranks: list[RankReport]) -> None:
+        """Take down what is not measured in every update."""
+        saving = max(rank.saving for rank in ranks)
+        if saving:
+            before = self._unrecorded.get("train/checkpoint_seconds", 0.0)
+            self._unrecorded["train/checkpoint_seconds"] = before + saving
+        if self._stragglers is not None and not any(math.isnan(r.communication) for r in ranks):
+            self._unrecorded |= self._stragglers.add(
+                step,
+                seconds=[rank.seconds for rank in ranks],
+                communication=[
+                    Communication(rank.communication, rank.exposed_communication) for rank in ranks
+                ],
+                data_wait=[rank.data_wait for rank in ranks],
+                peak_bytes=[rank.peak_bytes for rank in ranks],
+            )
+
     def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:
             return
@@ -317,6 +378,7 @@ class Updates(Callback):
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         """Begin a checkpoint, which the ranks write while they go on."""
         self._finish_save()
+        began = time.perf_counter()
         tensors = resumable(trainer).tensors(module.model, trainer.optimizers[0])
         if self.books is not None:
             # A checkpoint must never know more than the journal: a resumed run would not log again
@@ -333,13 +395,16 @@ class Updates(Callback):
             },
         )
         self._unlogged = path, module.progress.step
+        self._saving += time.perf_counter() - began
 
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written; CheckpointError if it failed."""
+        began = time.perf_counter()
         self.store.wait()
         if self.books is not None and self._unlogged is not None:
             self.books.tracker.log_checkpoint(*self._unlogged)
         self._unlogged = None
+        self._saving += time.perf_counter() - began
 
     def _shards_sha256(self) -> str:
         shards = "".join(shard.sha256 for shard in self.data.manifest.shards)

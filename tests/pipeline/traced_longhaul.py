@@ -2,8 +2,9 @@
 
 Not a test; started by tests as a process, so that they can kill it. While rank 0 validates there is
 a file `validating`.
-LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
-`nan` in a gradient, or a `spike` in its loss.
+LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `fail`, or
+have a `nan` in a gradient or a `spike` in its loss; or be `slow` in all batches from there on.
+LONGHAUL_UNSAMPLED=1 keeps the profiler from looking at updates.
 """
 
 import json
@@ -33,9 +34,13 @@ def trace(file: Path) -> None:
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
         rank, step, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
-        if fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
+        if fault == "slow" and int(rank) == self.global_rank and self.progress.step >= int(step):
+            time.sleep(0.3)
+        elif fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
             if fault == "sleep":
                 time.sleep(3600)
+            if fault == "fail":
+                raise RuntimeError("made to fail")
             if fault == "spike":
                 loss = self.model.loss
                 self.model.loss = lambda *batch: loss(*batch) + 100  # type: ignore[method-assign]
@@ -50,6 +55,10 @@ def trace(file: Path) -> None:
         original(self, batch, batch_idx)
 
     Pretraining.training_step = training_step  # type: ignore[method-assign]
+    if os.environ.get("LONGHAUL_UNSAMPLED"):
+        from longhaul.pipeline import profiling
+
+        profiling._is_sampled = lambda number: False
 
 
 def mark_validation(file: Path) -> None:
