@@ -17,14 +17,14 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.blocks import prepare_blocks
+from longhaul.pipeline.books import Books
 from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
-from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.stop import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.strategies import build_strategy, end_ranks
 from longhaul.pipeline.tracking import Status, Tracker
-from longhaul.pipeline.updates import Books, Updates
+from longhaul.pipeline.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +85,7 @@ def _lead(
         folder.adopt(config)
         status = "FAILED"
         tracker.start()
-        books = Books(tracker, ProgressLine(config.name, config.num_updates))
-        updates = Updates(config, folder, data, requests, books)
+        updates = Updates(config, folder, data, requests, Books(config, folder, tracker))
         with _logging_to(folder.log_file):
             if source is not None:
                 logger.info("the run begins with the weights of %s", source)
@@ -167,7 +166,7 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
     finally:
         end_ranks(trainer)
         if updates.books:
-            updates.books.show.end()
+            updates.books.end()
 
 
 def _build_trainer(config: RunConfig) -> Trainer:

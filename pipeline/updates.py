@@ -3,13 +3,11 @@
 import dataclasses
 import hashlib
 import logging
-import math
 import resource
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,50 +16,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
+from longhaul.pipeline.books import Books, RankReport
 from longhaul.pipeline.checkpoint import CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
-from longhaul.pipeline.hardware import peak_flops
 from longhaul.pipeline.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
-from longhaul.pipeline.show import ProgressLine
 from longhaul.pipeline.stop import StopRequests
-from longhaul.pipeline.stragglers import StragglerReport
 from longhaul.pipeline.strategies import resumable
-from longhaul.pipeline.tracking import Tracker
 from longhaul.pipeline.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_FOR_LAST_WORDS = 10.0
-
-
-@dataclass(frozen=True)
-class Books:
-    """Where rank 0 writes down how the run goes."""
-
-    tracker: Tracker
-    show: ProgressLine
-
-    def give_up(self) -> None:
-        """Say in MLflow that the run failed, when the process is about to be ended."""
-        self.tracker.finish("FAILED", timeout_s=_SECONDS_FOR_LAST_WORDS)
-
-
-class RankReport(NamedTuple):
-    """What a rank tells the others after an update; numbers, so that a tensor can carry it."""
-
-    seconds: float  # the update took
-    data_wait: float  # of them, for the loader
-    peak_bytes: float
-    wants_stop: float
-    wants_save: float
-    has_failed_save: float
-    communication: float  # of the seconds; NaN where the profiler did not look, as the next
-    exposed_communication: float
-    saving: float  # seconds that training has stood still for checkpoints since the last report
-    wants_profile: float  # updates to be traced
 
 
 class Updates(Callback):
@@ -101,12 +67,8 @@ class Updates(Callback):
         self._unlogged: tuple[Path, int] | None = None
         self._step = 0
         self._profiler = UpdateProfiler(folder.path / "profile")
-        self._stragglers: StragglerReport | None = None
         self._saving = 0.0
-        # Metrics that wait for the next update that is recorded.
-        self._unrecorded: dict[str, float] = {}
         self._parts: ContextParallel | None = None
-        self._full_speed: float | None = None  # tokens/s of all devices at their peak
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimiser, counters and RNG before the loader is built."""
@@ -128,12 +90,6 @@ class Updates(Callback):
             keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
             group=group,
         )
-        if self._group is not None:
-            hosts = [""] * trainer.world_size
-            dist.all_gather_object(hosts, socket.gethostname(), group=self._group)
-            if self.books is not None:
-                file = self._folder.log_file.with_name("ranks.jsonl")
-                self._stragglers = StragglerReport(file, hosts)
         ranks_a_sample = self.config.trainer.context_parallel
         if ranks_a_sample > 1:
             self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
@@ -144,10 +100,11 @@ class Updates(Callback):
         module.model.split_sequence(self._parts)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
+        hosts = [socket.gethostname()] * trainer.world_size
+        if self._group is not None:
+            dist.all_gather_object(hosts, hosts[0], group=self._group)
         if self.books:
-            self.books.show.begin(module.progress)
-            if saved is not None:  # killed right after the save, MLflow may not know it yet
-                self.books.tracker.log_checkpoint(saved.path, module.progress.step)
+            self.books.begin(module.progress, saved, module.model, hosts)
 
     def _restore(self, trainer: Trainer, module: Pretraining, saved: Saved) -> None:
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
@@ -160,17 +117,6 @@ class Updates(Callback):
         # Lightning would ask all ranks before every batch whether a SIGTERM came: a fast rank, and
         # its device, would wait there, and it would look like waiting for data.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        if self.books is not None:
-            peak = peak_flops(self.config.trainer.precision)
-            if peak is None:
-                logger.warning(
-                    "model FLOP utilisation is not logged: the peak of %s is not known",
-                    torch.cuda.get_device_name(),
-                )
-            else:
-                # Training takes three times the forward's.
-                flops = 3 * _pretraining(pl_module).model.flops_per_token(self.config.data.context)
-                self._full_speed = trainer.world_size * peak / flops
         self._idle_since = self._update_began = time.perf_counter()
 
     def on_train_batch_start(
@@ -221,9 +167,8 @@ class Updates(Callback):
         if skip is not None and skip.is_spike and self.config.optim.on_spike == "rewind":
             self._note("rewinding")
             self._rewind(trainer, module, skip)
-        self._record(progress, update, ranks)
-        if skip is not None and self.books is not None:
-            self._record_skip(skip, update, self.books)
+        if self.books is not None:
+            self.books.record(progress, update, ranks, len(self.data.bad_shards))
         if is_last or progress.step % self.validation_updates == 0:
             self._note("validating")
             self._validate(module)
@@ -279,54 +224,6 @@ class Updates(Callback):
         dist.all_gather(found, own, group=self._group)
         return [RankReport(*values.tolist()) for values in found]
 
-    def _record(self, progress: Progress, update: Update, ranks: list[RankReport]) -> None:
-        if self.books is None:
-            return
-        seconds = ranks[0].seconds
-        tokens_per_second = self.config.optim.tokens_per_update / seconds
-        self.books.show.update(progress, update, tokens_per_second)
-        self._watch_ranks(progress.step, ranks)
-        every = self.config.tracking.every_updates
-        if progress.step % every and progress.step < self.config.num_updates:
-            return
-        values = {
-            "train/loss": update.loss,
-            "train/gradient_norm": update.gradient_norm,
-            "train/learning_rate": update.learning_rate,
-            "train/tokens": progress.tokens,
-            "train/skipped_updates": len(progress.skipped),
-            "train/tokens_per_second": tokens_per_second,
-            "train/step_seconds": seconds,
-            "train/data_wait_seconds": max(rank.data_wait for rank in ranks),
-            "train/peak_memory_bytes": max(rank.peak_bytes for rank in ranks),
-            "train/replaced_shards": len(self.data.bad_shards),
-            **self._unrecorded,
-        }
-        self._unrecorded = {}
-        if self._full_speed is not None:
-            values["train/model_flops_utilisation"] = tokens_per_second / self._full_speed
-        self.books.tracker.log("train", progress.step, values)
-
-    def _record_skip(self, skip: Skip, update: Update, books: Books) -> None:
-        why = "a spike" if skip.is_spike else "not finite"
-        text = f"loss {update.loss}, gradient norm {update.gradient_norm}: {why}"
-        if skip.rewound_to is not None:
-            text += f"; back to the weights of step {skip.rewound_to}"
-        logger.warning(
-            "step %d is skipped, samples %d to %d: %s",
-            skip.step, skip.first_sample, skip.last_sample, text,
-        )  # fmt: skip
-        values = {
-            "skipped/loss": update.loss,
-            "skipped/gradient_norm": update.gradient_norm,
-            "skipped/first_sample": skip.first_sample,
-            "skipped/last_sample": skip.last_sample,
-            "skipped/is_spike": skip.is_spike,
-        }
-        if skip.rewound_to is not None:
-            values["skipped/rewound_to_step"] = skip.rewound_to
-        books.tracker.log("skipped", skip.step, values)
-
     def _rewind(self, trainer: Trainer, module: Pretraining, skip: Skip) -> None:
         """Take the newest checkpoint's weights and moments; the step and the data go on.
 
@@ -339,23 +236,6 @@ class Updates(Callback):
             return
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         skip.rewound_to = saved.state["progress"]["step"]
-
-    def _watch_ranks(self, step: int, ranks: list[RankReport]) -> None:
-        """Take down what is not measured in every update."""
-        saving = max(rank.saving for rank in ranks)
-        if saving:
-            before = self._unrecorded.get("train/checkpoint_seconds", 0.0)
-            self._unrecorded["train/checkpoint_seconds"] = before + saving
-        if self._stragglers is not None and not any(math.isnan(r.communication) for r in ranks):
-            self._unrecorded |= self._stragglers.add(
-                step,
-                seconds=[rank.seconds for rank in ranks],
-                communication=[
-                    Communication(rank.communication, rank.exposed_communication) for rank in ranks
-                ],
-                data_wait=[rank.data_wait for rank in ranks],
-                peak_bytes=[rank.peak_bytes for rank in ranks],
-            )
 
     def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:
@@ -372,8 +252,7 @@ class Updates(Callback):
         module.model.split_sequence(self._parts)
         values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
-            self.books.tracker.log("validation", module.progress.step, values)
-            self.books.show.validation(module.progress, values["validation/loss"])
+            self.books.record_validation(module.progress, values)
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         """Begin a checkpoint, which the ranks write while they go on."""
