@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "start a run, or resume it",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
+    "submit": "queue a run, its follow-ups or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "bench": "compare speeds with peers, measured in the same run",
 }
@@ -64,3 +65,7 @@ def _fail(error: BaseException, status: int) -> int:
     logging.getLogger("longhaul").debug("traceback", exc_info=error)
     print(f"longhaul: {message}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer, seed_everything
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
@@ -176,6 +177,8 @@ def _build_trainer(config: RunConfig) -> Trainer:
         devices=config.trainer.devices,
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,  # type: ignore[arg-type]
+        # Its own way to save and requeue would do both within the signal's handler.
+        plugins=[SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else None,
         max_epochs=1,  # The loader ends with the budget.
         # Everything below is done by Updates, which survives a restart to the bit.
         logger=False,
@@ -189,6 +192,7 @@ def _build_trainer(config: RunConfig) -> Trainer:
 
 
 def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
+    parent = config.tracking.parent_run_id
     # Its journal is locked while it is open, so only one process trains in a folder.
     return Tracker(
         folder.path,
@@ -199,6 +203,7 @@ def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
         tags={
             "longhaul.attention": ",".join(config.model.kinds),
             "longhaul.commit": str(source_commit()),
+            **({} if parent is None else {"mlflow.parentRunId": parent}),
         },
         artifacts=[folder.config_file, folder.environment_file],
     )
