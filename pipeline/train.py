@@ -160,9 +160,11 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
     try:
         trainer.fit(module, datamodule=updates.data)
     except Exception as error:
-        silent = updates.end_watch()
-        if silent:
-            raise RuntimeError(f"{silent}; {error}") from error
+        others = updates.end_watch(error)
+        if others is None:
+            return  # Rank 0 failed alike, and its line and status are the job's.
+        if others:
+            raise RuntimeError(f"{others}; {error}") from error
         raise
     finally:
         end_ranks(trainer)

@@ -20,6 +20,7 @@ from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
 from longhaul.pipeline.hardware import peak_flops
+from longhaul.pipeline.mlflow_names import one_line
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
 from longhaul.pipeline.show import ProgressLine
@@ -185,9 +186,9 @@ class Updates(Callback):
         assert self.watchdog is not None
         self.watchdog.stop()
 
-    def end_watch(self) -> str:
-        """When something failed: a sentence on ranks that are gone, for rank 0; else empty."""
-        return self.watchdog.give_up() if self.watchdog is not None else ""
+    def end_watch(self, error: Exception) -> str | None:
+        """When this rank failed: Watchdog.give_up."""
+        return self.watchdog.give_up(one_line(error)) if self.watchdog is not None else ""
 
     def _note(self, doing: str) -> None:
         assert self.watchdog is not None

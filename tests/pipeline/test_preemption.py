@@ -194,3 +194,25 @@ def test_one_ranks_nan_skips_the_update_on_all(run: Run, monkeypatch: pytest.Mon
     train = {e["step"]: e["values"] for e in entries if e["kind"] == "train"}
     assert [train[step]["train/skipped_updates"] for step in (5, 6, 30)] == [0, 1, 1]
     assert all(torch.isfinite(value).all() for value in weights(run).values())
+
+
+def test_gradients_that_stay_nan_end_the_job_in_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGHAUL_FAULT", "1:5-:nan")
+    status, error = end(start(run, "optim.max_skipped_updates=3"))
+    assert status == 1
+    (line,) = [line for line in error.splitlines() if "longhaul" in line]
+    assert line.startswith("longhaul: loss ")
+    assert "found 3 updates in a row that are not finite, the last at step 8" in line
+    assert not (run.path / "small" / "DONE").exists()
+
+
+def test_a_rank_that_fails_alone_is_quoted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGHAUL_FAULT", "1:5:raise")
+    status, error = end(start(run))
+    assert status == 1
+    said = [line for line in error.splitlines() if line.startswith("longhaul:")]
+    assert said[0] == "longhaul: no such luck"
+    assert said[1].startswith("longhaul: rank 1 failed: RuntimeError: no such luck; ")
+    assert len(said) == 2

@@ -1,8 +1,8 @@
 """`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
 
 Not a test; started by tests as a process, so that they can kill it.
-LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, or have a
-`nan` in a gradient.
+LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `raise`
+there, or have a `nan` in a gradient; STEP- is every update from there on.
 """
 
 import json
@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def _is_now(when: str, step: int) -> bool:
+    first = int(when.removesuffix("-"))
+    return step == first or (when.endswith("-") and step > first)
 
 
 def trace(file: Path) -> None:
@@ -31,10 +36,12 @@ def trace(file: Path) -> None:
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
-        rank, step, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
-        if fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
+        rank, when, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
+        if fault and int(rank) == self.global_rank and _is_now(when, self.progress.step):
             if fault == "sleep":
                 time.sleep(3600)
+            if fault == "raise":
+                raise RuntimeError("no such luck")
             parameter = next(self.model.parameters())
             handle = parameter.register_hook(lambda gradient: gradient * math.nan)
             original(self, batch, batch_idx)
