@@ -1,5 +1,6 @@
 """What a checkpoint costs training: blocking, and written while training goes on."""
 
+import ctypes
 import gc
 import statistics
 import threading
@@ -44,6 +45,7 @@ def table(config: RunConfig) -> str:
         sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(group))
         for group in ("model/", "")
     )
+    _give_back_memory()
     with _peak_memory(loop.device) as alone:
         loop.update()
     lines = [
@@ -58,7 +60,7 @@ def table(config: RunConfig) -> str:
         ("asynchronous", _go_on),
     )
     for way, save in ways:
-        gc.collect()
+        _give_back_memory()
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []
         for step in range(1 + _SAVES):
@@ -87,17 +89,18 @@ def _start(loop: BareLoop, store: CheckpointStore, step: int) -> None:
 
 
 def _block(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
-    before = now(loop.device)
     with _peak_memory(loop.device) as peak:
+        before = now(loop.device)
         _start(loop, store, step)
         store.wait()
-    return _Cost(time.perf_counter() - before, 0.0, 0, peak())
+        still = time.perf_counter() - before
+    return _Cost(still, 0.0, 0, peak())
 
 
 def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
     updates: list[float] = []
-    before = now(loop.device)
     with _peak_memory(loop.device) as peak:
+        before = now(loop.device)
         _start(loop, store, step)
         still = time.perf_counter() - before
         while store.is_saving or not updates:
@@ -106,6 +109,15 @@ def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -
         store.wait()
         still += time.perf_counter() - before
     return _Cost(still, sum(updates) - len(updates) * update_s, len(updates), peak())
+
+
+def _give_back_memory() -> None:
+    """Return to the system what is free, of which what is measured next would take its part."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @contextmanager
