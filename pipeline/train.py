@@ -247,5 +247,6 @@ def _logging_to(file: Path) -> Iterator[None]:
 
 def _quieten_lightning() -> None:
     """Lightning's advice about parts of it that this trainer does not use."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
