@@ -21,9 +21,9 @@ from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline import bench_checkpoints, train
 from longhaul.pipeline.bare_loop import BareLoop, now
 
-_WARM_UP = 5  # updates at the start of every round, not counted
-_UPDATES = 20
-_ROUNDS = 4
+_WARM_UP = 4  # updates at the start of every round, not counted
+_UPDATES = 10
+_ROUNDS = 5
 _NEVER = 1 << 60  # tokens
 
 
