@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> None:
         return
     config = rows[0].config
     baseline = _bigram_loss(config)  # first, since it also finds data that is not there
-    bench_trainer.run(own)
+    if own.trainer.strategy == "single":
+        bench_trainer.run(own)
     for number, row in enumerate(rows, start=1):
         print(f"row {number} of {len(rows)}: {row.folder.path}", flush=True)
         _train(row)
