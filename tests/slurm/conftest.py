@@ -56,6 +56,8 @@ SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf
 JobRequeue=1
 KillWait=5
 SlurmdTimeout=6
+MessageTimeout=5
+TCPTimeout=1
 SlurmctldTimeout=15
 ReturnToService=1
 # Nodes may claim more than this machine has.
