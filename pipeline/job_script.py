@@ -13,8 +13,8 @@ from longhaul.configs import RunConfig
 _SETTINGS_END = "# -- settings end here --\n"
 # Ahead of the limit by what a stop may take, and by what Slurm's clock may be late.
 _SECONDS_OF_SLURM = 30
-# Slurm takes these as they are in an #SBATCH line; everything else stands behind a backslash.
-_PLAIN = re.compile(r"[^A-Za-z0-9_./:=@%+,-]")
+# In an #SBATCH line all but these stand behind a backslash, and a space in quotes.
+_SPECIAL = re.compile(r"[^A-Za-z0-9_./:=@%+,-]")
 
 
 def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
@@ -22,6 +22,7 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     slurm = config.slurm
     settings = {
         "RUN": str(run),
+        "LOGS": "logs",
         "PYTHON": sys.executable,
         "MAX_RESTARTS": str(slurm.max_restarts),
         "REQUEUE": "yes" if slurm.requeue else "no",
@@ -73,11 +74,11 @@ def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
         "cpus-per-task": slurm.cpus_per_task,
         "mem": slurm.memory,
     }
-    # A % would be replaced in the name of a file.
-    log = f"{str(folder).replace('%', '%%')}/logs/job-{job}.log"
     return [
         f"--job-name={name}",
-        f"--output={log}",
+        # Relative: Slurm would replace a % in the folder's name.
+        f"--chdir={folder}",
+        f"--output=logs/job-{job}.log",
         "--open-mode=append",
         *(f"--{option}={value}" for option, value in given.items() if value is not None),
         *(["--exclusive"] if slurm.exclusive else []),
@@ -114,4 +115,4 @@ def _script(
 
 
 def _escaped(option: str) -> str:
-    return _PLAIN.sub(lambda match: f"\\{match[0]}", option)
+    return _SPECIAL.sub(lambda match: '" "' if match[0] == " " else f"\\{match[0]}", option)

@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         least = 1 if name == "throttle" else 0
         if getattr(args, name) < least:
             raise ValueError(f"--{name}: found {getattr(args, name)}, wanted {least} or more")
-    configs = [anchored(config) for config in _configs(args.config, args.overrides, args.sweep)]
+    configs = [_settled(config) for config in _configs(args.config, args.overrides, args.sweep)]
     if args.sweep and args.chain:
         raise ValueError("--chain: found with --sweep, wanted one of them")
     if not args.dry_run and shutil.which("sbatch") is None:
@@ -89,6 +89,11 @@ def _configs(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Itera
         name = "-".join([base.name, *parts])
         # Not as an override: YAML would read more into a name than text.
         yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    """The config with all paths absolute: jobs work in their run's folder."""
+    return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:
@@ -128,7 +133,7 @@ def _submit_one(args: argparse.Namespace, config: RunConfig) -> None:
 def _submit_sweep(args: argparse.Namespace, configs: list[RunConfig]) -> None:
     base = load_run_config(args.config, args.overrides)
     # Not the base run's own: a run of that name may exist.
-    folder = RunFolder.of(anchored(base)).path.with_name(f"{base.name}-sweep")
+    folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
     jobs = [_training(config) for config in configs]
     scripts = folder / "slurm" / "scripts.txt"
     text = sweep_script(configs[0], folder, scripts, len(jobs), args.throttle)
