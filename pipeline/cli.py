@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
+    "doctor": "tell what this machine or allocation can run, and why not",
     "bench": "compare speeds with peers, measured in the same run",
 }
 
