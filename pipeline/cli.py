@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "continue a prompt",
     "submit": "queue a run, its follow-ups or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
+    "doctor": "tell what this machine or allocation can run, and why not",
     "bench": "compare speeds with peers, measured in the same run",
 }
 

@@ -1,0 +1,128 @@
+"""`longhaul doctor`: what this machine or allocation can run, and why not.
+
+Started by `srun`, one task a node, each node checks itself, and then they meet.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from longhaul.configs import RunConfig, load_run_config
+from longhaul.pipeline.bandwidth import check_gloo, check_local_nccl
+from longhaul.pipeline.doctor_machine import (
+    check_commit,
+    check_disk,
+    check_gpus,
+    check_idle,
+    check_slurm,
+    check_time,
+    check_torch,
+)
+from longhaul.pipeline.doctor_nodes import Place, meet, place
+from longhaul.pipeline.doctor_run import (
+    check_shape,
+    check_shards,
+    check_space,
+    check_tracking,
+    seconds_to_stop,
+)
+from longhaul.pipeline.environment import source_commit
+from longhaul.pipeline.finding import Check, Finding, find
+from longhaul.pipeline.run_folder import RunFolder, anchored
+
+EXIT_BAD_MACHINE = 69
+"""EX_UNAVAILABLE: another node may do better."""
+
+_SECONDS = 8.0
+_ORDER = ("FAILURE", "warning", "ok")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="also check what this run needs")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+
+
+def main(args: argparse.Namespace) -> int:
+    config = None
+    if args.config is not None:
+        config = anchored(load_run_config(args.config, args.overrides))
+    here = place()
+    if here is None:
+        return _alone(config)
+    # With several tasks a node, as training has, the others have nothing to add.
+    return _among_nodes(config, here) if here.is_first_task else 0
+
+
+def _alone(config: RunConfig | None) -> int:
+    machine, run = [], []
+    for finding in _machine(config):
+        print(finding, flush=True)
+        machine.append(finding)
+    for finding in _run(config, None):
+        print(finding, flush=True)
+        run.append(finding)
+    return _status(machine, run)
+
+
+def _among_nodes(config: RunConfig | None, here: Place) -> int:
+    machine, run = list(_machine(config)), list(_run(config, here))
+    # Before the nodes meet, where they may have to wait: this is in the log then.
+    _print(here, [*machine, *run])
+    mine = {
+        "commit": source_commit(),
+        "gpus": torch.cuda.device_count(),
+        "failures": [finding.what for finding in machine if finding.status == "FAILURE"],
+    }
+    together = list(meet(here, mine)) if len(here.names) > 1 else []
+    _print(here, together)
+    return _status([*machine, *together], run)
+
+
+def _machine(config: RunConfig | None) -> Iterator[Finding]:
+    yield find("torch", check_torch, _SECONDS)
+    yield find("commit", check_commit, _SECONDS)
+    gpu = find(
+        "gpu", partial(check_gpus, None if config is None else config.trainer.devices), _SECONDS
+    )
+    yield gpu
+    # Where the driver hangs, asking it once more would hang here.
+    if gpu.status == "ok" and torch.cuda.is_available():
+        yield find("idle", check_idle, _SECONDS)
+        yield find("nccl", check_local_nccl, _SECONDS)
+    yield find("gloo", check_gloo, _SECONDS)
+    folder = Path() if config is None else RunFolder.of(config).path
+    yield find("disk", partial(check_disk, folder), _SECONDS)
+    yield find("slurm", check_slurm, _SECONDS)
+    if "SLURM_JOB_ID" in os.environ:
+        needed = None if config is None else seconds_to_stop(config)
+        yield find("time", partial(check_time, needed), _SECONDS)
+
+
+def _run(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+    if config is None:
+        return
+    checks: dict[str, Check] = {
+        "space": partial(check_space, config),
+        "tracking": partial(check_tracking, config),
+        "shards": partial(check_shards, config, here.node if here else 0),
+    }
+    if here is not None:
+        checks["shape"] = partial(check_shape, config, len(here.names))
+    for what, check in checks.items():
+        yield find(what, check, _SECONDS)
+
+
+def _print(here: Place, findings: Sequence[Finding]) -> None:
+    ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.status))
+    # In one write, which those of other nodes do not come between.
+    print("".join(f"{here.name}: {finding}\n" for finding in ordered), end="", flush=True)
+
+
+def _status(machine: Sequence[Finding], run: Sequence[Finding]) -> int:
+    if any(finding.status == "FAILURE" for finding in machine):
+        return EXIT_BAD_MACHINE
+    return 2 if any(finding.status == "FAILURE" for finding in run) else 0

@@ -1,0 +1,55 @@
+"""What a check of `longhaul doctor` finds, and a bound on how long it may look."""
+
+import subprocess
+import threading
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
+
+
+class Finding(NamedTuple):
+    """One line of the doctor's."""
+
+    status: Status
+    what: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.status:<8} {self.what:<9} {self.text}"
+        return f"{line}; {self.remedy}" if self.remedy else line
+
+
+Check: TypeAlias = Callable[[], Finding]
+
+
+def find(what: str, check: Check, seconds: float) -> Finding:
+    """What a check finds; that it raised, or was not done in so many seconds, is a failure."""
+    found: list[Finding] = []
+
+    def look() -> None:
+        try:
+            found.append(check())
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300]
+            found.append(Finding("FAILURE", what, f"{type(error).__name__}: {reason}"))
+
+    # A thread, since a file system or driver that hangs cannot be interrupted, only left behind.
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if found:
+        return found[0]
+    return Finding(
+        "FAILURE", what, f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
+    )
+
+
+def output_of(*command: str, seconds: float = 5) -> str | None:
+    """What a program prints, None when it is absent, fails, or is not done in so many seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

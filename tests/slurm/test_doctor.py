@@ -1,0 +1,76 @@
+"""`longhaul doctor` in a job of two nodes: each is heard, and who is bad or absent is named."""
+
+import subprocess
+import sys
+from typing import Any
+
+_CODE = """
+import os, sys
+from longhaul.pipeline import doctor, doctor_nodes
+from longhaul.pipeline.cli import main
+node = os.uname().nodename
+{change}
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+
+
+def _doctor(
+    cluster: Any, *arguments: str, change: str = "", options: tuple[str, ...] = ()
+) -> "subprocess.CompletedProcess[str]":
+    """One task on each node; `change` is Python that runs before, and knows its `node`."""
+    python = (sys.executable, "-P", "-c", _CODE.format(change=change), *arguments)
+    step = ("srun", "--nodes=2", "--ntasks-per-node=1", *options)
+    done: subprocess.CompletedProcess[str] = cluster.run(*step, *python, check=False, seconds=90)
+    return done
+
+
+def _failures(output: str) -> list[str]:
+    """Node and subject of each failure, in order."""
+    words = [line.split() for line in output.splitlines()]
+    return [f"{word[0]} {word[2]}" for word in words if word[1] == "FAILURE"]
+
+
+def test_both_nodes_are_heard_and_add_up(cluster: Any) -> None:
+    done = _doctor(cluster)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    for node in ("node1", "node2"):
+        lines = [line for line in done.stdout.splitlines() if line.startswith(f"{node}: ")]
+        assert {line.split()[2] for line in lines} >= {"torch", "gpu", "disk", "gloo", "time"}
+    assert "all 2 are here: node1, node2" in done.stdout
+    assert "node1: ok       gloo      all-reduce of 2 nodes: " in done.stdout
+
+
+def test_what_fails_comes_first_and_the_job_is_measured_against_the_run(cluster: Any) -> None:
+    done = _doctor(cluster, "run/demo.yaml", "data.manifest=/nowhere", options=("--time=1",))
+    assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"
+    assert sorted(_failures(done.stdout)) == sorted(
+        f"{node}: {what}" for node in ("node1", "node2") for what in ("shards", "shape")
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("node2: ")]
+    order = [("FAILURE", "warning", "ok").index(line.split()[1]) for line in lines]
+    assert order == sorted(order)
+    assert any(line.startswith("node2: warning  time") for line in lines)
+
+
+def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
+    done = _doctor(cluster, change="if node == 'node2': os.chdir('/proc')")
+    assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
+    assert _failures(done.stdout) == ["node2: disk", "node1: nodes"]
+    assert "bad are node2: disk; sbatch --exclude=node2" in done.stdout
+
+
+def test_a_node_with_other_code_is_named(cluster: Any) -> None:
+    done = _doctor(cluster, change="doctor.source_commit = lambda: f'commit-of-{node}'")
+    assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
+    assert _failures(done.stdout) == ["node1: commits"]
+    assert "node2 has commit-of-node2, the others commit-of-node1" in done.stdout
+
+
+def test_an_absent_node_is_named_in_time(cluster: Any) -> None:
+    for absent, present in (("node2", "node1"), ("node1", "node2")):
+        bound = "doctor_nodes.SECONDS_TO_MEET = 4"
+        change = f"{bound}\nif node == {absent!r}: sys.exit(0)"
+        done = _doctor(cluster, change=change)
+        assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
+        assert _failures(done.stdout) == [f"{present}: nodes"]
+        assert f"sbatch --exclude={absent}" in done.stdout
