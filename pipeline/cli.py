@@ -46,7 +46,9 @@ def _run(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"longhaul.pipeline.{name}")
     parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
     module.add_arguments(parser)
-    return int(module.main(parser.parse_args(arguments)))
+    # Intermixed: values such as model.width=64 may stand before and behind options.
+    parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+    return int(module.main(parse(arguments)))
 
 
 def _help(arguments: list[str]) -> int:

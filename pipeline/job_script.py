@@ -22,7 +22,6 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     slurm = config.slurm
     settings = {
         "RUN": str(run),
-        "LOGS": "logs",
         "PYTHON": sys.executable,
         "MAX_RESTARTS": str(slurm.max_restarts),
         "REQUEUE": "yes" if slurm.requeue else "no",
@@ -76,9 +75,7 @@ def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
     }
     return [
         f"--job-name={name}",
-        # Relative: Slurm would replace a % in the folder's name.
-        f"--chdir={folder}",
-        f"--output=logs/job-{job}.log",
+        f"--output={folder}/logs/job-{job}.log",
         "--open-mode=append",
         *(f"--{option}={value}" for option, value in given.items() if value is not None),
         *(["--exclusive"] if slurm.exclusive else []),

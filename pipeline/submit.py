@@ -92,12 +92,18 @@ def _configs(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Itera
 
 
 def _settled(config: RunConfig) -> RunConfig:
-    """The config with all paths absolute: jobs work in their run's folder."""
+    """The config with all paths absolute, so that the script does not depend on where it runs."""
     return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:
-    RunFolder.of(config).check_same_run(config)
+    folder = RunFolder.of(config)
+    if {"%", "\\"} & set(str(folder.path)):
+        raise ConfigError(
+            f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
+            "replaces in the names of logs"
+        )
+    folder.check_same_run(config)
     if config.slurm.gpu is None:
         return
     device = find_device(config.slurm.gpu)
