@@ -272,6 +272,11 @@ class RunConfig:
                 f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
                 f"divisor of data.context = {self.data.context}"
             )
+        if "evaluate" in self.slurm.then and self.data.validation_manifest is None:
+            raise ValueError(
+                "data.validation_manifest: missing with slurm.then evaluate, wanted shards to "
+                "evaluate on"
+            )
         if self.trainer.train_only is not None and self.trainer.start_from is None:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "

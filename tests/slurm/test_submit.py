@@ -34,6 +34,8 @@ model:
   attention: {{kind: conformal_sympow}}
 data:
   manifest: {corpus}
+  validation_manifest: {corpus}
+  validation_samples: 4
   context: 64
   workers: 0
 optim:
