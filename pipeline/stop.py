@@ -83,9 +83,10 @@ class StopRequests:
     @property
     def wanted_profile(self) -> int:
         """Updates to be traced, as the file PROFILE says; 0 where there is none, or a bad one."""
-        if not self._profile_file.is_file():
+        try:
+            found = self._profile_file.read_text(errors="replace").strip()
+        except OSError:  # most often, there is none
             return 0
-        found = self._profile_file.read_text(errors="replace").strip()
         if not found:
             return _PROFILED
         if found.isdecimal() and 1 <= int(found) <= _MOST_PROFILED:
