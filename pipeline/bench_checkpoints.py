@@ -55,6 +55,7 @@ def table(config: RunConfig) -> str:
         "|---|---|---|---|---|",
     ]
     for way in ("blocking", "asynchronous"):
+        print(f"checkpoints: {way}", flush=True)
         _give_back_memory()
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []

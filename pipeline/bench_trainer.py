@@ -97,6 +97,7 @@ def _overhead(config: RunConfig) -> str:
     ours: list[_Stamps] = []
     bare: list[_Stamps] = []
     for number in range(_ROUNDS + 1):
+        print(f"trainer beside a bare loop: round {number} of {_ROUNDS}", flush=True)
         # Each goes first as often as the other: a machine may get slower as it warms up.
         for is_ours in (number % 2 == 0, number % 2 == 1):
             if is_ours:

@@ -74,6 +74,7 @@ class Updates(Callback):
         """Restore model, optimiser, counters and RNG before the loader is built."""
         module = _pretraining(pl_module)
         config = self.config.checkpoint
+        self.requests.ranks_have_met()
         # Only now are there groups of ranks. Saves talk while training does: they have their own.
         group, self._group = (
             dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)
