@@ -90,10 +90,6 @@ class OptimConfig:
             )
 
 
-class TooManySkippedUpdates(RuntimeError):
-    """Many updates in a row had a bad loss or gradient: the run cannot go on."""
-
-
 @dataclass
 class Skip:
     """An update that left the parameters alone."""
@@ -248,12 +244,6 @@ class Pretraining(LightningModule):
             progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update
         progress.tokens += self.samples_per_update * context
-        if progress.skipped_in_a_row >= self.optim.max_skipped_updates:
-            raise TooManySkippedUpdates(
-                f"loss {loss} and gradient norm {norm}: found {progress.skipped_in_a_row} updates "
-                f"in a row that had to be skipped, the last at step {progress.step}, wanted finite "
-                "ones without a spike; the run cannot go on"
-            )
         return Update(loss, norm, learning_rate, skip)
 
     def _is_spike(self, loss: float) -> bool:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
 from longhaul.configs import RunConfig
 from longhaul.pipeline.bare_loop import BareLoop, now
@@ -46,25 +45,25 @@ def table(config: RunConfig) -> str:
         for group in ("model/", "")
     )
     _give_back_memory()
-    with _peak_memory(loop.device) as alone:
+    with _peak_memory() as alone:
         loop.update()
     lines = [
         f"Checkpoint of {in_bytes(everything)}, with {in_bytes(weights)} of weights, medians of "
-        f"{_SAVES}; memory is the peak of the first above what there was before, and "
+        f"{_SAVES}; main memory is the peak of the first above what there was before, and "
         f"{in_bytes(alone())} for an update without a checkpoint:\n",
         "| way | training stands still | updates meanwhile | longer by, together | memory |",
         "|---|---|---|---|---|",
     ]
-    ways: tuple[tuple[str, Callable[..., _Cost]], ...] = (
-        ("blocking", _block),
-        ("asynchronous", _go_on),
-    )
-    for way, save in ways:
+    for way in ("blocking", "asynchronous"):
+        print(f"checkpoints: {way}", flush=True)
         _give_back_memory()
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []
         for step in range(1 + _SAVES):
-            costs.append(save(loop, store, step, statistics.median(seconds)))
+            if way == "blocking":
+                costs.append(_block(loop, store, step))
+            else:
+                costs.append(_go_on(loop, store, step, statistics.median(seconds)))
             seconds += [_timed(loop) for _ in range(_BETWEEN)]
         still, longer, updates = (
             statistics.median(getattr(cost, name) for cost in costs[1:])
@@ -88,8 +87,8 @@ def _start(loop: BareLoop, store: CheckpointStore, step: int) -> None:
     store.start(step, training_tensors(loop.model, loop.optimizer), {})
 
 
-def _block(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
-    with _peak_memory(loop.device) as peak:
+def _block(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
+    with _peak_memory() as peak:
         before = now(loop.device)
         _start(loop, store, step)
         store.wait()
@@ -99,7 +98,7 @@ def _block(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -
 
 def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
     updates: list[float] = []
-    with _peak_memory(loop.device) as peak:
+    with _peak_memory() as peak:
         before = now(loop.device)
         _start(loop, store, step)
         still = time.perf_counter() - before
@@ -116,40 +115,13 @@ def _give_back_memory() -> None:
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 @contextmanager
-def _peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Bytes of the process at their highest above those at the start, of main memory or a GPU's."""
-    found = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield lambda: found
-        found = torch.cuda.max_memory_allocated() - before
-        return
+def _peak_memory() -> Iterator[Callable[[], int]]:
+    """Bytes of main memory of the process at their highest above those at the start."""
     process = psutil.Process()
-    before = process.memory_info().rss
-    try:
-        # Linux: the high-water mark begins anew.
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        with _sampled(process) as highest:
-            yield lambda: found
-        found = max(0, highest() - before)
-        return
-    yield lambda: found
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    found = max(0, int(line.split()[1]) * 1024 - before)
-
-
-@contextmanager
-def _sampled(process: psutil.Process) -> Iterator[Callable[[], int]]:
-    """The most of many looks at the resident bytes."""
-    highest = 0
+    before = highest = process.memory_info().rss
     is_over = threading.Event()
 
     def look() -> None:
@@ -159,6 +131,6 @@ def _sampled(process: psutil.Process) -> Iterator[Callable[[], int]]:
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    yield lambda: highest
+    yield lambda: highest - before
     is_over.set()
     thread.join()

@@ -29,7 +29,11 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2: every block is gathered by itself, and embedding and norms with the whole model."""
+    """FSDP2: every block is gathered by itself, and embedding and norms with the whole model.
+
+    Under a policy that rounds, a block's few weights that are not to be rounded are gathered by
+    themselves; where blocks are compiled, a graph ends at each of them.
+    """
     for block in model.blocks:
         exact: list[nn.Module] = [part for part in block.modules() if isinstance(part, InFloat32)]
         if exact and policy.param_dtype is not None:

@@ -151,8 +151,7 @@ class CheckpointStore:
                 shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint of step {int(target.name.removeprefix('step-'))} could not be saved "
-                f"in {self.folder}: {_first_cause(error)} ({_free(self.folder)} free); older "
-                "checkpoints are untouched"
+                f"in {self.folder}: {_first_cause(error)}; older checkpoints are untouched"
             ) from error
 
     @property
@@ -202,8 +201,9 @@ class CheckpointStore:
     def _has_whole(self, target: Path) -> bool:
         """Whether the checkpoint is there; a damaged one is set aside.
 
-        Training is a function of the step, so a whole checkpoint of a step is the one that would be
-        written, and replacing it would open a moment in which a crash leaves neither.
+        Training goes on from a checkpoint as it did before, so that a whole one of a step is as
+        good as the one that would be written, and replacing it would open a moment in which a crash
+        leaves neither.
         """
         if not target.exists():
             return False
@@ -219,7 +219,7 @@ class CheckpointStore:
         self._remove_leftovers()
         wanted, free = num_bytes + _SPARE_BYTES, shutil.disk_usage(self.folder).free
         if free < wanted:
-            raise CheckpointError(f"not enough space, {wanted:,} bytes wanted")
+            raise CheckpointError(f"not enough space, {free:,} bytes free, {wanted:,} bytes wanted")
         temporary.mkdir()
 
     def _commit(
@@ -349,8 +349,8 @@ class _Files(FileSystem):
 def newest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint of a store that another process may be writing, None if none.
 
-    Unlike `CheckpointStore.newest` this changes nothing: what looks like the leftover of a save may
-    be a save that is going on.
+    Unlike `CheckpointStore.open_newest` this changes nothing: what looks like the leftover of a
+    save may be a save that is going on.
     """
     for path in reversed(_complete(folder)):
         try:
@@ -383,13 +383,6 @@ def _complete(folder: Path) -> list[Path]:
         return []
     found = [(m, p) for p in folder.iterdir() if (m := _COMPLETE.fullmatch(p.name))]
     return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
-
-
-def _free(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free:,} bytes"
-    except OSError:
-        return "unknown"
 
 
 def _first_cause(error: BaseException) -> str:

@@ -23,6 +23,8 @@ def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
 
 def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> None:
     """Read back what `training_tensors` named, into this model's own sharding."""
+    # First: the moments that it has would be held beside those that are read.
+    optimizer.state.clear()
     into = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {}
@@ -45,7 +47,6 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> No
             value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
         into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
     saved.read(into)
-    optimizer.state.clear()
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
 

@@ -92,13 +92,13 @@ class UpdateProfiler:
         recorded, self._running = self._running, None
         return communication(_events(recorded))
 
-    def close(self) -> None:
-        """Record no longer, and write the trace that was under way, if any."""
+    def close(self, *, is_wanted: bool = True) -> None:
+        """Record no longer, and write the trace that was under way, if any, where it is wanted."""
         if self._running is None:
             return
         self._running.stop()
         recorded, self._running = self._running, None
-        if not self._is_sample:
+        if is_wanted and not self._is_sample:
             self._write(recorded)
 
     def _write(self, recorded: profile) -> None:

@@ -24,7 +24,6 @@ class ProgressLine:
 
     def begin(self, progress: Progress) -> None:
         """Start showing, from where the run stands."""
-        self._first_step, self._began = progress.step, time.monotonic()
         if progress.step:
             self._print(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
         if sys.stdout.isatty():
@@ -39,7 +38,7 @@ class ProgressLine:
 
     def update(self, progress: Progress, update: Update, tokens_per_second: float) -> None:
         """One more update is done."""
-        if progress.step == self._first_step + 1:
+        if self._began == 0.0:
             # The first update also warms up; the time left is told by those after it.
             self._first_step, self._began = progress.step, time.monotonic()
         if self._bar is not None:

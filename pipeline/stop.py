@@ -10,9 +10,12 @@ import signal
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,8 @@ os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 EXIT_CHECKPOINTED = 75
 # A scheduler that signals the step and the batch script, which passes it on, makes two of one.
 _SECONDS_OF_ONE_REQUEST = 2.0
+# Between a signal and the end, where the ranks have not all found each other yet.
+_SECONDS_TO_MEET = 5.0
 # Updates that the file PROFILE asks for when it is empty, and at most: all is kept in memory first.
 _PROFILED, _MOST_PROFILED = 3, 100
 
@@ -39,6 +44,8 @@ class StopRequests:
         self._deadline_s = deadline_s
         self._received: signal.Signals | None = None
         self._received_at = 0.0
+        self._have_met = threading.Event()
+        self._is_interrupted = threading.Event()
         self._reader, self._writer = socket.socketpair()
         self._is_over = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
@@ -47,8 +54,9 @@ class StopRequests:
     def __enter__(self) -> "StopRequests":
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous = {number: signal.getsignal(number) for number in SIGNALS}
+        self._previous = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGINT)}
         self.keep_signals()
+        signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
         return self
 
@@ -57,6 +65,10 @@ class StopRequests:
         for number in SIGNALS:
             # Something has to be there, or the default would end the process.
             signal.signal(number, _noted_elsewhere)
+
+    def ranks_have_met(self) -> None:
+        """From now on all ranks are there to agree on a stop."""
+        self._have_met.set()
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
@@ -83,9 +95,10 @@ class StopRequests:
     @property
     def wanted_profile(self) -> int:
         """Updates to be traced, as the file PROFILE says; 0 where there is none, or a bad one."""
-        if not self._profile_file.is_file():
+        try:
+            found = self._profile_file.read_text(errors="replace").strip()
+        except OSError:  # most often, there is none
             return 0
-        found = self._profile_file.read_text(errors="replace").strip()
         if not found:
             return _PROFILED
         if found.isdecimal() and 1 <= int(found) <= _MOST_PROFILED:
@@ -113,6 +126,8 @@ class StopRequests:
             for number in numbers:
                 if number in SIGNALS:
                     self._note(signal.Signals(number))
+                elif number == signal.SIGINT:
+                    threading.Thread(target=self._enforce_interrupt, daemon=True).start()
         self._reader.close()
 
     def _note(self, number: signal.Signals) -> None:
@@ -123,7 +138,19 @@ class StopRequests:
         self._received, self._received_at = number, time.monotonic()
         threading.Thread(target=self._enforce_deadline, args=(number,), daemon=True).start()
 
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted.set()
+        raise KeyboardInterrupt
+
+    def _enforce_interrupt(self) -> None:
+        # The thread that Python would interrupt may wait for other ranks, outside of Python.
+        if not self._is_interrupted.wait(_SECONDS_TO_MEET):
+            _end("interrupted while waiting for other ranks", signal.SIGINT)
+
     def _enforce_deadline(self, number: signal.Signals) -> None:
+        if not self._have_met.wait(_SECONDS_TO_MEET):
+            # There is nothing to save yet.
+            _end(f"{number.name} while waiting for other ranks", number, EXIT_CHECKPOINTED)
         if not self._is_over.wait(self._deadline_s):
             _end(f"not stopped {self._deadline_s:g} s after {number.name}: ending now", number)
 
@@ -132,6 +159,10 @@ def _noted_elsewhere(number: int, frame: FrameType | None) -> None:
     pass
 
 
-def _end(message: str, number: signal.Signals) -> None:
+def _end(message: str, number: signal.Signals, status: int | None = None) -> None:
     os.write(2, f"longhaul: {message}\n".encode())
-    os._exit(128 + number)
+    # Ranks that this one started, and those that read ahead, would wait for it.
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(128 + number if status is None else status)

@@ -27,8 +27,8 @@ class StragglerReport:
         """Name the file that lines are appended to, and the machine of each rank."""
         self._file = file
         self._hosts = list(hosts)
-        self._suspect: int | None = None
-        self._named: int | None = None
+        self._suspects: set[int] = set()
+        self._named: set[int] = set()
         self._samples_since = 0
 
     def add(
@@ -52,9 +52,8 @@ class StragglerReport:
             over the median, which is the lower one of two.
         """
         exposed = [one.exposed for one in communication]
-        parts = zip(seconds, exposed, data_wait, strict=True)
-        # Never nothing: a device may communicate while the loader is waited for.
-        work = [max(1e-6, whole - talk - wait) for whole, talk, wait in parts]
+        # A rank that waits for its own loader is as slow as one that computes.
+        work = [max(1e-6, all_ - talk) for all_, talk in zip(seconds, exposed, strict=True)]
         line = {
             "step": step,
             "hosts": self._hosts,
@@ -73,7 +72,7 @@ class StragglerReport:
         # Of two ranks the mean would never be far from the slower one.
         usual = median_low(work)
         slowest = max(range(len(work)), key=work.__getitem__)
-        self._warn(step, slowest, work[slowest], usual)
+        self._warn(step, work, usual)
         return {
             "train/communication_seconds": median(one.total for one in communication),
             "train/exposed_communication_seconds": median(exposed),
@@ -81,23 +80,21 @@ class StragglerReport:
             "train/slowest_over_median_work": work[slowest] / usual,
         }
 
-    def _warn(self, step: int, rank: int, seconds: float, usual: float) -> None:
+    def _warn(self, step: int, work: Sequence[float], usual: float) -> None:
+        """Name the ranks that are slow now and were in the sample before."""
         self._samples_since += 1
-        before, self._suspect = self._suspect, rank if seconds > _SLOW * usual else None
-        if self._suspect is None or self._suspect != before:
-            return
-        if rank == self._named and self._samples_since < _SAMPLES_BETWEEN_WARNINGS:
-            return
-        self._named, self._samples_since = rank, 0
-        logger.warning(
-            "rank %d on %s is slow: %.3f s of its own work in the update of step %d, where the "
-            "median rank has %.3f s",
-            rank,
-            self._hosts[rank],
-            seconds,
-            step,
-            usual,
-        )
+        slow = {rank for rank, seconds in enumerate(work) if seconds > _SLOW * usual}
+        lasting, self._suspects = slow & self._suspects, slow
+        if self._samples_since >= _SAMPLES_BETWEEN_WARNINGS:
+            self._named = set()
+        for rank in sorted(lasting - self._named):
+            self._samples_since = 0
+            self._named.add(rank)
+            logger.warning(
+                "rank %d on %s is slow: %.3f s of its own work in the update of step %d, where the "
+                "median rank has %.3f s",
+                *(rank, self._hosts[rank], work[rank], step, usual),
+            )
 
 
 def _rounded(values: Sequence[float]) -> list[float]:

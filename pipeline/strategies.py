@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import time
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -212,6 +213,8 @@ class Zero(_Launched, DeepSpeedStrategy):
 
     def __init__(self, config: RunConfig, backend: str) -> None:
         trainer = config.trainer
+        # At every call, of functions that DeepSpeed uses and torch has other names for now.
+        warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
         # Without a device DeepSpeed would look for one, and build an op in shared memory.
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     """
     seed_everything(config.trainer.seed, verbose=False)
     _quieten_lightning()
+    _check_meeting_place(config)
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
     folder.check_same_run(config)
@@ -179,6 +181,16 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
         end_ranks(trainer)
         if updates.books:
             updates.books.end()
+
+
+def _check_meeting_place(config: RunConfig) -> None:
+    """Refuse nodes that nothing tells of each other: they would wait for half an hour."""
+    nodes = config.trainer.nodes
+    if nodes > 1 and not SLURMEnvironment.detect() and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"trainer.nodes: found {nodes} outside of a Slurm job, wanted 1, or MASTER_ADDR, "
+            "MASTER_PORT and NODE_RANK in each node's environment"
+        )
 
 
 def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:

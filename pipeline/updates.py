@@ -17,10 +17,9 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
 from longhaul.pipeline.books import Books, RankReport
-from longhaul.pipeline.checkpoint import CheckpointStore, Saved
+from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
-from longhaul.pipeline.mlflow_names import one_line
 from longhaul.pipeline.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
@@ -75,6 +74,7 @@ class Updates(Callback):
         """Restore model, optimiser, counters and RNG before the loader is built."""
         module = _pretraining(pl_module)
         config = self.config.checkpoint
+        self.requests.ranks_have_met()
         # Only now are there groups of ranks. Saves talk while training does: they have their own.
         group, self._group = (
             dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)
@@ -142,7 +142,8 @@ class Updates(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self.watchdog is not None
-        self._profiler.close()
+        # A stop has a deadline, and a long trace takes long to write.
+        self._profiler.close(is_wanted=not self.is_stopped)
         self.watchdog.stop()
 
     def on_exception(
@@ -152,7 +153,8 @@ class Updates(Callback):
 
     def end_watch(self, error: Exception) -> str | None:
         """When this rank failed: Watchdog.give_up."""
-        return self.watchdog.give_up(one_line(error)) if self.watchdog is not None else ""
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return self.watchdog.give_up(words) if self.watchdog is not None else ""
 
     def _note(self, doing: str) -> None:
         assert self.watchdog is not None
@@ -170,16 +172,20 @@ class Updates(Callback):
             self._rewind(trainer, module, skip)
         if self.books is not None:
             self.books.record(progress, update, ranks, len(self.data.bad_shards))
+        if progress.skipped_in_a_row >= self.config.optim.max_skipped_updates:
+            raise RuntimeError(
+                f"loss {update.loss} and gradient norm {update.gradient_norm}: found "
+                f"{progress.skipped_in_a_row} updates in a row that had to be skipped, the last at "
+                f"step {progress.step}, wanted finite ones without a spike; the run cannot go on"
+            )
         if is_last or progress.step % self.validation_updates == 0:
             self._note("validating")
             self._validate(module)
         wants_stop, wants_save = any(r.wants_stop for r in ranks), any(r.wants_save for r in ranks)
-        # A restart is not to find the weights of before.
-        has_rewound = skip is not None and skip.rewound_to is not None
         if any(r.has_failed_save for r in ranks):
             self._finish_save()
         is_due = progress.step % self.checkpoint_updates == 0
-        if is_last or wants_stop or wants_save or has_rewound or is_due:
+        if is_last or wants_stop or wants_save or is_due:
             self._note("saving")
             self._save(trainer, module)
         if is_last or wants_stop:
@@ -228,15 +234,25 @@ class Updates(Callback):
     def _rewind(self, trainer: Trainer, module: Pretraining, skip: Skip) -> None:
         """Take the newest checkpoint's weights and moments; the step and the data go on.
 
-        So what a step's samples are stays a function of the step.
+        So what a step's samples are stays a function of the step. Which checkpoint is the newest
+        may depend on where the run was stopped before.
         """
         self._finish_save()
-        saved = self.store.open_newest()
+        try:
+            saved = self.store.open_newest()
+        except CheckpointError as error:
+            saved = None
+            if self.books is not None:
+                logger.warning("%s", error)
         if saved is None:
-            logger.warning("step %d: found no checkpoint to go back to", skip.step)
+            if self.books is not None:
+                logger.warning("step %d: found no checkpoint to go back to", skip.step)
             return
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
-        skip.rewound_to = saved.state["progress"]["step"]
+        # Or the losses of the old weights would be spikes beside those of the later ones.
+        before = saved.state["progress"]
+        module.progress.recent_losses = before["recent_losses"]
+        skip.rewound_to = before["step"]
 
     def _validate(self, module: Pretraining) -> None:
         if self.data.validation_manifest is None:

@@ -92,7 +92,10 @@ class Watchdog:
         self._stopping.set()
         if self._store is None:
             return ""
-        self._store.set(f"{_FAILED}{self._rank}", words)
+        try:
+            self._store.set(f"{_FAILED}{self._rank}", words)
+        except RuntimeError:  # rank 0, whose store it is, has ended
+            return ""
         if self._rank:
             return None if self._read_failure(0, 2 * _BEAT_S) == words else ""
         self._read_notes()

@@ -192,7 +192,7 @@ def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -
 
 
 class InFloat32(nn.Module):
-    """Uses its weights through `linear_in_float32`; strategies that round weights leave these be.
+    """Uses its weights through `linear_in_float32`; FSDP does not round them to bf16 first.
 
     What it computes is summed over the tokens: rates of rotation, logarithms of gates.
     """

@@ -6,8 +6,10 @@ import random
 import re
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
@@ -170,7 +172,7 @@ def test_gradients_that_stay_nan_end_the_job_in_one_line(
     assert status == 1
     *skipped, line = [line for line in error.splitlines() if "longhaul" in line]
     assert [text.split(",")[0] for text in skipped] == [
-        f"longhaul: step {step} is skipped" for step in (6, 7)
+        f"longhaul: step {step} is skipped" for step in (6, 7, 8)
     ]
     assert line.startswith("longhaul: loss ")
     assert "found 3 updates in a row that had to be skipped, the last at step 8" in line
@@ -249,3 +251,33 @@ def wait_for_lines(run: Run, process: Any, count: int) -> None:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def wait_for_rank_1(process: Any) -> psutil.Process:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(AssertionError, psutil.Error):
+            found = process.rank_1()
+            assert isinstance(found, psutil.Process)
+            return found
+        time.sleep(0.01)
+    raise AssertionError("rank 1 was not started")
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted while waiting for other ranks"),
+        (signal.SIGTERM, 75, "SIGTERM while waiting for other ranks"),
+    ],
+)
+def test_a_rank_that_waits_for_the_others_can_be_ended(
+    run: Run, number: signal.Signals, status: int, said: str
+) -> None:
+    process = start(run)
+    wait_for_rank_1(process).suspend()
+    time.sleep(2)  # until rank 0 waits for it
+    process.send_signal(number)
+    ended, error = process.end(seconds=30)
+    assert ended == status, error
+    assert said in error

@@ -210,7 +210,7 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(
 
     def add(step: int, *exposed: float) -> dict[str, float]:
         return report.add(
-            step, [2.0] * 3, [Communication(1.5, one) for one in exposed], [0.2] * 3, [1e9] * 3
+            step, [1.8] * 3, [Communication(1.5, one) for one in exposed], [0.2] * 3, [1e9] * 3
         )
 
     with caplog.at_level(logging.WARNING):

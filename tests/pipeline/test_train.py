@@ -21,6 +21,8 @@ from safetensors.torch import load_file
 from longhaul.configs import load_run_config
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.order import SampleOrder
+from longhaul.modules.pretraining import Progress, Update
+from longhaul.pipeline.show import ProgressLine
 
 BRIEF = f"trainer.max_tokens={2 * 512}"
 
@@ -92,6 +94,17 @@ def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
     assert losses[-1] < losses[0] < 5.7
     samples = samples_of(uninterrupted)
     assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
+
+
+def test_progress_lines_tell_the_time_left() -> None:
+    show = ProgressLine("x", 3)
+    told = []
+    show._print = told.append  # type: ignore[method-assign]
+    show.begin(Progress())
+    for step in (1, 2, 3):
+        show._last_line = -100.0
+        show.update(Progress(step=step), Update(1.0, 1.0, 1.0, None), 1.0)
+    assert [line.split()[-2] for line in told] == ["?", "00:00", "00:00"]
 
 
 def test_a_finished_run_refuses_another_config(uninterrupted: Run) -> None:
@@ -285,6 +298,18 @@ def test_a_vocabulary_that_is_too_small_is_refused(run: Run) -> None:
     result = run.longhaul("train", "small.yaml", "model.vocabulary=128", check=False)
     expect_one_line(result, 2, "model.vocabulary: found 128, wanted at least 257")
     assert not (run.path / "small").exists()
+
+
+def test_nodes_that_nothing_tells_of_each_other_are_refused(run: Run) -> None:
+    result = run.longhaul(
+        "train",
+        "small.yaml",
+        "trainer.strategy=ddp",
+        "trainer.nodes=2",
+        "trainer.micro_batch=2",
+        check=False,
+    )
+    expect_one_line(result, 2, "trainer.nodes: found 2 outside of a Slurm job")
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
