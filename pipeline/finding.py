@@ -5,6 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
+SECONDS_OF_GPUS = 20.0
+"""For a check that makes contexts on all GPUs of a node, or connects them."""
+
 Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
 
 
@@ -23,6 +26,8 @@ class Finding(NamedTuple):
 
 Check: TypeAlias = Callable[[], Finding]
 
+_NAME = "longhaul check"
+
 
 def find(what: str, check: Check, seconds: float) -> Finding:
     """What a check finds; that it raised, or was not done in so many seconds, is a failure."""
@@ -36,7 +41,7 @@ def find(what: str, check: Check, seconds: float) -> Finding:
             found.append(Finding("FAILURE", what, f"{type(error).__name__}: {reason}"))
 
     # A thread, since a file system or driver that hangs cannot be interrupted, only left behind.
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=look, daemon=True, name=_NAME)
     thread.start()
     thread.join(seconds)
     if found:
@@ -44,6 +49,11 @@ def find(what: str, check: Check, seconds: float) -> Finding:
     return Finding(
         "FAILURE", what, f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
     )
+
+
+def is_one_left() -> bool:
+    """Whether a check still looks, after its time."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 def output_of(*command: str, seconds: float = 5) -> str | None:
