@@ -80,10 +80,12 @@ def _among_nodes(config: RunConfig | None, here: Place) -> int:
     machine, run = list(_machine(config)), list(_run(config, here))
     # Before the nodes meet, where they may have to wait: this is in the log then.
     _print(here, [*machine, *run])
+    failures = [finding.what for finding in machine if finding.status == "FAILURE"]
+    # What failed may hang, and is not asked again.
     mine = {
-        "commit": source_commit(),
-        "gpus": torch.cuda.device_count(),
-        "failures": [finding.what for finding in machine if finding.status == "FAILURE"],
+        "commit": None if "commit" in failures else source_commit(),
+        "gpus": 0 if "gpu" in failures else torch.cuda.device_count(),
+        "failures": failures,
     }
     together = meet(here, mine, partial(_print, here)) if len(here.names) > 1 else []
     return _status([*machine, *together], run)
