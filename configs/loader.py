@@ -243,6 +243,10 @@ def _check(
                 below = f"{path}.{name}"
                 _check(_mapping(entry, below), variants[below], variants, f"{below}.")
             continue
+        if typing.get_origin(nested) is list:
+            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+                raise ConfigError(f"{path}: expected a list of str, got {json.dumps(value)}")
+            continue
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING
         found_mapping = isinstance(value, dict | list)

@@ -172,6 +172,9 @@ class TrackingConfig:
     every_updates: int = 1
     """Updates between records of the training metrics."""
 
+    parent_run_id: str | None = None
+    """MLflow run that this one is shown below; `submit --sweep` sets it."""
+
     def __post_init__(self) -> None:
         if not self.uri.startswith(("sqlite:///", "http://", "https://")):
             raise ValueError(
@@ -192,8 +195,50 @@ class SlurmConfig:
     account: str | None = None
     """Account that pays."""
 
+    qos: str | None = None
+    """Quality of service."""
+
+    constraint: str | None = None
+    """Features that the nodes must have, as sbatch --constraint takes them."""
+
     time: str | None = None
     """Time limit, as sbatch --time takes it."""
+
+    gpu: str | None = None
+    """Kind of GPU, trainer.devices of them a node, or `any`; null asks for none."""
+
+    cpus_per_task: int | None = None
+    """CPUs of each rank, its data workers included."""
+
+    memory: str | None = None
+    """Memory of a node, as sbatch --mem takes it."""
+
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+
+    requeue: bool = True
+    """Let the job queue itself again; false where the cluster forbids it (submit --chain)."""
+
+    max_restarts: int = 50
+    """Times that a job may be queued again before it gives up."""
+
+    then: list[str] = field(default_factory=list)
+    """What follows the training in a job of its own: evaluate."""
+
+    extra: list[str] = field(default_factory=list)
+    """Further options of sbatch, such as --reservation=NAME."""
+
+    def __post_init__(self) -> None:
+        _positive("slurm", self, "max_restarts")
+        if self.cpus_per_task is not None:
+            _positive("slurm", self, "cpus_per_task")
+        for step in self.then:
+            _one_of("slurm.then", step, ("evaluate",))
+        for option in self.extra:
+            if not option.startswith("-"):
+                raise ValueError(
+                    f"slurm.extra: found {option!r}, wanted --option or --option=value"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +261,11 @@ class RunConfig:
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
     def __post_init__(self) -> None:
-        if not self.name or self.name in (".", "..") or "/" in self.name or "\0" in self.name:
+        if not self.name or self.name in (".", "..") or "/" in self.name:
             raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
+        for key in ("name", "root"):  # scripts and Slurm take them line by line
+            if any(ord(character) < 32 for character in getattr(self, key)):
+                raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
         self._check_divisibility()
         if self.data.context % self.trainer.context_parallel:
             raise ValueError(

@@ -9,7 +9,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parts = parser.add_subparsers(dest="what", required=True)
     parts.add_parser("kernels", help="power attention beside fused softmax attention")
     parts.add_parser("data", help="our token stream beside stock webdataset")
-    train = parts.add_parser("train", help="every attention kind trained under one budget")
+    train = parts.add_parser("train", help="the trainer's cost, and every kind under one budget")
     bench_train.add_arguments(train)
 
 

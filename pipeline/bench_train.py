@@ -1,4 +1,7 @@
-"""Every attention kind trained on the same data, with the same optimiser and budget: one table."""
+"""Every attention kind trained on the same data, with the same optimiser and budget: one table.
+
+Before it come measurements of the trainer itself, of the same config (bench_trainer.py).
+"""
 
 import argparse
 import math
@@ -6,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline import bench_trainer
 from longhaul.pipeline.atomic import write_atomically
+from longhaul.pipeline.bare_loop import now
 from longhaul.pipeline.environment import describe_environment
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
 from longhaul.pipeline.evaluation.held_out import held_out
@@ -56,10 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kinds",
-        nargs="+",
+        nargs="*",
         default=registered_variants(),
         metavar="KIND[:option=value,...]",
-        help="rows, such as softmax cartan:generator=product,bilinear=false; default: all kinds",
+        help="rows, such as softmax cartan:generator=product,bilinear=false; default: all kinds; "
+        "with none there is no table, only what the trainer and checkpoints cost",
     )
     parser.add_argument(
         "--updates", type=int, default=200, help="of every row; default %(default)s"
@@ -88,7 +93,7 @@ class _Outcome:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train what is not trained yet, measure speeds, print the table and write it to the root.
+    """Measure the trainer; train what is not trained yet, print the table, write it to the root.
 
     Raises:
         RuntimeError: a row had a value that was not finite, or did not beat the bigram model.
@@ -97,8 +102,14 @@ def run(args: argparse.Namespace) -> None:
     path = args.given[0] if has_config else _CONFIG
     overrides = args.given[1:] if has_config else args.given
     rows = _rows(path, overrides, args.kinds, args.updates)
+    own = anchored(load_run_config(path, [*_DEFAULTS, *overrides]))
+    if not rows:
+        bench_trainer.run(own)
+        return
     config = rows[0].config
     baseline = _bigram_loss(config)  # first, since it also finds data that is not there
+    if own.trainer.strategy == "single":
+        bench_trainer.run(own)
     for number, row in enumerate(rows, start=1):
         print(f"row {number} of {len(rows)}: {row.folder.path}", flush=True)
         _train(row)
@@ -125,7 +136,7 @@ def _rows(path: str, overrides: Sequence[str], kinds: Sequence[str], updates: in
         raise ValueError(f"--updates: found {updates}, wanted 1 or more")
     for override in overrides:
         key = override.partition("=")[0]
-        if key in _DECIDED_HERE:
+        if key in _DECIDED_HERE and (kinds or key != "model.attention.kind"):
             raise ValueError(f"{key}: found {override!r}, wanted {_DECIDED_HERE[key]}")
     rows = [_row(path, overrides, text, updates) for text in dict.fromkeys(kinds)]
     for row in rows:
@@ -233,19 +244,13 @@ def _speed(model: LanguageModel, config: RunConfig, device: torch.device) -> flo
     shape = (config.trainer.micro_batch, config.data.context)
     tokens, target = torch.randint(config.model.vocabulary, (2, *shape), device=device)
     is_half = config.trainer.precision == "bf16-mixed"
-    before = _now(device)
+    before = now(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half):
         loss = model.loss(tokens, target)
     loss.backward()
-    seconds = _now(device) - before
+    seconds = now(device) - before
     model.zero_grad()  # Gradients of all rows at once would be as large as all models.
     return math.prod(shape) / seconds
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: float) -> str:

@@ -15,6 +15,7 @@ COMMANDS = {
     "status": "show how far runs are",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
+    "submit": "queue a run, its follow-ups or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "doctor": "tell what this machine or allocation can run, and why not",
     "bench": "compare speeds with peers, measured in the same run",
@@ -46,7 +47,9 @@ def _run(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"longhaul.pipeline.{name}")
     parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
     module.add_arguments(parser)
-    return int(module.main(parser.parse_args(arguments)))
+    # Intermixed: values such as model.width=64 may stand before and behind options.
+    parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
+    return int(module.main(parse(arguments)))
 
 
 def _help(arguments: list[str]) -> int:
@@ -66,3 +69,7 @@ def _fail(error: BaseException, status: int) -> int:
     logging.getLogger("longhaul").debug("traceback", exc_info=error)
     print(f"longhaul: {message}", file=sys.stderr)
     return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

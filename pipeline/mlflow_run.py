@@ -17,6 +17,7 @@ import importlib
 import os
 import re
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longhaul.pipeline.atomic import write_atomically
+from longhaul.pipeline.mlflow_names import one_line
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -130,6 +132,27 @@ def open_run(
         check_active(run)
         write_atomically(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
     return client, run
+
+
+def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
+    """A run that only holds others, made once for a folder; its id.
+
+    Raises:
+        RuntimeError: MLflow cannot be reached.
+    """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    load_mlflow(uri)
+    try:
+        start_ms = time.time_ns() // 1_000_000
+        client, run = open_run(
+            folder, uri=uri, experiment=experiment, run_name=name, start_ms=start_ms
+        )
+        # It would be shown as running for ever.
+        client.set_terminated(run.info.run_id)
+    except Exception as error:
+        raise RuntimeError(f"tracking.uri: {uri} cannot be reached: {one_line(error)}") from error
+    return str(run.info.run_id)
 
 
 def check_active(run: "Run") -> None:

@@ -5,12 +5,13 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from lightning.pytorch import Trainer, seed_everything
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, Trainer, seed_everything
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
@@ -41,15 +42,18 @@ def main(args: argparse.Namespace) -> int:
     return train(anchored(load_run_config(args.config, args.overrides)))
 
 
-def train(config: RunConfig) -> int:
+def train(config: RunConfig, *callbacks: Callback) -> int:
     """Train to the config's budget, from the newest checkpoint of its run if there is one.
+
+    Args:
+        callbacks: called besides the trainer's own.
 
     Returns:
         0, or EXIT_CHECKPOINTED where the run was asked to stop before.
     """
     seed_everything(config.trainer.seed, verbose=False)
     _quieten_lightning()
-    trainer = _build_trainer(config)
+    trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
     folder.check_same_run(config)
     finished = folder.finished()
@@ -61,7 +65,7 @@ def train(config: RunConfig) -> int:
         return 0
     with StopRequests(folder.path, config.trainer.stop_seconds) as requests:
         data = _open_data(config, trainer)
-        module, source = _build_module(config, folder)
+        module, source = _begin(config, folder)
         if trainer.is_global_zero:
             return _lead(config, folder, trainer, module, source, data, requests)
         _fit(trainer, module, Updates(config, folder, data, requests, None))
@@ -129,8 +133,8 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
     return data
 
 
-def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
-    """The model that a run begins with, and the checkpoint that a new run has its weights from."""
+def build_module(config: RunConfig) -> Pretraining:
+    """The model that a config describes, and its training, before any weights are read."""
     module = Pretraining(
         config.model,
         config.optim,
@@ -146,6 +150,12 @@ def _build_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Pa
         checkpoint_every=config.trainer.activation_checkpointing,
         compiled=config.trainer.compile,
     )
+    return module
+
+
+def _begin(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
+    """The model that a run begins with, and the checkpoint that a new run has its weights from."""
+    module = build_module(config)
     # Checkpoints of the run's own, damaged ones too, decide what happens in Updates.
     is_new = not any(folder.checkpoints.glob("step-*"))
     if config.trainer.start_from is None or not is_new:
@@ -159,9 +169,11 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
     try:
         trainer.fit(module, datamodule=updates.data)
     except Exception as error:
-        silent = updates.end_watch()
-        if silent:
-            raise RuntimeError(f"{silent}; {error}") from error
+        others = updates.end_watch(error)
+        if others is None:
+            return  # Rank 0 failed alike, and its line and status are the job's.
+        if others:
+            raise RuntimeError(f"{others}; {error}") from error
         raise
     finally:
         end_ranks(trainer)
@@ -169,13 +181,16 @@ def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
             updates.books.end()
 
 
-def _build_trainer(config: RunConfig) -> Trainer:
+def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
     return Trainer(
+        callbacks=list(callbacks),
         accelerator="gpu" if torch.cuda.is_available() else "cpu",
         strategy=build_strategy(config),
         devices=config.trainer.devices,
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,  # type: ignore[arg-type]
+        # Its own way to save and requeue would do both within the signal's handler.
+        plugins=[SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else None,
         max_epochs=1,  # The loader ends with the budget.
         # Everything below is done by Updates, which survives a restart to the bit.
         logger=False,
@@ -189,6 +204,7 @@ def _build_trainer(config: RunConfig) -> Trainer:
 
 
 def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
+    parent = config.tracking.parent_run_id
     # Its journal is locked while it is open, so only one process trains in a folder.
     return Tracker(
         folder.path,
@@ -199,6 +215,7 @@ def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
         tags={
             "longhaul.attention": ",".join(config.model.kinds),
             "longhaul.commit": str(source_commit()),
+            **({} if parent is None else {"mlflow.parentRunId": parent}),
         },
         artifacts=[folder.config_file, folder.environment_file],
     )
@@ -235,5 +252,6 @@ def _logging_to(file: Path) -> Iterator[None]:
 
 def _quieten_lightning() -> None:
     """Lightning's advice about parts of it that this trainer does not use."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for package in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*")

@@ -20,6 +20,7 @@ from longhaul.pipeline.books import Books, RankReport
 from longhaul.pipeline.checkpoint import CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
+from longhaul.pipeline.mlflow_names import one_line
 from longhaul.pipeline.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
@@ -149,9 +150,9 @@ class Updates(Callback):
     ) -> None:
         self._profiler.close()
 
-    def end_watch(self) -> str:
-        """When something failed: a sentence on ranks that are gone, for rank 0; else empty."""
-        return self.watchdog.give_up() if self.watchdog is not None else ""
+    def end_watch(self, error: Exception) -> str | None:
+        """When this rank failed: Watchdog.give_up."""
+        return self.watchdog.give_up(one_line(error)) if self.watchdog is not None else ""
 
     def _note(self, doing: str) -> None:
         assert self.watchdog is not None

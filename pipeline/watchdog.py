@@ -26,6 +26,7 @@ _BEAT_S = 1.0
 _SILENCE_S = 20.0
 _ABORT = "longhaul/abort"
 _LEFT = "longhaul/left"
+_FAILED = "longhaul/failed"
 
 
 class Watchdog:
@@ -80,23 +81,44 @@ class Watchdog:
             for rank in ranks:
                 self._store.delete_key(rank)
 
-    def give_up(self) -> str:
-        """Watch no longer, since something failed; on rank 0, a sentence on the ranks that ended.
+    def give_up(self, words: str) -> str | None:
+        """Watch no longer, since this rank failed, and tell the other ranks with which words.
 
-        It is empty if all of them still report: then they have failed like this one.
+        Returns:
+            On rank 0, a sentence on the ranks that ended or failed with other words, which is empty
+            if all are there or failed like this one. On the others None if rank 0 failed with the
+            same words, and so says them for all; else an empty sentence.
         """
         self._stopping.set()
-        if self._store is None or self._rank:
+        if self._store is None:
             return ""
+        self._store.set(f"{_FAILED}{self._rank}", words)
+        if self._rank:
+            return None if self._read_failure(0, 2 * _BEAT_S) == words else ""
         self._read_notes()
         before = {rank: text for rank, (text, _) in self._seen.items()}
         time.sleep(3 * _BEAT_S)
         self._read_notes()
-        return "; ".join(
-            f"rank {rank} is gone, last seen {_told(text)}"
-            for rank, (text, _) in sorted(self._seen.items())
-            if text == before.get(rank)
-        )
+        told = []
+        for rank, (text, _) in sorted(self._seen.items()):
+            failure = self._read_failure(rank)
+            if failure is not None and failure != words:
+                told.append(f"rank {rank} failed: {failure}")
+            elif failure is None and text == before.get(rank):
+                told.append(f"rank {rank} is gone, last seen {_told(text)}")
+        return "; ".join(told)
+
+    def _read_failure(self, rank: int, patience_s: float = 0.0) -> str | None:
+        """What a rank said when it gave up, None if it has not, or if the store is gone."""
+        key = f"{_FAILED}{rank}"
+        try:
+            if patience_s:
+                self._store.wait([key], timedelta(seconds=patience_s))
+            elif not self._store.check([key]):
+                return None
+            return str(self._store.get(key).decode())
+        except RuntimeError:
+            return None
 
     def _watch(self) -> None:
         """Look at the clock; never at the store, which may not answer."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.pipeline import bench_train
+from longhaul.pipeline import bench_train, bench_trainer
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.sizes import in_bytes
 
@@ -30,6 +30,7 @@ def bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working folder. Any model, even after three updates, beats the baseline."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(bench_train, "bigram_loss", lambda *_: 10.0)
+    monkeypatch.setattr(bench_trainer, "run", lambda config: print(f"measured {config.name}"))
     return folder
 
 
@@ -56,6 +57,7 @@ def test_rows_are_trained_once_and_tabled(
         patch.setattr(bench_train, "subprocess", SimpleNamespace(Popen=start))
         assert bench_of(*KINDS) == 0
     out = capsys.readouterr().out
+    assert out.startswith("measured small\n")
     table = (bench / "runs" / "bench" / "TABLE-32-true.md").read_text()
     assert table in out
     assert f"32-true, small.yaml: {UPDATES} updates, {512 * UPDATES:,} tokens" in table
@@ -95,6 +97,32 @@ def test_rows_are_trained_once_and_tabled(
     assert capsys.readouterr().err.startswith(f"longhaul: {expected}")
 
 
+def test_costs_of_trainer_and_checkpoints_are_printed(run: Any, fork: Any) -> None:
+    short = """import sys
+from longhaul.pipeline import bench_checkpoints, bench_trainer, cli
+bench_trainer._WARM_UP = bench_trainer._UPDATES = bench_trainer._ROUNDS = 1
+bench_checkpoints._SAVES = 1
+sys.exit(cli.main())"""
+    given = ["small.yaml", "model.layers=1", "model.attention.kind=retention"]
+    process = fork(short, run.path, "bench", "train", *given, "--kinds")
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    number = r"-?[\d.e+]+"
+    for row in ("median", "best", "processor time, all threads"):
+        pattern = rf"\| {row} \| ({number}) ms \| ({number}) ms \| ({number}) \|"
+        (found,) = re.findall(pattern, out)
+        ours, bare, ratio = map(float, found)
+        assert ours / bare == pytest.approx(ratio, rel=1e-2)
+    # 320 x 32 of the embedding and a block, of which the optimizer has two moments.
+    weights = re.findall(r"Checkpoint of (\d+) kB, with (\d+) kB of weights", out)
+    assert len(weights) == 1
+    assert int(weights[0][0]) == pytest.approx(3 * int(weights[0][1]), rel=0.02)
+    for way in ("blocking", "asynchronous"):
+        assert len(re.findall(rf"\| {way} \| {number} ms \| \d+ \| {number} ms \| ", out)) == 1
+    # Nothing stays, and no table is made.
+    assert list((run.path / "runs" / "bench").iterdir()) == []
+
+
 @pytest.mark.usefixtures("bench")
 def test_a_run_that_fails_is_a_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -111,6 +139,29 @@ def test_a_run_that_fails_is_a_row(
     assert error.endswith("bench-alibi-32-true: training ended with status 2, wanted 0\n")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.manifest=nowhere", "nowhere"),
+        ("trainer.strategy=ddp", "trainer.strategy: found ddp, wanted single, for which"),
+        ("model.attention.kind=sofmax", "model.attention.kind: found 'sofmax', wanted one of"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(
+    folder: Path,
+    override: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["bench", "train", "small.yaml", override, "--kinds"]) in (1, 2)
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
 @pytest.mark.usefixtures("bench")
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -122,6 +173,7 @@ def test_a_run_that_fails_is_a_row(
         (["name=x"], "name: found 'name=x', wanted none, since every row has its own"),
         (["model.attention.kind=alibi"], "model.attention.kind: found 'model.attention.kind=alib"),
         (["data.manifest=nowhere", "--kinds", "softmax"], "nowhere"),
+        (["name=x", "--kinds"], "name: found 'name=x', wanted none, since every row has its own"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -20,24 +20,37 @@ COMMON = [
     "optim.learning_rate=6e-4",
 ]
 
+ZERO_1, ZERO_2, ZERO_3 = (
+    ["trainer.strategy=deepspeed", f"trainer.deepspeed_stage={stage}"] for stage in (1, 2, 3)
+)
+
 # Ranks, and what makes a run one of this kind.
 WAYS: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),
     "ddp-2": (2, ["trainer.strategy=ddp"]),
     "fsdp-2": (2, ["trainer.strategy=fsdp"]),
-    "deepspeed1-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=1"]),
-    "deepspeed2-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=2"]),
-    "deepspeed3-2": (2, ["trainer.strategy=deepspeed", "trainer.deepspeed_stage=3"]),
+    "deepspeed1-2": (2, ZERO_1),
+    "deepspeed2-2": (2, ZERO_2),
+    "deepspeed3-2": (2, ZERO_3),
     "context-2": (2, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
     "fsdp-4": (4, ["trainer.strategy=fsdp"]),
     "context-2x2": (4, ["trainer.strategy=ddp", "trainer.context_parallel=2"]),
     "replicas-2x2": (4, ["trainer.strategy=fsdp", "trainer.replicas=2"]),
     "recomputed": (2, ["trainer.strategy=fsdp", "trainer.activation_checkpointing=1"]),
     "not-sharded": (2, ["trainer.strategy=fsdp", "trainer.no_shard_below=1000000"]),
+    "offload1-2": (2, [*ZERO_1, "trainer.offload_optimizer=true"]),
+    "offload2-2": (2, [*ZERO_2, "trainer.offload_optimizer=true"]),
+    "offload3-2": (2, [*ZERO_3, "trainer.offload_optimizer=true"]),
+    "compiled": (1, ["trainer.compile=true"]),
+    "compiled-ddp-2": (2, ["trainer.strategy=ddp", "trainer.compile=true"]),
+    "compiled-fsdp-2": (2, ["trainer.strategy=fsdp", "trainer.compile=true"]),
 }
 # What is shown for one kind of attention alone, the other ways being shown for all.
-ONCE = ("replicas-2x2", "recomputed", "not-sharded")
+OFFLOADED = ("offload1-2", "offload2-2", "offload3-2")
+COMPILED = ("compiled", "compiled-ddp-2", "compiled-fsdp-2")
+ONCE = ("replicas-2x2", "recomputed", "not-sharded", *OFFLOADED, *COMPILED)
 FOUR_RANKS = ("fsdp-4", "context-2x2", "replicas-2x2")
+SLOW = (*FOUR_RANKS, "offload1-2", "offload3-2", *COMPILED)
 # What `make test` shows; `make soak` shows the rest.
 FOR_ALL_KINDS = ("single", "ddp-2", "fsdp-2")
 HANDOVERS_SHOWN = (
@@ -58,7 +71,7 @@ COMBINATIONS = [
     _soaked(
         way,
         kind,
-        unless=(kind == "conformal_sympow" and way not in FOUR_RANKS) or way in FOR_ALL_KINDS,
+        unless=(kind == "conformal_sympow" and way not in SLOW) or way in FOR_ALL_KINDS,
     )
     for way in WAYS
     for kind in KINDS
@@ -71,6 +84,15 @@ HANDOVERS = [
     for after in HANDED
     # Between DeepSpeed's stages it is the same path: each is left and entered by the others.
     if before == after or "deep" not in before or "deep" not in after
+]
+HANDOVERS += [
+    _soaked(before, after, unless=False)
+    for before, after in (
+        *((way, way) for way in (*OFFLOADED, *COMPILED)),
+        *(("single", way) for way in OFFLOADED),
+        ("deepspeed3-2", "offload2-2"),
+        ("offload3-2", "single"),
+    )
 ]
 
 
@@ -177,9 +199,8 @@ def test_each_rank_holds_its_share(trained: Run) -> None:
             assert sum(share[part] for share in shares) == whole[part]
             # Rows of a matrix do not always divide by the ranks.
             assert max(share[part] for share in shares) < 1.1 * whole[part] / ranks
-    for stage in (1, 2, 3):
-        share = held(f"deepspeed{stage}-2", 1)
-        assert share["moments"] < 0.6 * whole["moments"]
+    for way in ("deepspeed1-2", "deepspeed2-2", "deepspeed3-2", "offload2-2"):
+        assert held(way, 1)["moments"] < 0.6 * whole["moments"]
 
 
 @pytest.mark.parametrize(("before", "after"), HANDOVERS)

@@ -186,6 +186,23 @@ def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> Non
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.soak
+def test_three_processes_with_two_workers_each_see_the_same_batches(
+    make_run: Callable[..., Run],
+) -> None:
+    one, three = make_run(), make_run()
+    common = ["optim.tokens_per_update=768", "trainer.micro_batch=2"]
+    one.longhaul("train", "small.yaml", *common, "data.workers=0")
+    ranks = ["trainer.strategy=ddp", "trainer.devices=3", "data.workers=2"]
+    three.longhaul("train", "small.yaml", *common, *ranks)
+    seen = samples_of(three)
+    assert seen == samples_of(one)
+    assert sorted(seen) == [(index // 12, index) for index in range(0, 20 * 12, 2)]
+    found, wanted = final_weights(three), final_weights(one)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+
+
 def test_a_damaged_checkpoint_is_set_aside(run: Run) -> None:
     run.longhaul("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
     checkpoints = run.path / "small" / "checkpoints"

@@ -2,8 +2,9 @@
 
 Not a test; started by tests as a process, so that they can kill it. While rank 0 validates there is
 a file `validating`.
-LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `fail`, or
-have a `nan` in a gradient or a `spike` in its loss; or be `slow` in all batches from there on.
+LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `raise`
+there, be `slow`, or have a `nan` in a gradient or a `spike` in its loss; STEP- is every update from
+there on.
 LONGHAUL_UNSAMPLED=1 keeps the profiler from looking at updates.
 """
 
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+
+def _is_now(when: str, step: int) -> bool:
+    first = int(when.removesuffix("-"))
+    return step == first or (when.endswith("-") and step > first)
 
 
 def trace(file: Path) -> None:
@@ -33,14 +39,16 @@ def trace(file: Path) -> None:
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(descriptor, (json.dumps(line) + "\n").encode())
         os.close(descriptor)
-        rank, step, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
-        if fault == "slow" and int(rank) == self.global_rank and self.progress.step >= int(step):
-            time.sleep(0.3)
-        elif fault and (int(rank), int(step)) == (self.global_rank, self.progress.step):
+        rank, when, fault = os.environ.get("LONGHAUL_FAULT", "::").split(":")
+        if fault and int(rank) == self.global_rank and _is_now(when, self.progress.step):
             if fault == "sleep":
                 time.sleep(3600)
-            if fault == "fail":
-                raise RuntimeError("made to fail")
+            if fault == "raise":
+                raise RuntimeError("no such luck")
+            if fault == "slow":
+                time.sleep(0.3)
+                original(self, batch, batch_idx)
+                return
             if fault == "spike":
                 loss = self.model.loss
                 self.model.loss = lambda *batch: loss(*batch) + 100  # type: ignore[method-assign]

@@ -1,0 +1,115 @@
+"""Scripts for sbatch: a template's body below options and settings that come from a config."""
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from longhaul.configs import RunConfig
+
+_SETTINGS_END = "# -- settings end here --\n"
+# Ahead of the limit by what a stop may take, and by what Slurm's clock may be late.
+_SECONDS_OF_SLURM = 30
+# In an #SBATCH line all but these stand behind a backslash, and a space in quotes.
+_SPECIAL = re.compile(r"[^A-Za-z0-9_./:=@%+,-]")
+
+
+def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
+    """The script of a job that trains a run from its config file."""
+    slurm = config.slurm
+    settings = {
+        "RUN": str(run),
+        "PYTHON": sys.executable,
+        "MAX_RESTARTS": str(slurm.max_restarts),
+        "REQUEUE": "yes" if slurm.requeue else "no",
+    }
+    return _script(
+        "train",
+        [
+            *_common(config, f"{config.name}", run, "%j"),
+            *_of_ranks(config),
+            "--requeue" if slurm.requeue else "--no-requeue",
+        ],
+        settings,
+        [str(config_file)],
+    )
+
+
+def sweep_script(config: RunConfig, folder: Path, scripts: Path, count: int, throttle: int) -> str:
+    """The script of an array of jobs, each of which runs a line of the file `scripts`."""
+    return _script(
+        "sweep",
+        [
+            *_common(config, folder.name, folder, "%A_%a"),
+            *_of_ranks(config),
+            f"--array=0-{count - 1}%{throttle}",
+            "--requeue" if config.slurm.requeue else "--no-requeue",
+        ],
+        {"SCRIPTS": str(scripts)},
+        [],
+    )
+
+
+def evaluate_script(config: RunConfig, run: Path) -> str:
+    """The script of a job that measures a run's newest checkpoint, on one device."""
+    options = [*_common(config, f"evaluate {config.name}", run, "%j"), "--nodes=1", "--ntasks=1"]
+    if config.slurm.gpu is not None:
+        options.append(f"--gpus={_gpus(config.slurm.gpu, 1)}")
+    settings = {"RUN": str(run), "PYTHON": sys.executable}
+    return _script("evaluate", options, settings, [])
+
+
+def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
+    slurm = config.slurm
+    given = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "time": slurm.time,
+        "cpus-per-task": slurm.cpus_per_task,
+        "mem": slurm.memory,
+    }
+    return [
+        f"--job-name={name}",
+        f"--output={folder}/logs/job-{job}.log",
+        "--open-mode=append",
+        *(f"--{option}={value}" for option, value in given.items() if value is not None),
+        *(["--exclusive"] if slurm.exclusive else []),
+        *slurm.extra,
+    ]
+
+
+def _of_ranks(config: RunConfig) -> list[str]:
+    trainer, gpu = config.trainer, config.slurm.gpu
+    lead = math.ceil(trainer.stop_seconds) + _SECONDS_OF_SLURM
+    return [
+        f"--nodes={trainer.nodes}",
+        f"--ntasks-per-node={trainer.devices}",
+        *([] if gpu is None else [f"--gpus-per-node={_gpus(gpu, trainer.devices)}"]),
+        f"--signal=USR1@{lead}",
+    ]
+
+
+def _gpus(kind: str, count: int) -> str:
+    return f"{count}" if kind == "any" else f"{kind}:{count}"
+
+
+def _script(
+    template: str, options: Sequence[str], settings: Mapping[str, str], arguments: Sequence[str]
+) -> str:
+    text = (resources.files("longhaul.slurm") / f"{template}.sbatch").read_text()
+    _, end, body = text.partition(_SETTINGS_END)
+    assert end, f"{template}.sbatch has no line {_SETTINGS_END!r}"
+    lines = ["#!/bin/bash", *(f"#SBATCH {_escaped(option)}" for option in options)]
+    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    if arguments:
+        lines.append(f"set -- {shlex.join(arguments)}")
+    return "\n".join(lines) + f"\n{end}{body}"
+
+
+def _escaped(option: str) -> str:
+    return _SPECIAL.sub(lambda match: '" "' if match[0] == " " else f"\\{match[0]}", option)

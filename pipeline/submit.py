@@ -1,0 +1,212 @@
+"""`longhaul submit`: queue a run, or a sweep of runs, with Slurm."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import logging
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.pipeline import plan_fit
+from longhaul.pipeline.atomic import write_atomically
+from longhaul.pipeline.hardware import find_device
+from longhaul.pipeline.job_script import evaluate_script, sweep_script, train_script
+from longhaul.pipeline.mlflow_run import create_parent
+from longhaul.pipeline.plan_memory import Planner
+from longhaul.pipeline.run_folder import RunFolder, anchored
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+    parser.add_argument(
+        "--sweep",
+        nargs="+",
+        default=[],
+        metavar="key.sub=A,B",
+        help="a run for each combination of these values, in one array of jobs",
+    )
+    parser.add_argument(
+        "--throttle", type=int, default=4, help="runs of a sweep at a time; default %(default)s"
+    )
+    parser.add_argument(
+        "--chain",
+        type=int,
+        default=0,
+        metavar="N",
+        help="queue N follow-ups, each of which goes on if the one before did not finish the run",
+    )
+    parser.add_argument("--after", metavar="JOB", help="begin when that job has ended")
+    parser.add_argument("--dry-run", action="store_true", help="print the script, queue nothing")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A script in the folder of a run or a sweep, and what kind of job it makes."""
+
+    kind: str
+    script: Path
+    text: str
+
+
+def main(args: argparse.Namespace) -> int:
+    for name in ("chain", "throttle"):
+        least = 1 if name == "throttle" else 0
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}: found {getattr(args, name)}, wanted {least} or more")
+    configs = [_settled(config) for config in _configs(args.config, args.overrides, args.sweep)]
+    if args.sweep and args.chain:
+        raise ValueError("--chain: found with --sweep, wanted one of them")
+    if not args.dry_run and shutil.which("sbatch") is None:
+        raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
+    for config in configs:
+        _refuse_what_cannot_run(config)
+    if args.sweep:
+        _submit_sweep(args, configs)
+    else:
+        _submit_one(args, configs[0])
+    return 0
+
+
+def _configs(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Iterator[RunConfig]:
+    """The run itself, or a run for each combination; their names say what they differ in."""
+    axes: list[list[str]] = []
+    for axis in sweep:
+        key, equals, values = axis.partition("=")
+        if not (key and equals and values):
+            raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    base = load_run_config(path, overrides)
+    for combination in itertools.product(*axes):
+        parts = [one.rpartition(".")[2].replace("/", "_") for one in combination]
+        name = "-".join([base.name, *parts])
+        # Not as an override: YAML would read more into a name than text.
+        yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    """The config with all paths absolute, so that the script does not depend on where it runs."""
+    return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
+
+
+def _refuse_what_cannot_run(config: RunConfig) -> None:
+    folder = RunFolder.of(config)
+    if {"%", "\\"} & set(str(folder.path)):
+        raise ConfigError(
+            f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
+            "replaces in the names of logs"
+        )
+    folder.check_same_run(config)
+    if config.slurm.gpu is None:
+        return
+    device = find_device(config.slurm.gpu)
+    if device is None:
+        logger.info("memory was not checked: slurm.gpu %s is not known", config.slurm.gpu)
+        return
+    planner = Planner(config)
+    if not plan_fit.fits(planner.plan(plan_fit.own_choice(config)), device):
+        raise ConfigError(plan_fit.verdict(config, device, planner))
+
+
+def _submit_one(args: argparse.Namespace, config: RunConfig) -> None:
+    job = _training(config)
+    if args.dry_run:
+        print(job.text, end="")
+        return
+    folder = RunFolder.of(config)
+    _prepare(config, job)
+    ids = [_queue(folder.path, job, _after(args.after))]
+    for _ in range(args.chain):
+        # Where the one before finished the run, this one is cancelled.
+        ids.append(_queue(folder.path, job, ["--dependency", f"afternotok:{ids[-1]}"]))
+    if "evaluate" in config.slurm.then:
+        text = evaluate_script(config, folder.path)
+        then = _Job("evaluate", folder.path / "slurm" / "evaluate.sbatch", text)
+        write_atomically(then.script, then.text)
+        ended = "?".join(f"afterok:{one}" for one in ids)
+        _queue(folder.path, then, ["--dependency", ended])
+    print(f"log: {folder.path}/logs/job-{ids[0]}.log")
+    print(f"MLflow: {_tracked(config)}")
+
+
+def _submit_sweep(args: argparse.Namespace, configs: list[RunConfig]) -> None:
+    base = load_run_config(args.config, args.overrides)
+    # Not the base run's own: a run of that name may exist.
+    folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
+    jobs = [_training(config) for config in configs]
+    scripts = folder / "slurm" / "scripts.txt"
+    text = sweep_script(configs[0], folder, scripts, len(jobs), args.throttle)
+    if args.dry_run:
+        print(text, end="")
+        return
+    tracking = configs[0].tracking
+    parent = create_parent(folder, tracking.uri, tracking.experiment, folder.name)
+    for config in configs:
+        nested = dataclasses.replace(config.tracking, parent_run_id=parent)
+        config = dataclasses.replace(config, tracking=nested)
+        _prepare(config, _training(config))
+    (folder / "slurm").mkdir(parents=True, exist_ok=True)
+    write_atomically(scripts, "".join(f"{job.script}\n" for job in jobs))
+    sweep = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
+    write_atomically(sweep.script, sweep.text)
+    job_id = _queue(folder, sweep, _after(args.after))
+    for index, config in enumerate(configs):
+        run = RunFolder.of(config).path
+        _note(run, "train", f"{job_id}_{index}")
+        if "evaluate" in config.slurm.then:
+            then = _Job("evaluate", run / "slurm" / "evaluate.sbatch", evaluate_script(config, run))
+            write_atomically(then.script, then.text)
+            _queue(run, then, ["--dependency", f"afterok:{job_id}_{index}"])
+    print(f"logs: {folder}/logs/job-{job_id}_*.log")
+    print(f"MLflow: {_tracked(configs[0])}, below {folder.name}")
+
+
+def _training(config: RunConfig) -> _Job:
+    folder = RunFolder.of(config).path
+    script = folder / "slurm" / "train.sbatch"
+    return _Job("train", script, train_script(config, folder, folder / "slurm" / "config.yaml"))
+
+
+def _prepare(config: RunConfig, job: _Job) -> None:
+    """Write what a job reads; what an earlier one of the run found bad may have been mended."""
+    folder = job.script.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "logs").mkdir(exist_ok=True)
+    (folder / "BAD").unlink(missing_ok=True)
+    write_atomically(folder / "config.yaml", to_yaml(config))
+    write_atomically(job.script, job.text)
+
+
+def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
+    """Give a script to sbatch; the job's id."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
+    job_id = result.stdout.strip().partition(";")[0]  # with several clusters, ID;CLUSTER
+    _note(folder, job.kind, job_id)
+    after = f", {' '.join(options)}" if options else ""
+    print(f"job {job_id}: {job.kind} {folder}{after}", flush=True)
+    return job_id
+
+
+def _note(folder: Path, kind: str, job_id: str) -> None:
+    entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
+    with open(folder / "slurm" / "jobs.jsonl", "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _after(job: str | None) -> list[str]:
+    return [] if job is None else ["--dependency", f"afterany:{job}"]
+
+
+def _tracked(config: RunConfig) -> str:
+    return f"{config.tracking.uri}, experiment {config.tracking.experiment}, run {config.name}"
