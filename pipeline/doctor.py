@@ -80,7 +80,7 @@ def _among_nodes(config: RunConfig | None, here: Place) -> int:
     machine, run = list(_machine(config)), list(_run(config, here))
     # Before the nodes meet, where they may have to wait: this is in the log then.
     _print(here, [*machine, *run])
-    failures = [finding.what for finding in machine if finding.status == "FAILURE"]
+    failures = [finding.what for finding in _of_machine(machine, run)]
     # What failed may hang, and is not asked again.
     mine = {
         "commit": None if "commit" in failures else source_commit(),
@@ -125,7 +125,13 @@ def _run(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     if here is not None:
         checks["shape"] = partial(check_shape, config, len(here.names))
     for what, check in checks.items():
-        yield find(what, check, _SECONDS)
+        finding = find(what, check, _SECONDS)
+        # A run goes on without MLflow, also where its name cannot be looked up in time.
+        yield (
+            finding._replace(status="warning")
+            if finding[:2] == ("FAILURE", "tracking")
+            else finding
+        )
 
 
 def _print(here: Place, findings: Sequence[Finding]) -> None:
@@ -135,6 +141,12 @@ def _print(here: Place, findings: Sequence[Finding]) -> None:
 
 
 def _status(machine: Sequence[Finding], run: Sequence[Finding]) -> int:
-    if any(finding.status == "FAILURE" for finding in machine):
+    if _of_machine(machine, run):
         return EXIT_BAD_MACHINE
     return 2 if any(finding.status == "FAILURE" for finding in run) else 0
+
+
+def _of_machine(machine: Sequence[Finding], run: Sequence[Finding]) -> Sequence[Finding]:
+    """The failures that another machine might not have: its own, and data that hang."""
+    found = [*machine, *(finding for finding in run if finding.is_late)]
+    return [finding for finding in found if finding.status == "FAILURE"]

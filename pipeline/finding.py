@@ -18,6 +18,8 @@ class Finding(NamedTuple):
     what: str
     text: str
     remedy: str = ""
+    is_late: bool = False
+    """There was no answer in time."""
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.what:<9} {self.text}"
@@ -46,9 +48,8 @@ def find(what: str, check: Check, seconds: float) -> Finding:
     thread.join(seconds)
     if found:
         return found[0]
-    return Finding(
-        "FAILURE", what, f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
-    )
+    text, remedy = f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
+    return Finding("FAILURE", what, text, remedy, is_late=True)
 
 
 def is_one_left() -> bool:
