@@ -59,8 +59,11 @@ def check_local_nccl() -> Finding:
     return nccl_finding(rate, f"of {count} GPUs in the node")
 
 
-def nccl_rate(store: Store, rank: int, world_size: int, seconds: float = 15) -> float:
-    """Bytes a second between the first GPUs of nodes that all call this with the same store."""
+def nccl_rate(store: Store, rank: int, world_size: int, seconds: float = 120) -> float:
+    """Bytes a second between the first GPUs of nodes that all call this with the same store.
+
+    A limit that the caller's own comes before: at this one NCCL's watchdog kills the process.
+    """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group(

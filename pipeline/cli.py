@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "prepare": "write a corpus as shards",
     "train": "start a run, or resume it",
+    "status": "show how far runs are",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
     "submit": "queue a run, its follow-ups or a sweep with Slurm",

@@ -6,7 +6,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.finding import Finding, output_of
 from longhaul.pipeline.sizes import in_bytes
+from longhaul.pipeline.slurm_jobs import slurm_job
 
 _WRITTEN_BYTES = 32 << 20
 _SECONDS_OF_WRITING = 2.0
@@ -149,12 +149,6 @@ def check_time(needed: float | None) -> Finding:
         text = f"{text}, to stop with a checkpoint takes {needed / 60:.1f}"
         return Finding("warning", "time", text, "set slurm.time, or lower trainer.stop_seconds")
     return Finding("ok", "time", text)
-
-
-def slurm_job(job_id: str) -> Mapping[str, str]:
-    """What Slurm says of a job, nothing where it cannot be asked."""
-    text = output_of("scontrol", "show", "job", "-o", job_id) or ""
-    return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", text.split("\n")[0]))
 
 
 def _version(package: str) -> str | None:

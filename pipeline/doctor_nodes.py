@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from longhaul.pipeline.bandwidth import gloo_finding, gloo_rate, nccl_finding, nccl_rate
-from longhaul.pipeline.finding import Finding, find, output_of
+from longhaul.pipeline.finding import SECONDS_OF_GPUS, Finding, find, output_of
 
 SECONDS_TO_MEET = 20.0
 """How long the first node waits for the others, and they for it."""
@@ -59,11 +59,14 @@ def place() -> Place | None:
     )
 
 
-def meet(here: Place, mine: Mapping[str, Any]) -> Iterator[Finding]:
+def meet(
+    here: Place, mine: Mapping[str, Any], tell: Callable[[Sequence[Finding]], None]
+) -> Sequence[Finding]:
     """Tell the others of this node, and find how they are together; the first node speaks for all.
 
     Args:
         mine: of this node: `commit`; `gpus`, how many; `failures`, what failed of its machine.
+        tell: is given what was found before any node leaves: srun may end all when one does.
     """
     try:
         store = _open_store(here)
@@ -72,18 +75,25 @@ def meet(here: Place, mine: Mapping[str, Any]) -> Iterator[Finding]:
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
         text = f"{here.names[0]}, the first node, cannot be met at port {here.port}: {reason}"
-        yield Finding("FAILURE", "nodes", text, f"sbatch --exclude={here.names[0]}")
-        return
+        found = [Finding("FAILURE", "nodes", text, f"sbatch --exclude={here.names[0]}")]
+        tell(found)
+        return found
     reports = {here.names[node]: json.loads(store.get(f"node/{node}")) for node in present}
     absent = [name for name in here.names if name not in reports]
-    if here.node == 0:
-        yield from _together(here, reports, absent)
+    found = list(_together(here, reports, absent)) if here.node == 0 else []
     if not absent:
-        yield from _add_up(store, here, all(report["gpus"] for report in reports.values()))
-    store.set(f"left/{here.node}", "")
-    if here.node == 0:
-        # The store ends with this process.
-        _wait_for(store, [f"left/{node}" for node in present], 10)
+        found += _add_up(store, here, all(report["gpus"] for report in reports.values()))
+    tell(found)
+    store.set(f"told/{here.node}", "")
+    try:
+        _wait_for(store, [f"told/{node}" for node in present], 20)
+        # The first node's store ends with its process, so it leaves last.
+        store.set(f"left/{here.node}", "")
+        if here.node == 0:
+            _wait_for(store, [f"left/{node}" for node in present], 5)
+    except RuntimeError:
+        pass  # It left before: all is said.
+    return found
 
 
 def _open_store(here: Place) -> Store:
@@ -164,6 +174,6 @@ def _add_up(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
 
     found = [find("gloo", gloo, 10)]
     if has_gpus:
-        found.append(find("nccl", nccl, 20))
+        found.append(find("nccl", nccl, SECONDS_OF_GPUS))
     # All measure the same; a failure each node tells for itself.
     yield from (one for one in found if here.node == 0 or one.status == "FAILURE")

@@ -5,6 +5,9 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
+SECONDS_OF_GPUS = 20.0
+"""For a check that makes contexts on all GPUs of a node, or connects them."""
+
 Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
 
 
@@ -15,6 +18,8 @@ class Finding(NamedTuple):
     what: str
     text: str
     remedy: str = ""
+    is_late: bool = False
+    """There was no answer in time."""
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.what:<9} {self.text}"
@@ -22,6 +27,8 @@ class Finding(NamedTuple):
 
 
 Check: TypeAlias = Callable[[], Finding]
+
+_NAME = "longhaul check"
 
 
 def find(what: str, check: Check, seconds: float) -> Finding:
@@ -36,14 +43,18 @@ def find(what: str, check: Check, seconds: float) -> Finding:
             found.append(Finding("FAILURE", what, f"{type(error).__name__}: {reason}"))
 
     # A thread, since a file system or driver that hangs cannot be interrupted, only left behind.
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=look, daemon=True, name=_NAME)
     thread.start()
     thread.join(seconds)
     if found:
         return found[0]
-    return Finding(
-        "FAILURE", what, f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
-    )
+    text, remedy = f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
+    return Finding("FAILURE", what, text, remedy, is_late=True)
+
+
+def is_one_left() -> bool:
+    """Whether a check still looks, after its time."""
+    return any(thread.name == _NAME for thread in threading.enumerate())
 
 
 def output_of(*command: str, seconds: float = 5) -> str | None:

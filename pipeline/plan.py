@@ -21,6 +21,7 @@ from longhaul.pipeline.sizes import (
     state_bytes,
     without_memory,
 )
+from longhaul.pipeline.table import print_table
 
 _DEGREES = (2, 4, 6, 8)
 
@@ -55,11 +56,11 @@ def main(args: argparse.Namespace) -> int:
         models = [load_run_config(args.config, args.overrides, kind=kind).model for kind in kinds]
     print("FLOPs: forward, a token, in the form that a GPU takes. State: a sequence's, in half")
     print("precision without padding, and as it is allocated.\n")
-    _print_table(_costs(models, contexts))
+    print_table(_costs(models, contexts))
     symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
     if symmetric:
         print("\nThe state of the symmetric-power layers at each degree:\n")
-        _print_table(_states_by_degree(symmetric[0]))
+        print_table(_states_by_degree(symmetric[0]))
     if fit is not None:
         _print_fit(*fit)
     return 0
@@ -75,7 +76,7 @@ def _print_fit(config: RunConfig, device: Device) -> None:
         flush=True,
     )
     planner = Planner(config)
-    _print_table(rows(config, device, planner))
+    print_table(rows(config, device, planner))
     print(f"\n{verdict(config, device, planner)}")
 
 
@@ -139,12 +140,3 @@ def _of_degree(attention: AttentionConfig, degree: int) -> AttentionConfig:
     if isinstance(attention, SympowConfig):
         return dataclasses.replace(attention, degree=degree)
     return attention
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *others = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        print("  ".join(cells))

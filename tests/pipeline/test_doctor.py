@@ -1,6 +1,7 @@
 """What `longhaul doctor` says of one machine and one run."""
 
 import importlib.metadata
+import os
 import shutil
 import socket
 import threading
@@ -13,12 +14,12 @@ import pytest
 import torch
 
 from longhaul.configs import load_run_config
-from longhaul.pipeline import doctor_machine
+from longhaul.pipeline import doctor_machine, doctor_run
 from longhaul.pipeline.bandwidth import gloo_finding, nccl_finding
 from longhaul.pipeline.doctor import EXIT_BAD_MACHINE
 from longhaul.pipeline.doctor_machine import check_gpus, check_idle, check_time, check_torch
-from longhaul.pipeline.doctor_run import check_space, checkpoint_bytes
-from longhaul.pipeline.finding import find
+from longhaul.pipeline.doctor_run import check_shards, check_space, checkpoint_bytes
+from longhaul.pipeline.finding import Finding, find
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -83,6 +84,25 @@ def test_a_damaged_shard_is_named(run: Any, damaged: Path, damage: str) -> None:
     assert damaged.name in line
 
 
+def test_data_that_hang_are_a_bad_machine_and_hold_nothing_up(run: Any) -> None:
+    os.mkfifo(run.path / "manifest.json")
+    done = run.longhaul("doctor", "small.yaml", "data.manifest=manifest.json", check=False)
+    assert done.returncode == EXIT_BAD_MACHINE
+    assert "no answer" in _lines(done.stdout)["shards"]
+
+
+def test_shards_that_take_long_to_read_are_no_failure(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_run_config(run.path / "small.yaml")
+    assert "0 of the right hash" not in check_shards(config, 0).text
+    monkeypatch.setattr(doctor_run, "_SECONDS_OF_READING", 0.0)
+    finding = check_shards(config, 0)
+    assert finding.status == "ok"
+    assert finding.text.startswith("0 of ")
+    assert "0 of the right hash" in finding.text
+
+
 def test_ids_beyond_the_vocabulary_fail(run: Any) -> None:
     done = run.longhaul("doctor", "small.yaml", "model.vocabulary=100", check=False)
     assert done.returncode == 2
@@ -115,7 +135,7 @@ def test_a_bad_config_is_one_line(run: Any) -> None:
 
 def test_a_check_that_raises_or_hangs_is_a_failure() -> None:
     raised = find("disk", lambda: 1 / 0, 5)
-    assert raised == ("FAILURE", "disk", "ZeroDivisionError: division by zero", "")
+    assert raised == Finding("FAILURE", "disk", "ZeroDivisionError: division by zero")
     released = threading.Event()
     hung = find("disk", released.wait, 0.1)
     released.set()

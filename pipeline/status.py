@@ -1,0 +1,185 @@
+"""`longhaul status`: how far the runs of a folder are.
+
+Whether one runs is asked of Slurm where `RUN/slurm/jobs.jsonl` names a job, and of the lock on the
+run's journal otherwise. Of a journal, which may be long, only the end is read.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import statistics
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longhaul.pipeline.slurm_jobs import slurm_job
+from longhaul.pipeline.table import print_table
+
+_COLUMNS = ("name", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
+# Hundreds of updates; the second where much else was written behind them.
+_TAIL_BYTES = (256 << 10, 8 << 20)
+_UPDATES = 20  # whose median is the speed
+_CHECKPOINT = re.compile(r"step-\d{9,}")
+_ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
+_FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, len, pid
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "roots", nargs="*", default=["runs"], metavar="ROOT", help="a run, or a folder of runs"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    folders = {}
+    for root in map(Path, args.roots):
+        if not root.is_dir():
+            raise ValueError(f"{root}: found no such folder, wanted a run, or a folder of runs")
+        for folder in [root] if _is_run(root) else sorted(filter(_is_run, root.iterdir())):
+            folders[folder.name if len(args.roots) == 1 else str(folder)] = folder
+    if not folders:
+        print(f"no runs in {', '.join(args.roots)}")
+        return 0
+    with ThreadPoolExecutor(8) as threads:  # each may wait for an answer of Slurm's
+        rows = list(threads.map(_row, folders.keys(), folders.values()))
+    print_table([_COLUMNS, *rows])
+    return 0
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.yaml", "slurm/jobs.jsonl"))
+
+
+def _row(name: str, folder: Path) -> Sequence[str]:
+    try:
+        return [name, *_describe(folder)]
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError) as error:
+        return [name, f"cannot be read: {type(error).__name__}", *["-"] * (len(_COLUMNS) - 2)]
+
+
+def _describe(folder: Path) -> Sequence[str]:
+    lines = _tail(folder / "logs" / "metrics.jsonl")
+    job = _training_job(folder)
+    state = _job_state(job) or _folder_state(folder, lines)
+    if state in ("died", "not started"):
+        # Slurm may know more: a time limit, a node that failed.
+        state = job.get("JobState", state).lower()
+    updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
+    progress = _progress(folder, updates, is_running=state == "running")
+    return [state, *progress, job.get("Restarts", "-"), _checkpoint(folder)]
+
+
+def _training_job(folder: Path) -> Mapping[str, str]:
+    """What Slurm says of the last job that was submitted to train the run."""
+    path = folder / "slurm" / "jobs.jsonl"
+    jobs = _parse(path.read_bytes()) if path.is_file() else []
+    ids = [str(job["job_id"]) for job in jobs if job["kind"] == "train"]
+    return slurm_job(ids[-1]) if ids else {}
+
+
+def _job_state(job: Mapping[str, str]) -> str | None:
+    """Of a job that waits or runs."""
+    state = job.get("JobState")
+    if state == "PENDING":
+        return f"pending, {job.get('Reason')}"
+    return state.lower() if state in ("RUNNING", "COMPLETING", "SUSPENDED") else None
+
+
+def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
+    if (folder / "DONE").exists():
+        return "finished"
+    journal = folder / "logs" / "metrics.jsonl"
+    if _is_locked(journal.with_name(f"{journal.name}.lock")):
+        return "running"
+    if not journal.exists():
+        return "not started"
+    statuses = [line["status"] for line in lines if line["kind"] == "status"]
+    # Without a last word it was killed, or its machine failed.
+    return _ENDS.get(statuses[-1] if statuses else "", "died")
+
+
+def _progress(
+    folder: Path, updates: Sequence[Mapping[str, Any]], *, is_running: bool
+) -> Sequence[str]:
+    """Step of total, loss, tokens/s, and time left of a run that runs."""
+    tokens_per_update, total = _budget(folder)
+    of_total = "" if total is None else f"/{total:,}"
+    if not updates:
+        return [f"0{of_total}", "-", "-", "-"]
+    step, values = int(updates[-1]["step"]), updates[-1]["values"]
+    rate = statistics.median(float(each["values"]["train/tokens_per_second"]) for each in updates)
+    left = "-"
+    if total is not None and is_running:
+        seconds = (total - step) * tokens_per_update / rate
+        left = str(timedelta(seconds=round(seconds)))
+    return [f"{step:,}{of_total}", f"{float(values['train/loss']):.4f}", f"{rate:,.0f}", left]
+
+
+def _budget(folder: Path) -> tuple[int, int | None]:
+    """Tokens of an update, and updates in all if the run's config is there."""
+    # Not as a RunConfig: what that imports takes seconds.
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return 0, None
+    config = yaml.safe_load(path.read_text())
+    tokens_per_update = int(config["optim"]["tokens_per_update"])
+    return tokens_per_update, -(-int(config["trainer"]["max_tokens"]) // tokens_per_update)
+
+
+def _checkpoint(folder: Path) -> str:
+    """Step and age of the newest."""
+    paths = (folder / "checkpoints").glob("step-*")
+    path = max((path for path in paths if _CHECKPOINT.fullmatch(path.name)), default=None)
+    if path is None:
+        return "-"
+    age = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
+    return f"{int(path.name.removeprefix('step-')):,}, {age} ago"
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a journal, updates among them if there are any near its end."""
+    lines: list[dict[str, Any]] = []
+    for size in _TAIL_BYTES if path.is_file() else ():
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(begin)
+            content = file.read()
+        # The first line is half a one unless it is the file's.
+        lines = _parse(content.partition(b"\n")[2] if begin else content)
+        if begin == 0 or any(line["kind"] == "train" for line in lines):
+            break
+    return lines
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    """One object a line; what is damaged, or not yet whole, is left out."""
+    lines = []
+    for raw in content.splitlines():
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process, on any node, holds the lock; asks without taking it for a moment."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+        except OSError:  # a file system without locks
+            return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

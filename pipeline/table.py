@@ -1,0 +1,12 @@
+"""Rows as people read them."""
+
+from collections.abc import Sequence
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = zip(row, widths, strict=True)
+        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
+        print("  ".join(cells))

@@ -1,0 +1,145 @@
+"""What `longhaul status` says of runs, without a Slurm."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.pipeline.cli import main
+
+COLUMNS = ["name", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint"]
+
+
+@pytest.fixture(autouse=True)
+def no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+@pytest.fixture
+def status(capsys: pytest.CaptureFixture[str]) -> Any:
+    """The rows that `longhaul status ROOT...` prints, by the runs' names."""
+
+    def show(*roots: Path) -> dict[str, dict[str, str]]:
+        capsys.readouterr()
+        assert main(["status", *map(str, roots)]) == 0
+        lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+        cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+        assert cells[0] == COLUMNS
+        return {row[0]: dict(zip(COLUMNS, row, strict=True)) for row in cells[1:]}
+
+    return show
+
+
+def _make(folder: Path, *lines: dict[str, Any]) -> Path:
+    """A run of 100 updates of 1,000 tokens with a journal."""
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "{optim: {tokens_per_update: 1000}, trainer: {max_tokens: 99001}}"
+    )
+    if lines:
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "logs" / "metrics.jsonl").write_text(text)
+    return folder
+
+
+def _update(step: int, rate: float = 500.0) -> dict[str, Any]:
+    values = {"train/loss": 3.0 - step / 100, "train/tokens_per_second": rate}
+    return {"kind": "train", "step": step, "time_ms": step, "values": values}
+
+
+def test_a_finished_run_shows_its_end(uninterrupted: Any, status: Any) -> None:
+    journal = (uninterrupted.path / "small" / "logs" / "metrics.jsonl").read_text()
+    losses = [line for line in map(json.loads, journal.splitlines()) if line["kind"] == "train"]
+    row = status(uninterrupted.path)["small"]
+    assert (row["state"], row["step"], row["left"]) == ("finished", "30/30", "-")
+    assert row["loss"] == f"{losses[-1]['values']['train/loss']:.4f}"
+    assert row["checkpoint"].startswith("30, ")
+    assert status(uninterrupted.path / "small")["small"] == row
+
+
+def test_running_stopped_and_killed_are_told_apart(make_run: Any, status: Any) -> None:
+    run = make_run(2000)
+    running = run.start("train", "small.yaml")
+    run.wait_for_step(running, 8)
+    row = status(run.path)["small"]
+    assert row["state"] == "running"
+    assert row["step"].endswith("/2,000")
+    assert row["left"] != "-"
+    running.send_signal(signal.SIGTERM)
+    assert running.wait() == 75
+    assert status(run.path)["small"]["state"] == "stopped"
+    again = run.start("train", "small.yaml")
+    run.wait_for_step(again, run.last_step + 2)
+    os.killpg(again.pid, signal.SIGKILL)
+    again.end()
+    row = status(run.path)["small"]
+    assert (row["state"], row["left"]) == ("died", "-")
+
+
+def test_speed_is_the_median_and_time_left_follows_from_it(
+    tmp_path: Path, status: Any, fork: Any
+) -> None:
+    slow = [_update(step, 10.0) for step in range(1, 5)]
+    run = _make(tmp_path / "run", *slow, *(_update(step) for step in range(5, 41)))
+    code = (
+        "import sys, time; from pathlib import Path; from longhaul.pipeline.journal import Journal;"
+        "journal = Journal(Path('logs/metrics.jsonl')); Path('up').touch(); time.sleep(60)"
+    )
+    holder = fork(code, run)
+    try:
+        while not (run / "up").exists():
+            assert holder.poll() is None
+        row = status(tmp_path)["run"]
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+    # 60 updates of 1,000 tokens at 500 a second.
+    assert row | {"restarts": "", "checkpoint": ""} == {
+        "name": "run",
+        "state": "running",
+        "step": "40/100",
+        "loss": "2.6000",
+        "tokens/s": "500",
+        "left": "0:02:00",
+        "restarts": "",
+        "checkpoint": "",
+    }
+
+
+def test_of_a_long_journal_only_the_end_is_read(tmp_path: Path, status: Any) -> None:
+    run = _make(tmp_path / "run", _update(1))
+    journal = run / "logs" / "metrics.jsonl"
+    os.truncate(journal, 1 << 40)  # no memory holds it
+    with journal.open("a") as file:
+        lines = [_update(7), _update(8), {"kind": "status", "status": "FAILED"}]
+        file.write("\n" + "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr')
+    row = status(tmp_path)["run"]
+    assert (row["state"], row["step"]) == ("failed", "8/100")
+
+
+def test_a_run_that_never_began_or_is_damaged_leaves_the_others(
+    tmp_path: Path, status: Any
+) -> None:
+    _make(tmp_path / "a")
+    _make(tmp_path / "b", _update(3), {"kind": "status", "status": "KILLED"})
+    (_make(tmp_path / "c") / "config.yaml").write_text("{optim: [")
+    (tmp_path / "d" / "slurm").mkdir(parents=True)
+    (tmp_path / "d" / "slurm" / "jobs.jsonl").write_text('{"job_id": "1", "kind": "train"}\n')
+    (tmp_path / "no-run").mkdir()
+    rows = status(tmp_path)
+    assert [rows[name]["state"] for name in "abd"] == ["not started", "stopped", "not started"]
+    assert rows["c"]["state"].startswith("cannot be read")
+    assert rows.keys() == set("abcd")
+    assert rows["d"]["restarts"] == "-"
+
+
+def test_a_folder_that_is_not_there_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere: found no such folder" in capsys.readouterr().err
+    assert main(["status", str(tmp_path)]) == 0
+    assert "no runs in" in capsys.readouterr().out
