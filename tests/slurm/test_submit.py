@@ -207,6 +207,7 @@ def test_two_nodes_of_two_tasks_train_to_the_end(undisturbed: Work) -> None:
     assert (folder / "environment.json").exists()
 
 
+@pytest.mark.soak
 def test_signals_and_requeues_lead_to_the_same_weights(work: Work, undisturbed: Work) -> None:
     work.submit()
     (job,) = work.jobs()
@@ -270,6 +271,7 @@ def test_a_job_that_fails_at_once_is_not_queued_again(
     assert "longhaul: no luck" in work.said(job)
 
 
+@pytest.mark.soak
 def test_a_job_that_fails_later_each_time_is_queued_again_until_its_limit(
     work: Work, fault: Callable[[str, str], None]
 ) -> None:
@@ -303,6 +305,7 @@ def test_bad_data_stops_a_chain_with_its_own_code(
     assert not (work.folder / "logs" / f"job-{second}-task-0.log").exists()
 
 
+@pytest.mark.soak
 def test_ranks_out_of_step_agree_on_a_signal(work: Work, fault: Callable[[str, str], None]) -> None:
     # One rank is asleep within the backward pass when the signal comes.
     fault("self.global_rank == 1 and self.progress.step == 5", "time.sleep(4)")
@@ -316,6 +319,7 @@ def test_ranks_out_of_step_agree_on_a_signal(work: Work, fault: Callable[[str, s
     assert "stopped after step" in work.said(job)
 
 
+@pytest.mark.soak
 def test_a_chain_goes_on_and_ends_with_the_run(work: Work, cluster: Cluster) -> None:
     options = ["slurm.requeue=false", "slurm.then=[evaluate]", *ONE_TASK]
     done = work.submit("--chain", "2", *options)
@@ -341,6 +345,7 @@ def test_an_evaluation_is_cancelled_when_training_fails(
     work.cluster.wait(after, "CANCELLED", 60)
 
 
+@pytest.mark.soak
 def test_a_sweep_is_one_array_of_runs_below_a_parent(work: Work, cluster: Cluster) -> None:
     axes = ["model.attention.kind=softmax,conformal_sympow", "data.context=64,128"]
     brief = [*ONE_TASK, "trainer.max_tokens=2048", "trainer.micro_batch=1"]
