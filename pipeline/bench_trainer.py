@@ -97,7 +97,6 @@ def _overhead(config: RunConfig) -> str:
     ours: list[_Stamps] = []
     bare: list[_Stamps] = []
     for number in range(_ROUNDS + 1):
-        print(f"trainer beside a bare loop: round {number} of {_ROUNDS}", flush=True)
         # Each goes first as often as the other: a machine may get slower as it warms up.
         for is_ours in (number % 2 == 0, number % 2 == 1):
             if is_ours:
@@ -105,6 +104,7 @@ def _overhead(config: RunConfig) -> str:
             else:
                 bare.append(_loop(config))
             gc.collect()  # ends the workers of the loader
+        print(f"trainer beside a bare loop: {number} of {_ROUNDS} rounds", flush=True)
     if not abs(ours[0].loss - bare[0].loss) < 1e-3 * abs(bare[0].loss):
         raise RuntimeError(
             f"the trainer's loss is {ours[0].loss}, wanted the bare loop's {bare[0].loss}"

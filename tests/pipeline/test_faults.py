@@ -27,7 +27,7 @@ def losses(run: Run) -> dict[int, float]:
     return {e["step"]: e["values"]["train/loss"] for e in entries if e["kind"] == "train"}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_shard_that_is_cut_while_it_is_read_is_named_and_the_run_goes_on_when_mended(
     run: Run, uninterrupted: Run, corpus: Path, workers: int
 ) -> None:

@@ -335,6 +335,7 @@ def test_a_chain_goes_on_and_ends_with_the_run(work: Work, cluster: Cluster) -> 
     assert list((work.folder / "evaluation").iterdir())
 
 
+@pytest.mark.soak
 def test_an_evaluation_is_cancelled_when_training_fails(
     work: Work, fault: Callable[[str, str], None]
 ) -> None:
