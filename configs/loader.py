@@ -38,7 +38,7 @@ def load_run_config(
         if "=" not in override:
             raise ConfigError(f"command line: found {override!r}, wanted key.sub=value")
     try:
-        command_line = OmegaConf.from_dotlist(list(overrides))
+        command_line = OmegaConf.from_dotlist(list(map(_as_text, overrides)))
     except yaml.YAMLError as error:
         raise ConfigError(f"command line: {' '.join(str(error).split())}") from error
     try:
@@ -79,6 +79,18 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+def _as_text(override: str) -> str:
+    """Where text is wanted, take what was typed: YAML would make 12:30 a number, and 010 eight."""
+    key, _, value = override.partition("=")
+    wanted: Any = RunConfig
+    for part in key.split("."):
+        hints = typing.get_type_hints(wanted) if dataclasses.is_dataclass(wanted) else {}
+        wanted = hints.get(part)
+    is_text = wanted is str or (wanted == str | None and value != "null")
+    is_quoted = value[:1] in ("'", '"')
+    return f"{key}={json.dumps(value)}" if is_text and not is_quoted else override
 
 
 def _find(path: str | Path) -> Path:

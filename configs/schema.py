@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from longhaul.datamodules.tokens import DataConfig
+from longhaul.datamodules.config import DataConfig
 from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.modules.pretraining import OptimConfig
+from longhaul.modules.optim import OptimConfig
 
 # The configs of the pipeline's own parts stand here and not beside what they configure, because
 # configs must not import pipeline.
@@ -60,10 +60,10 @@ class TrainerConfig:
     """initial_state: train the learned initial states, and freeze everything else."""
 
     start_from: str | None = None
-    """Run folder or checkpoint whose weights a new run begins with; it may lack initial states."""
+    """Run, checkpoint or exported folder whose weights a run begins with, but initial states."""
 
     hang_seconds: float = 1800.0
-    """Longest that an update, a validation or a save may take before the job is ended, seconds."""
+    """Longest that an update, a validation, a save or a task of an evaluation may take, seconds."""
 
     stop_seconds: float = 90.0
     """Longest that a stop asked for by a signal may take before the process ends, seconds."""
@@ -160,6 +160,20 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """What of `longhaul evaluate` training does on the way, on checkpoints of its own."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Tasks, such as positions, passkey, recall; none does nothing."""
+
+    every_tokens: int = 100_000_000
+    """Tokens between evaluations, each of a checkpoint; one more follows the last update."""
+
+    def __post_init__(self) -> None:
+        _positive("evaluation", self, "every_tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
     """Where MLflow keeps the run."""
 
@@ -202,7 +216,7 @@ class SlurmConfig:
     """Features that the nodes must have, as sbatch --constraint takes them."""
 
     time: str | None = None
-    """Time limit, as sbatch --time takes it."""
+    """Time limit, as sbatch --time takes it, with its days: 0-12:00:00."""
 
     gpu: str | None = None
     """Kind of GPU, trainer.devices of them a node, or `any`; null asks for none."""
@@ -223,7 +237,7 @@ class SlurmConfig:
     """Times that a job may be queued again before it gives up."""
 
     then: list[str] = field(default_factory=list)
-    """What follows the training in a job of its own: evaluate."""
+    """What follows the training in a job of its own: evaluate, export, in this order."""
 
     extra: list[str] = field(default_factory=list)
     """Further options of sbatch, such as --reservation=NAME."""
@@ -232,8 +246,13 @@ class SlurmConfig:
         _positive("slurm", self, "max_restarts")
         if self.cpus_per_task is not None:
             _positive("slurm", self, "cpus_per_task")
+        if self.time is not None and self.time.isdigit():
+            # A file's 12:00:00 is 43200 to YAML, which would be minutes to Slurm.
+            raise ValueError(
+                f"slurm.time: found the number {self.time}, wanted days too, as in 0-12:00:00"
+            )
         for step in self.then:
-            _one_of("slurm.then", step, ("evaluate",))
+            _one_of("slurm.then", step, ("evaluate", "export"))
         for option in self.extra:
             if not option.startswith("-"):
                 raise ValueError(
@@ -257,6 +276,7 @@ class RunConfig:
     """Folder that holds the runs."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
 
@@ -272,11 +292,14 @@ class RunConfig:
                 f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
                 f"divisor of data.context = {self.data.context}"
             )
-        if "evaluate" in self.slurm.then and self.data.validation_manifest is None:
-            raise ValueError(
-                "data.validation_manifest: missing with slurm.then evaluate, wanted shards to "
-                "evaluate on"
-            )
+        for asking, is_asked in (
+            ("slurm.then evaluate", "evaluate" in self.slurm.then),
+            ("evaluation.tasks", bool(self.evaluation.tasks)),
+        ):
+            if is_asked and self.data.validation_manifest is None:
+                raise ValueError(
+                    f"data.validation_manifest: missing with {asking}, wanted shards to evaluate on"
+                )
         if self.trainer.train_only is not None and self.trainer.start_from is None:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "

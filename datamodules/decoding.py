@@ -1,7 +1,7 @@
 """Text out of ids that arrive one by one, never half a character."""
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -111,3 +111,39 @@ class FileDecoder:
     def flush(self) -> str:
         text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
         return text[self._shown :]
+
+
+class StoppingDecoder:
+    """What another decoder says before the first of some texts; what may begin one waits.
+
+    First is the one that is whole first, so that it does not matter how ids cut the text.
+    """
+
+    def __init__(self, inner: StreamDecoder, stops: Sequence[str]) -> None:
+        """No stop is empty."""
+        self._inner = inner
+        self._stops = stops
+        self._waiting = ""
+        self.has_stopped = False
+
+    def push(self, token: int) -> str:
+        return self._take(self._inner.push(token))
+
+    def flush(self) -> str:
+        text = self._take(self._inner.flush()) + self._waiting
+        self._waiting = ""
+        return text
+
+    def _take(self, text: str) -> str:
+        if self.has_stopped:
+            return ""
+        text = self._waiting + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, end = min(found)
+            self._waiting, self.has_stopped = "", True
+            return text[:end]
+        begun = (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        end = len(text) - max(begun, default=0)
+        self._waiting = text[end:]
+        return text[:end]

@@ -4,7 +4,8 @@ import hashlib
 import mmap
 import os
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -23,10 +24,31 @@ class ShardError(ValueError):
     """A shard that is missing, short or damaged; the message names it."""
 
     def __init__(self, message: str) -> None:
-        # torch raises a worker's exception again with the worker's traceback as its message. The
-        # last line of that is what the worker said.
-        last_line = message.strip().splitlines()[-1]
-        super().__init__(last_line.removeprefix(f"{type(self).__module__}.ShardError: "))
+        super().__init__(_own_words(message, type(self)))
+
+
+class UnreadShardError(OSError):
+    """A shard that could not be read, which says nothing of its content; the message names it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_own_words(message, type(self)))
+
+
+def _own_words(message: str, kind: type) -> str:
+    # torch raises a worker's exception again with the worker's traceback as its message. The last
+    # line of that is what the worker said.
+    return message.strip().splitlines()[-1].removeprefix(f"{kind.__module__}.{kind.__name__}: ")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Errors of a file system, told of a shard: bad is one that is not there, and no other."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ShardError(f"shard {path}: {error.strerror}") from None
+    except OSError as error:
+        raise UnreadShardError(f"shard {path}: {error.strerror or error}") from None
 
 
 def sha256_of(path: Path) -> str:
@@ -82,7 +104,7 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
         Shard(temporary, entry, document.size, document.dtype)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not isinstance(error, UnreadShardError):
             # A failing write names no file.
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
@@ -91,13 +113,11 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
 
 def check_file(path: Path, entry: ShardEntry) -> None:
     """Raise a ShardError unless the file has the size and the hash that the manifest states."""
-    try:
+    with reading(path):
         size = path.stat().st_size
         if size != entry.bytes:
             raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")
         found = sha256_of(path)
-    except OSError as error:
-        raise ShardError(f"shard {path}: cannot be read, {error.strerror or error}") from None
     if found != entry.sha256:
         raise ShardError(f"shard {path}: sha256 is {found}, wanted {entry.sha256}")
 
@@ -109,10 +129,11 @@ class Shard:
         self, path: Path, entry: ShardEntry, document_tokens: int, dtype: np.dtype[Any]
     ) -> None:
         try:
-            with path.open("rb") as file:
+            with reading(path), path.open("rb") as file:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            offsets = _index_members(path, content, document_tokens, dtype)
-        except (OSError, tarfile.TarError) as error:
+            with reading(path):
+                offsets = _index_members(path, content, document_tokens, dtype)
+        except tarfile.TarError as error:
             raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
         if len(offsets) != entry.documents:
             raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")

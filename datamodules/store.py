@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from longhaul.datamodules.manifest import Manifest, ShardEntry
-from longhaul.datamodules.shards import Shard, ShardError, check_file
+from longhaul.datamodules.shards import Shard, ShardError, UnreadShardError, check_file, reading
 from longhaul.datamodules.urls import fetch, is_remote, local_path
 
 _log = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ class ShardStore:
     `replaces_bad`, the next good one in the manifest takes its place. Which one that is depends
     only on which shards are bad, so ranks and workers agree without talking. What was found bad is
     kept in memory shared by the processes of a rank: `bad_shards` tells all of it.
+    A file system that fails raises an OSError: other ranks may still read the shard.
 
     Args:
         manifest: as loaded; its location tells where the shards are.
@@ -105,10 +106,8 @@ class ShardStore:
         return Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
 
     def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
-        try:
+        with reading(path):
             status = path.stat()
-        except OSError as error:
-            raise ShardError(f"shard {path}: {error.strerror}") from None
         # A shard comes back every epoch; unless its file changed since, hashing it once is enough.
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._checked.get(position) != identity:
@@ -118,7 +117,7 @@ class ShardStore:
     def _is_whole(self, position: int, path: Path, entry: ShardEntry) -> bool:
         try:
             self._check(position, path, entry)
-        except ShardError:
+        except (ShardError, UnreadShardError):
             return False
         return True
 

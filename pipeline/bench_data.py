@@ -10,10 +10,11 @@ import numpy as np
 import webdataset
 from torch.utils.data import DataLoader
 
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
-from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+from longhaul.datamodules.tokens import TokenDataModule
 
 _VOCABULARY = 50_257
 _DOCUMENTS = 256

@@ -94,6 +94,10 @@ class CheckpointStore:
         )
         self._running: tuple[Path, Future[Any]] | None = None
 
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step-{step:09d}"
+
     def start(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
         """Copy the tensors and begin to write them as the checkpoint of a step; all ranks call it.
 
@@ -113,7 +117,7 @@ class CheckpointStore:
             CheckpointError: the save before it failed.
         """
         self.wait()
-        target = self.folder / f"step-{step:09d}"
+        target = self.path_of(step)
         if _ask_first(self._group, partial(self._has_whole, target)):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"

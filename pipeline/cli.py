@@ -15,6 +15,8 @@ COMMANDS = {
     "status": "show how far runs are",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
+    "export": "write a checkpoint as a folder that transformers loads",
+    "report": "draw figures and tables of an MLflow experiment, with a page that gathers them",
     "submit": "queue a run, its follow-ups or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "doctor": "tell what this machine or allocation can run, and why not",

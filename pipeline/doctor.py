@@ -9,12 +9,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.pipeline.bandwidth import check_gloo, check_local_nccl
+from longhaul.pipeline.bandwidth import SECONDS_OF_GLOO, check_gloo, check_local_nccl
 from longhaul.pipeline.doctor_machine import (
     check_commit,
     check_disk,
@@ -28,11 +29,10 @@ from longhaul.pipeline.doctor_nodes import Place, meet, place
 from longhaul.pipeline.doctor_run import (
     check_shape,
     check_shards,
-    check_space,
     check_tracking,
+    checkpoint_bytes,
     seconds_to_stop,
 )
-from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.finding import SECONDS_OF_GPUS, Check, Finding, find, is_one_left
 from longhaul.pipeline.run_folder import RunFolder, anchored
 
@@ -40,6 +40,7 @@ EXIT_BAD_MACHINE = 69
 """EX_UNAVAILABLE: another node may do better."""
 
 _SECONDS = 8.0
+_SECONDS_OF_GIT = 12.0  # it gives up by itself after 10
 _ORDER = ("FAILURE", "warning", "ok")
 
 
@@ -66,51 +67,54 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _alone(config: RunConfig | None) -> int:
-    machine, run = [], []
-    for finding in _machine(config):
+    findings = []
+    for finding in chain(_machine(config, None), _run(config, None)):
         print(finding, flush=True)
-        machine.append(finding)
-    for finding in _run(config, None):
-        print(finding, flush=True)
-        run.append(finding)
-    return _status(machine, run)
+        findings.append(finding)
+    return _status(findings)
 
 
 def _among_nodes(config: RunConfig | None, here: Place) -> int:
-    machine, run = list(_machine(config)), list(_run(config, here))
+    findings = [*_machine(config, here), *_run(config, here)]
     # Before the nodes meet, where they may have to wait: this is in the log then.
-    _print(here, [*machine, *run])
-    failures = [finding.what for finding in _of_machine(machine, run)]
+    _print(here, findings)
+    failures = {finding.what: finding for finding in findings if finding.status == "FAILURE"}
+    (commit,) = (finding for finding in findings if finding.what == "commit")
     # What failed may hang, and is not asked again.
     mine = {
-        "commit": None if "commit" in failures else source_commit(),
+        "commit": None if commit.is_late or "commit" in failures else commit.text,
         "gpus": 0 if "gpu" in failures else torch.cuda.device_count(),
-        "failures": failures,
+        "failures": [what for what, one in failures.items() if one.fault == "machine"],
+        "unless_shared": [what for what, one in failures.items() if one.fault == "either"],
     }
     together = meet(here, mine, partial(_print, here)) if len(here.names) > 1 else []
-    return _status([*machine, *together], run)
+    return _status([*findings, *together])
 
 
-def _machine(config: RunConfig | None) -> Iterator[Finding]:
+def _machine(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     yield find("torch", check_torch, _SECONDS)
-    yield find("commit", check_commit, _SECONDS)
+    yield find("commit", check_commit, _SECONDS_OF_GIT)
     devices = None if config is None else config.trainer.devices
-    gpu = find("gpu", partial(check_gpus, devices), SECONDS_OF_GPUS)
+    find_gpus = partial(find, seconds=SECONDS_OF_GPUS, if_late="FAILURE")
+    gpu = find_gpus("gpu", partial(check_gpus, devices))
     yield gpu
     # Where the driver hangs, asking it once more would hang here.
     if gpu.status == "ok" and torch.cuda.is_available():
-        yield find("idle", check_idle, _SECONDS)
-        yield find("nccl", check_local_nccl, SECONDS_OF_GPUS)
-    yield find("gloo", check_gloo, _SECONDS)
+        yield find_gpus("idle", check_idle)
+        yield find_gpus("nccl", check_local_nccl)
+    yield find("gloo", check_gloo, SECONDS_OF_GLOO)
     folder = Path() if config is None else RunFolder.of(config).path
-    yield find("disk", partial(check_disk, folder), _SECONDS)
+    # A new checkpoint is whole before an old one goes.
+    needed = 0 if config is None else 2 * checkpoint_bytes(config)
+    yield find("disk", partial(check_disk, folder, needed), _SECONDS)
     yield find("slurm", check_slurm, _SECONDS)
     if "SLURM_JOB_ID" in os.environ:
-        needed = None if config is None else seconds_to_stop(config)
-        yield find("time", partial(check_time, needed), _SECONDS)
-        if place() is None and os.environ.get("SLURM_NNODES", "1") != "1":
-            text = f"only this one of {os.environ['SLURM_NNODES']} is checked"
-            remedy = "srun --ntasks-per-node=1 longhaul doctor"
+        to_stop = None if config is None else seconds_to_stop(config)
+        yield find("time", partial(check_time, to_stop), _SECONDS)
+        allocated, in_step = _num_nodes(here)
+        if in_step < allocated:
+            text = f"checked are only {in_step} of the allocation's {allocated}"
+            remedy = f"srun --overlap --nodes={allocated} --ntasks-per-node=1 longhaul doctor"
             yield Finding("warning", "nodes", text, remedy)
 
 
@@ -118,20 +122,23 @@ def _run(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     if config is None:
         return
     checks: dict[str, Check] = {
-        "space": partial(check_space, config),
         "tracking": partial(check_tracking, config),
         "shards": partial(check_shards, config, here.node if here else 0),
     }
-    if here is not None:
-        checks["shape"] = partial(check_shape, config, len(here.names))
+    if "SLURM_JOB_ID" in os.environ:
+        checks["shape"] = partial(check_shape, config, *_num_nodes(here))
     for what, check in checks.items():
         finding = find(what, check, _SECONDS)
-        # A run goes on without MLflow, also where its name cannot be looked up in time.
-        yield (
-            finding._replace(status="warning")
-            if finding[:2] == ("FAILURE", "tracking")
-            else finding
-        )
+        # A run goes on without MLflow.
+        if finding[:2] == ("FAILURE", "tracking"):
+            finding = finding._replace(status="warning")
+        yield finding
+
+
+def _num_nodes(here: Place | None) -> tuple[int, int]:
+    """Nodes of the allocation, and those of them that this step is on."""
+    in_step = 1 if here is None else len(here.names)
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", in_step)), in_step
 
 
 def _print(here: Place, findings: Sequence[Finding]) -> None:
@@ -140,13 +147,8 @@ def _print(here: Place, findings: Sequence[Finding]) -> None:
     print("".join(f"{here.name}: {finding}\n" for finding in ordered), end="", flush=True)
 
 
-def _status(machine: Sequence[Finding], run: Sequence[Finding]) -> int:
-    if _of_machine(machine, run):
+def _status(findings: Sequence[Finding]) -> int:
+    faults = {finding.fault for finding in findings if finding.status == "FAILURE"}
+    if "machine" in faults:
         return EXIT_BAD_MACHINE
-    return 2 if any(finding.status == "FAILURE" for finding in run) else 0
-
-
-def _of_machine(machine: Sequence[Finding], run: Sequence[Finding]) -> Sequence[Finding]:
-    """The failures that another machine might not have: its own, and data that hang."""
-    found = [*machine, *(finding for finding in run if finding.is_late)]
-    return [finding for finding in found if finding.status == "FAILURE"]
+    return 2 if faults else 0

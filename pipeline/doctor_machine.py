@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from longhaul.pipeline.environment import source_commit
+from longhaul.pipeline.environment import source_checkout, source_commit
 from longhaul.pipeline.finding import Finding, output_of
 from longhaul.pipeline.sizes import in_bytes
 from longhaul.pipeline.slurm_jobs import slurm_job
@@ -85,9 +85,13 @@ def check_idle() -> Finding:
     return Finding("ok", "idle", "nobody else uses the GPUs")
 
 
-def check_disk(folder: Path) -> Finding:
-    """Free space and speed where a folder is, or will be made."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+def check_disk(folder: Path, needed: int) -> Finding:
+    """Free space and speed where a folder is, or will be made.
+
+    Args:
+        needed: bytes that have to fit.
+    """
+    existing = nearest_existing(folder)
     try:
         rate = _write_rate(existing)
         free = shutil.disk_usage(existing).free
@@ -95,10 +99,18 @@ def check_disk(folder: Path) -> Finding:
         text = f"{existing} cannot be written: {error.strerror}"
         return Finding("FAILURE", "disk", text, "mend it, or set root to another folder")
     text = f"{in_bytes(free)} free in {folder}, {in_bytes(rate)}/s"
+    if free < needed:
+        text = f"{text}, wanted {in_bytes(needed)} for two checkpoints"
+        return Finding("FAILURE", "disk", text, "make room, or set root to another folder")
     if rate < _SLOW_DISK:
         remedy = "checkpoints will take long: another file system for root?"
         return Finding("warning", "disk", f"{text}, wanted {in_bytes(_SLOW_DISK)}/s", remedy)
     return Finding("ok", "disk", text)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that is there."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
 def _write_rate(folder: Path) -> float:
@@ -115,6 +127,9 @@ def _write_rate(folder: Path) -> float:
 def check_commit() -> Finding:
     """Which code runs here."""
     commit = source_commit()
+    if commit is None and source_checkout() is not None:
+        text = "git does not tell"
+        return Finding("warning", "commit", text, "git status tells why", is_late=True)
     if commit is None:
         return Finding("ok", "commit", f"no checkout: longhaul {_version('longhaul')} is installed")
     if commit.endswith("-dirty"):

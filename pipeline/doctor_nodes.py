@@ -16,11 +16,20 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from longhaul.pipeline.bandwidth import gloo_finding, gloo_rate, nccl_finding, nccl_rate
+from longhaul.pipeline.bandwidth import (
+    SECONDS_OF_GLOO,
+    gloo_finding,
+    gloo_rate,
+    nccl_finding,
+    nccl_rate,
+)
 from longhaul.pipeline.finding import SECONDS_OF_GPUS, Finding, find, output_of
 
-SECONDS_TO_MEET = 20.0
-"""How long the first node waits for the others, and they for it."""
+SECONDS_TO_MEET = 180.0
+"""How long the first node waits for the others, and they for it.
+
+Their checks may take as much longer than its own where GPUs are cold and files come slowly.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ def meet(
     """Tell the others of this node, and find how they are together; the first node speaks for all.
 
     Args:
-        mine: of this node: `commit`; `gpus`, how many; `failures`, what failed of its machine.
+        mine: of this node: `commit`, None where it is not known; `gpus`, how many; `failures`, what
+            failed of its machine; `unless_shared`, what did unless it fails on all nodes.
         tell: is given what was found before any node leaves: srun may end all when one does.
     """
     try:
@@ -80,20 +90,22 @@ def meet(
         return found
     reports = {here.names[node]: json.loads(store.get(f"node/{node}")) for node in present}
     absent = [name for name in here.names if name not in reports]
-    found = list(_together(here, reports, absent)) if here.node == 0 else []
+    # All find the same, so that they end with the same status; one tells it.
+    shared = list(_together(here, reports, absent))
+    own: list[Finding] = []
     if not absent:
-        found += _add_up(store, here, all(report["gpus"] for report in reports.values()))
-    tell(found)
+        own = list(_add_up(store, here, all(report["gpus"] for report in reports.values())))
+    tell([*shared, *own] if here.node == 0 else own)
     store.set(f"told/{here.node}", "")
     try:
-        _wait_for(store, [f"told/{node}" for node in present], 20)
+        _wait_for(store, [f"told/{node}" for node in present], SECONDS_OF_GPUS)
         # The first node's store ends with its process, so it leaves last.
         store.set(f"left/{here.node}", "")
         if here.node == 0:
             _wait_for(store, [f"left/{node}" for node in present], 5)
     except RuntimeError:
         pass  # It left before: all is said.
-    return found
+    return [*shared, *own]
 
 
 def _open_store(here: Place) -> Store:
@@ -146,17 +158,21 @@ def _together(
     if absent:
         text = f"{', '.join(absent)} did not come in {SECONDS_TO_MEET:.0f} s"
         yield Finding("FAILURE", "nodes", text, f"sbatch --exclude={','.join(absent)}")
-    bad = {name: ", ".join(report["failures"]) for name, report in reports.items()}
-    bad = {name: failures for name, failures in bad.items() if failures}
+    on_all = set.intersection(*(set(report["unless_shared"]) for report in reports.values()))
+    bad = {}
+    for name, report in reports.items():
+        own = [what for what in report["unless_shared"] if what not in on_all]
+        if failures := [*report["failures"], *own]:
+            bad[name] = ", ".join(failures)
     if bad:
         text = "; ".join(f"{name}: {failures}" for name, failures in bad.items())
         yield Finding("FAILURE", "nodes", f"bad are {text}", f"sbatch --exclude={','.join(bad)}")
     if not absent and not bad:
         yield Finding("ok", "nodes", f"all {len(here.names)} are here: {', '.join(here.names)}")
-    commits = {name: report["commit"] for name, report in reports.items()}
-    common = Counter(commits.values()).most_common(1)[0][0]
-    odd = [f"{name} has {commit}" for name, commit in commits.items() if commit != common]
-    if odd:
+    commits = {name: report["commit"] for name, report in reports.items() if report["commit"]}
+    if len(set(commits.values())) > 1:
+        common = Counter(commits.values()).most_common(1)[0][0]
+        odd = [f"{name} has {commit}" for name, commit in commits.items() if commit != common]
         text = f"{', '.join(odd)}, the others {common}"
         yield Finding("FAILURE", "commits", text, "install the same commit on all nodes")
 
@@ -172,8 +188,8 @@ def _add_up(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
         rate = nccl_rate(PrefixStore("nccl", store), here.node, count)
         return nccl_finding(rate, f"of {count} nodes, one GPU each")
 
-    found = [find("gloo", gloo, 10)]
+    found = [find("gloo", gloo, SECONDS_OF_GLOO)]
     if has_gpus:
-        found.append(find("nccl", nccl, SECONDS_OF_GPUS))
+        found.append(find("nccl", nccl, SECONDS_OF_GPUS, if_late="FAILURE"))
     # All measure the same; a failure each node tells for itself.
     yield from (one for one in found if here.node == 0 or one.status == "FAILURE")

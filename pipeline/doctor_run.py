@@ -1,8 +1,7 @@
-"""Checks of what one run needs: space, its tracking server, its shards, as many nodes."""
+"""Checks of what one run needs: its tracking server, its shards, as many nodes."""
 
 import hashlib
 import os
-import shutil
 import time
 import urllib.error
 import urllib.request
@@ -11,9 +10,9 @@ from pathlib import Path
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.finding import Finding
-from longhaul.pipeline.run_folder import RunFolder
-from longhaul.pipeline.sizes import in_bytes, without_memory
+from longhaul.pipeline.doctor_machine import nearest_existing
+from longhaul.pipeline.finding import Fault, Finding
+from longhaul.pipeline.sizes import without_memory
 
 _HASHED = 3
 _SECONDS_OF_READING = 5.0
@@ -32,24 +31,12 @@ def seconds_to_stop(config: RunConfig) -> float:
     return config.trainer.stop_seconds + checkpoint_bytes(config) / _SLOWEST_WRITING
 
 
-def check_space(config: RunConfig) -> Finding:
-    """Room for two checkpoints: a new one is whole before an old one goes."""
-    folder = RunFolder.of(config).path
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free, one = shutil.disk_usage(existing).free, checkpoint_bytes(config)
-    if free >= 2 * one:
-        return Finding("ok", "space", f"two checkpoints of {in_bytes(one)} fit")
-    text = f"{in_bytes(free)} free in {folder}, wanted two checkpoints of {in_bytes(one)}"
-    return Finding("FAILURE", "space", text, "make room, or set root to another folder")
-
-
 def check_tracking(config: RunConfig) -> Finding:
     """That MLflow can be reached; a run goes on without, hence no failure."""
     uri = config.tracking.uri
     waiting = "metrics wait in logs/metrics.jsonl until it does; or set tracking.uri"
     if uri.startswith("sqlite:///"):
-        path = Path(uri.removeprefix("sqlite:///")).absolute()
-        existing = next(one for one in (path, *path.parents) if one.exists())
+        existing = nearest_existing(Path(uri.removeprefix("sqlite:///")))
         if os.access(existing, os.W_OK):
             return Finding("ok", "tracking", f"{uri} can be written")
         return Finding("warning", "tracking", f"{existing} cannot be written", "set tracking.uri")
@@ -76,51 +63,61 @@ def check_shards(config: RunConfig, first: int) -> Finding:
     if config.data.validation_manifest is not None:
         sets.append(config.data.validation_manifest)
     for location in sets:
+        fault: Fault
         try:
             manifest = load_manifest(location)
-        except (OSError, ValueError) as error:
-            return Finding("FAILURE", "shards", str(error), "set data.manifest, or prepare it")
+        except (FileNotFoundError, ValueError) as error:
+            # One that is not there may be on a mount that only this node lacks.
+            fault = "either" if isinstance(error, FileNotFoundError) else "input"
+            remedy = "set data.manifest, or prepare it"
+            return Finding("FAILURE", "shards", str(error), remedy, fault)
         if manifest.vocab_size > config.model.vocabulary:
             text = f"{location} has {manifest.vocab_size} ids"
             remedy = f"set model.vocabulary, {config.model.vocabulary} now"
-            return Finding("FAILURE", "shards", text, remedy)
+            return Finding("FAILURE", "shards", text, remedy, "input")
         if is_remote(manifest.location):
             told.append(f"{len(manifest.shards)} remote ones, none read")
             continue
-        bad, sized, hashed = _bad_shards(manifest, first, end)
-        if bad:
-            return _judge(bad, len(manifest.shards), config)
+        unfit, damaged, sized, hashed = _bad_shards(manifest, first, end)
+        if unfit or damaged:
+            # All nodes compare all sizes, but each of them hashes other shards.
+            fault = "either" if unfit else "input"
+            return _judge([*unfit, *damaged], len(manifest.shards), config, fault)
         of_all = "" if sized == len(manifest.shards) else f" of {len(manifest.shards)}"
         told.append(f"{sized}{of_all} of the right size, {hashed} of the right hash")
     return Finding("ok", "shards", "; ".join(told))
 
 
-def _judge(bad: list[str], count: int, config: RunConfig) -> Finding:
+def _judge(bad: list[str], count: int, config: RunConfig, fault: Fault) -> Finding:
     text = bad[0] if len(bad) == 1 else f"{bad[0]}, and {len(bad) - 1} more"
     is_replaced = config.data.on_bad_shard == "replace"
     if is_replaced and len(bad) <= config.data.max_bad_fraction * count:
         return Finding("warning", "shards", text, "it is replaced by the next one")
     remedy = "`longhaul prepare` writes it again, data.on_bad_shard=replace goes on without"
-    return Finding("FAILURE", "shards", text, remedy)
+    return Finding("FAILURE", "shards", text, remedy, fault)
 
 
-def _bad_shards(manifest: Manifest, first: int, end: float) -> tuple[list[str], int, int]:
-    """What is wrong with each bad shard; how many sizes, and hashes, could be compared in time."""
-    bad, good = [], []
+def _bad_shards(
+    manifest: Manifest, first: int, end: float
+) -> tuple[list[str], list[str], int, int]:
+    """What is wrong with each shard that is absent or of another size, and with each of another
+    hash; how many sizes, and hashes, could be compared in time.
+    """
+    unfit, damaged, good = [], [], []
     for entry in manifest.shards:
         if time.monotonic() > end - _SECONDS_OF_READING / 2:
             break
         path = local_path(manifest.url_of(entry.name))
         try:
             size = path.stat().st_size
-        except OSError as error:
-            bad.append(f"shard {path}: {error.strerror}")
+        except FileNotFoundError as error:
+            unfit.append(f"shard {path}: {error.strerror}")
             continue
         if size != entry.bytes:
-            bad.append(f"shard {path}: {size} bytes, wanted {entry.bytes}")
+            unfit.append(f"shard {path}: {size} bytes, wanted {entry.bytes}")
         else:
             good.append((path, entry))
-    sized, hashed = len(bad) + len(good), 0
+    sized, hashed = len(unfit) + len(good), 0
     for index in range(min(_HASHED, len(good))):
         # Spread over the set, and each node begins at another.
         path, entry = good[(first + index * max(1, len(good) // _HASHED)) % len(good)]
@@ -129,8 +126,8 @@ def _bad_shards(manifest: Manifest, first: int, end: float) -> tuple[list[str], 
             break
         hashed += 1
         if found != entry.sha256:
-            bad.append(f"shard {path}: sha256 is {found}, wanted {entry.sha256}")
-    return bad, sized, hashed
+            damaged.append(f"shard {path}: sha256 is {found}, wanted {entry.sha256}")
+    return unfit, damaged, sized, hashed
 
 
 def _hash(path: Path, end: float) -> str | None:
@@ -144,9 +141,14 @@ def _hash(path: Path, end: float) -> str | None:
     return sha256.hexdigest()
 
 
-def check_shape(config: RunConfig, nodes: int) -> Finding:
-    """As many nodes as the run is laid out for."""
-    if nodes == config.trainer.nodes:
-        return Finding("ok", "shape", f"{nodes} nodes, as trainer.nodes has it")
-    text = f"{nodes} nodes in the allocation, trainer.nodes wants {config.trainer.nodes}"
-    return Finding("FAILURE", "shape", text, "set trainer.nodes, or sbatch --nodes")
+def check_shape(config: RunConfig, allocated: int, in_step: int) -> Finding:
+    """As many nodes as the run is laid out for.
+
+    Args:
+        allocated, in_step: nodes of the job, and of this step of it; a run may have either.
+    """
+    wanted = config.trainer.nodes
+    if wanted in (allocated, in_step):
+        return Finding("ok", "shape", f"{wanted} nodes, as trainer.nodes has it")
+    text = f"{allocated} nodes in the allocation, trainer.nodes wants {wanted}"
+    return Finding("FAILURE", "shape", text, "set trainer.nodes, or sbatch --nodes", "input")

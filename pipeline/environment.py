@@ -10,19 +10,6 @@ from typing import Any
 import psutil
 import torch
 
-_PACKAGES = (
-    "longhaul",
-    "torch",
-    "triton",
-    "lightning",
-    "torchmetrics",
-    "webdataset",
-    "omegaconf",
-    "mlflow",
-    "safetensors",
-    "numpy",
-)
-
 
 def describe_environment() -> dict[str, Any]:
     """Everything needed to say where numbers came from, as plain JSON."""
@@ -30,7 +17,10 @@ def describe_environment() -> dict[str, Any]:
     return {
         "commit": source_commit(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {
+            package.name: package.version
+            for package in sorted(importlib.metadata.distributions(), key=lambda one: one.name)
+        },
         "machine": platform.machine(),
         "system": platform.platform(),
         "processor": _processor(),
@@ -41,10 +31,16 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def source_commit() -> str | None:
-    """Commit of the checkout that the code runs from, "-dirty" when it was changed since."""
+def source_checkout() -> Path | None:
+    """The checkout that the code runs from, None where it is installed."""
     checkout = Path(__file__).resolve().parent.parent
-    if not (checkout / ".git").exists():
+    return checkout if (checkout / ".git").exists() else None
+
+
+def source_commit() -> str | None:
+    """Commit of the checkout, "-dirty" when it was changed since; None where git does not tell."""
+    checkout = source_checkout()
+    if checkout is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
@@ -52,13 +48,6 @@ def source_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:

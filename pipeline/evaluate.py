@@ -1,134 +1,275 @@
-"""`longhaul evaluate`: measure a checkpoint on the validation samples of its run."""
+"""`longhaul evaluate`: measure a checkpoint, on held-out text or on tasks made for it."""
 
 import argparse
 import dataclasses
-import json
+import hashlib
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from longhaul.pipeline.atomic import write_atomically
-from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
-from longhaul.pipeline.evaluation.held_out import held_out
-from longhaul.pipeline.evaluation.positions import draw, measure_positions, summarise, write_table
-from longhaul.pipeline.load import TrainedModel, add_model_arguments, load_named_model
+import torch
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.pipeline.evaluation import (
+    attention,
+    bigram,
+    context,
+    lm_eval,
+    passkey,
+    perplexity,
+    positions,
+    recall,
+)
+from longhaul.pipeline.evaluation.ranks import Ranks, measure_together
+from longhaul.pipeline.evaluation.results import Results
+from longhaul.pipeline.evaluation.task import Measured, Options, Task, label
+from longhaul.pipeline.evaluation.windows import with_context
+from longhaul.pipeline.load import (
+    TrainedModel,
+    add_model_arguments,
+    find_checkpoint,
+    load_named_model,
+)
 from longhaul.pipeline.tracking import Tracker
 
-TASKS = ("positions", "bigram")
+# In this order they run: the figure of positions shows the bigram's loss.
+TASKS: dict[str, Task] = {
+    "bigram": bigram.TASK,
+    "positions": positions.TASK,
+    "context": context.TASK,
+    "perplexity": perplexity.TASK,
+    "passkey": passkey.TASK,
+    "recall": recall.TASK,
+    "attention": attention.TASK,
+    "lm-eval": lm_eval.TASK,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    width = max(map(len, TASKS))
+    parser.epilog = "tasks:\n" + "\n".join(
+        f"  {name:<{width}}  {task.help}" for name, task in TASKS.items()
+    )
+    parser.add_argument(
+        "--tasks",
+        default="positions",
+        help="comma-separated, of those listed below; default %(default)s",
+    )
     parser.add_argument(
         "--context",
         type=int,
         help="tokens of a window, by default as in training; as many tokens are read in all",
     )
     parser.add_argument(
-        "--tasks",
-        default="positions",
-        help="comma-separated: positions (loss at each position, CSV and PNG), bigram (the loss of "
-        "a bigram model counted on the same training text); default %(default)s",
+        "--text",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="text to measure on instead of the validation shards; again for more files",
+    )
+    parser.add_argument(
+        "--contexts",
+        metavar="N,N,...",
+        help="lengths of windows, tokens: by default 1/4 to 4 times the training context for "
+        "context, 1, 2 and 4 times it for perplexity",
+    )
+    parser.add_argument(
+        "--stride",
+        type=int,
+        help="tokens by which the window of perplexity slides; default 256, or a shorter window",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        metavar="N",
+        help=f"passkey: lengths are powers of two from {passkey.SHORTEST} to this many tokens; "
+        "default 4 training contexts",
+    )
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        default=Options.prompts,
+        help="passkey: prompts a length, in turn at each of "
+        f"{len(passkey.DEPTHS)} depths; recall: sequences a size; default %(default)s",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="processes that share the work, one device each; default %(default)s",
+    )
+    parser.add_argument(
+        "--lm-eval-tasks",
+        default=",".join(Options.lm_eval_tasks),
+        metavar="NAME,NAME,...",
+        help="lm-eval: which of the harness's tasks, or the one that longhaul brings; default "
+        "%(default)s",
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="repeat tasks whose results are already there"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    tasks = args.tasks.split(",")
-    for task in tasks:
-        if task not in TASKS:
-            raise ValueError(f"--tasks: found {task!r}, wanted some of {','.join(TASKS)}")
-    trained = _with_context(load_named_model(args), args.context)
-    destination = trained.folder.path / "evaluation" / _label(trained)
-    destination.mkdir(parents=True, exist_ok=True)
-    evaluate(trained, tasks, destination)
+    if args.devices < 1:
+        raise ValueError(f"--devices: found {args.devices}, wanted 1 or more")
+    if torch.cuda.is_available() and args.devices > torch.cuda.device_count():
+        raise ValueError(
+            f"--devices: found {args.devices}, wanted at most {torch.cuda.device_count()}, the "
+            "GPUs that are here"
+        )
+    _check_input(args)
+    measure_together(args.devices, _measure, args)
     return 0
 
 
-def evaluate(trained: TrainedModel, tasks: list[str], destination: Path) -> None:
-    """Run the tasks, write what they found, and show it in MLflow with the checkpoint."""
-    config = trained.config
-    data = held_out(config)
-    values: dict[str, float] = {}
-    files: list[Path] = []
-    baseline: float | None = None
-    if "bigram" in tasks:
-        bigram = count_bigrams(data.training_shards(), data.manifest)
-        baseline = values["evaluation/bigram_loss"] = bigram_loss(bigram, data.val_dataloader())
-    if "positions" in tasks:
-        metric = measure_positions(
-            trained.model,
-            data.val_dataloader(),
-            config.data.context,
-            trained.device,
-            config.trainer.precision,
-        )
-        prefix = "/".join(["evaluation", *_scaling(trained)])
-        values |= summarise(metric.compute()[0], prefix)
-        files = [destination / "positions.csv", destination / "positions.png"]
-        write_table(files[0], metric)
-        draw(files[1], metric, f"{config.name}, {_label(trained)}", baseline)
-    results = destination / "results.json"
-    write_atomically(results, json.dumps(values, indent=2) + "\n")
-    width = max(map(len, values))
-    for name, value in values.items():
-        print(f"{name:<{width}}  {value:.4f} nats a token")
-    for file in files:
+def _check_input(args: argparse.Namespace) -> None:
+    """Raise for what can be told without a model, before several processes would."""
+    check_tasks(args.tasks.split(","), "--tasks")
+    _options(args)
+    find_checkpoint(args.run)
+
+
+def _measure(ranks: Ranks, args: argparse.Namespace) -> None:
+    names, options = args.tasks.split(","), _options(args)
+    for name in names if options.text else []:
+        if "text" not in TASKS[name].decided_by:
+            raise ValueError(f"--text: found with {name}, which reads none; wanted other tasks")
+    trained = dataclasses.replace(load_named_model(args), ranks=ranks)
+    if "positions" in names:
+        _check_scaled(trained, args.context)
+    trained = _with_context(trained, args.context)
+    evaluate(trained, names, options, again=args.again)
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options(
+        text=tuple(args.text),
+        contexts=_contexts(args.contexts),
+        stride=args.stride,
+        lengths=args.lengths,
+        prompts=args.prompts,
+        lm_eval_tasks=tuple(args.lm_eval_tasks.split(",")),
+    )
+
+
+def check_tasks(names: Sequence[str], where: str) -> None:
+    """ValueError that names the first that is no task."""
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"{where}: found {name!r}, wanted some of {','.join(TASKS)}")
+
+
+def _contexts(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    if not all(part.isdecimal() and int(part) for part in text.split(",")):
+        raise ValueError(f"--contexts: found {text!r}, wanted numbers of 1 or more, such as 64,128")
+    return tuple(sorted({int(part) for part in text.split(",")}))
+
+
+def evaluate(
+    trained: TrainedModel,
+    names: Sequence[str],
+    options: Options,
+    tracker: Tracker | None = None,
+    *,
+    again: bool = False,
+) -> None:
+    """Run the tasks; keep what each found, and show it in MLflow with the checkpoint, at once.
+
+    All of `trained.ranks` call it alike. The first has the books; where the run is being trained,
+    `tracker` is its own.
+    """
+    ranks = trained.ranks
+    folder = trained.folder.path / "evaluation" / label(trained, options)
+    if not ranks.is_first:
+        (missing,) = ranks.gather(list[list[str]]())
+        for name in missing:
+            if TASKS[name].is_shared:
+                with tempfile.TemporaryDirectory() as scratch:
+                    TASKS[name].measure(trained, options, Path(scratch))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(folder, _held_out(trained.config))
+    wanted = {name: task for name, task in TASKS.items() if name in names}
+    known = {n: None if again else results.known(n, task, options) for n, task in wanted.items()}
+    ranks.gather([[name for name, found in known.items() if found is None]])
+    for name, task in wanted.items():
+        found = known[name]
+        if found is not None:
+            print(f"{name}: found earlier, and not repeated without --again")
+        else:
+            results.forget(name)
+            found = task.measure(trained, options, folder)
+            results.add(found)
+            _log(trained, options, found, results.summary, tracker)
+            # Last: what is known is not logged again.
+            results.record(name, task, options, found)
+        _show(found)
+
+
+def _held_out(config: RunConfig) -> str:
+    """Tells held-out texts apart: by their shards, and how much of them is read."""
+    if config.data.validation_manifest is None:
+        return ""
+    shards = load_manifest(config.data.validation_manifest).shards
+    digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+    return f"{config.data.validation_tokens} tokens of {digest}"
+
+
+def _show(found: Measured) -> None:
+    width = max(map(len, found.values), default=0)
+    for name, value in found.values.items():
+        unit = " nats a token" if "loss" in name.rpartition("/")[2] else ""
+        print(f"{name:<{width}}  {value:.4f}{unit}")
+    for file in found.files:
         print(f"written: {file}")
-    _log(trained, values, [results, *files])
 
 
-def _with_context(trained: TrainedModel, context: int | None) -> TrainedModel:
-    """The model with a config whose windows have another length, about as many tokens at a time."""
-    positions, config = trained.positions, trained.config
+def _check_scaled(trained: TrainedModel, context: int | None) -> None:
+    """ValueError where windows are too short for what was asked of positions to show."""
+    positions = trained.positions
     if positions.name == "dynamic_ntk" and (context or positions.context) <= positions.context:
         raise ValueError(
             f"--context: found {context or positions.context} with dynamic_ntk, which changes "
             f"nothing up to the training context; wanted more than {positions.context}"
         )
+
+
+def _with_context(trained: TrainedModel, context: int | None) -> TrainedModel:
+    """The model with a config whose windows have another length, about as many tokens at a time."""
     if context is None:
         return trained
     if context < 1:
         raise ValueError(f"--context: found {context}, wanted 1 or more")
-    share = config.data.context / context
-    data = dataclasses.replace(
-        config.data,
-        context=context,
-        validation_samples=max(1, round(config.data.validation_samples * share)),
-    )
-    micro_batch = max(1, round(config.trainer.micro_batch * share))
-    # RunConfig itself would hold the windows against the size of an update.
-    trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
-    optim = dataclasses.replace(
-        config.optim, tokens_per_update=context * micro_batch * trainer.world_size
-    )
-    return dataclasses.replace(
-        trained, config=dataclasses.replace(config, data=data, trainer=trainer, optim=optim)
-    )
+    return dataclasses.replace(trained, config=with_context(trained.config, context))
 
 
-def _scaling(trained: TrainedModel) -> list[str]:
-    """How it was read, such as [context-4096, linear-4]; nothing where it was as in training."""
-    positions, context = trained.positions, trained.config.data.context
-    windows = [] if context == positions.context else [f"context-{context}"]
-    scaled = [] if positions.name == "none" else [f"{positions.name}-{positions.factor:g}"]
-    return [*windows, *scaled]
-
-
-def _label(trained: TrainedModel) -> str:
-    """Checkpoint and positions, such as step-000000030-linear-4: results of each stay apart."""
-    return "-".join([trained.checkpoint.name, *_scaling(trained)])
-
-
-def _log(trained: TrainedModel, values: dict[str, float], files: list[Path]) -> None:
+def _log(
+    trained: TrainedModel,
+    options: Options,
+    found: Measured,
+    summary: Path,
+    tracker: Tracker | None,
+) -> None:
     """The results in MLflow: files with the run, numbers with the checkpoint they belong to."""
     folder, tracking = trained.folder, trained.config.tracking
-    tracker = Tracker(
+    own = tracker or Tracker(
         folder.path,
         uri=tracking.uri,
         experiment=tracking.experiment,
         run_name=trained.config.name,
         is_training=False,
     )
-    tracker.start()
-    tracker.log_checkpoint(trained.checkpoint, trained.step, values)
-    for file in files:
-        tracker.log_artifact(file, f"evaluation/{_label(trained)}")
-    tracker.finish(None, timeout_s=60.0)
+    if tracker is None:
+        own.start()
+    own.log_checkpoint(trained.checkpoint, trained.step, found.values)
+    for file in (summary, *found.files):
+        own.log_artifact(file, f"evaluation/{label(trained, options)}")
+    if tracker is None:
+        own.finish(None, timeout_s=60.0)

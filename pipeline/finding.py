@@ -5,10 +5,14 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-SECONDS_OF_GPUS = 20.0
-"""For a check that makes contexts on all GPUs of a node, or connects them."""
+SECONDS_OF_GPUS = 90.0
+"""For a check that makes contexts on all GPUs of a node, cold ones too, or connects them."""
 
 Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
+
+Fault: TypeAlias = Literal["machine", "input", "either"]
+"""Whose a failure is: this machine's, and another may do better; the input's, on every machine; or
+the one if other nodes do not find it, and the other if they do."""
 
 
 class Finding(NamedTuple):
@@ -18,8 +22,9 @@ class Finding(NamedTuple):
     what: str
     text: str
     remedy: str = ""
+    fault: Fault = "machine"
     is_late: bool = False
-    """There was no answer in time."""
+    """There was no answer, or not in time."""
 
     def __str__(self) -> str:
         line = f"{self.status:<8} {self.what:<9} {self.text}"
@@ -31,8 +36,14 @@ Check: TypeAlias = Callable[[], Finding]
 _NAME = "longhaul check"
 
 
-def find(what: str, check: Check, seconds: float) -> Finding:
-    """What a check finds; that it raised, or was not done in so many seconds, is a failure."""
+def find(what: str, check: Check, seconds: float, *, if_late: Status = "warning") -> Finding:
+    """What a check finds; that it raised is a failure.
+
+    Args:
+        seconds: how long it may look.
+        if_late: what it is to be longer. A shared file system that is slow for a moment should not
+            end a run, and one that hangs is found by the training's watchdog.
+    """
     found: list[Finding] = []
 
     def look() -> None:
@@ -49,7 +60,7 @@ def find(what: str, check: Check, seconds: float) -> Finding:
     if found:
         return found[0]
     text, remedy = f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
-    return Finding("FAILURE", what, text, remedy, is_late=True)
+    return Finding(if_late, what, text, remedy, is_late=True)
 
 
 def is_one_left() -> bool:

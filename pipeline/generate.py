@@ -1,95 +1,144 @@
-"""`longhaul generate`: continue a prompt, one token at a time at constant cost for linear kinds."""
+"""`longhaul generate`: continue prompts, one token at a time at constant cost for linear kinds."""
 
 import argparse
-import itertools
 import math
-from collections.abc import Iterator
+from pathlib import Path
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
+from longhaul.datamodules.decoding import StoppingDecoder
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.decoding import Sampling, Session, decode
 from longhaul.pipeline.load import add_model_arguments, load_named_model
+from longhaul.pipeline.session_file import load_session, origin, save_session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text to continue; again for more, each then printed below a line with its number",
+    )
     parser.add_argument("--tokens", type=int, default=256, help="tokens to add (%(default)s)")
     parser.add_argument(
         "--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)"
     )
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="choose among the likeliest tokens only whose probabilities sum to p",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the sampling, the same for each prompt (%(default)s)",
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; again for more",
+    )
+    parser.add_argument(
+        "--state", type=Path, metavar="FILE", help="a saved state; prompts follow what it has seen"
+    )
+    parser.add_argument(
+        "--save-state",
+        type=Path,
+        metavar="FILE",
+        help="where to keep the state after the last token, to continue from with --state",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
+    _check(args)
+    trained = load_named_model(args)
+    of = origin(trained)  # now, since a run that goes on deletes old checkpoints
+    manifest = load_manifest(trained.config.data.manifest)
+    tokenizer = tokenizer_of(manifest)
+    start = Session([manifest.bos_id])
+    if args.state is not None:
+        start = load_session(args.state, trained.model, of)
+    prompts = args.prompt or [""]
+    sessions = [
+        Session(
+            [*start.unread, *tokenizer.encode(prompt).tolist()],
+            start.state,
+            torch.Generator(trained.device).manual_seed(args.seed),
+        )
+        for prompt in prompts
+    ]
+    sampling = Sampling(
+        vocabulary=manifest.vocab_size,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+    )
+    printer = _Printer(prompts)
+    texts = [StoppingDecoder(tokenizer.stream_decoder(), args.stop) for _ in prompts]
+    for index, token in decode(trained.model, sessions, num_tokens=args.tokens, sampling=sampling):
+        session, text = sessions[index], texts[index]
+        session.is_done = token == tokenizer.eot_id
+        if not session.is_done:
+            printer.add(index, text.push(token))
+            session.is_done = text.has_stopped
+    for index, text in enumerate(texts):
+        printer.add(index, text.flush())
+        printer.end(index)
+    if args.save_state is not None:
+        save_session(args.save_state, sessions[0], of)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not args.prompt and args.state is None:
+        raise ValueError("--prompt: found none, wanted one or more, or --state")
     if args.tokens < 1:
         raise ValueError(f"--tokens: found {args.tokens}, wanted 1 or more")
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature: found {args.temperature}, wanted 0 or more")
     if args.top_k is not None and args.top_k < 1:
         raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")
-    trained = load_named_model(args)
-    manifest = load_manifest(trained.config.data.manifest)
-    tokenizer = tokenizer_of(manifest)
-    prompt = torch.tensor([[manifest.bos_id, *tokenizer.encode(args.prompt)]])
-    generator = torch.Generator(trained.device).manual_seed(args.seed)
-    decoder = tokenizer.stream_decoder()
-    tokens = sample_tokens(
-        trained.model,
-        prompt.to(trained.device),
-        num_tokens=args.tokens,
-        vocabulary=manifest.vocab_size,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        generator=generator,
-    )
-    # Only now is it known that the model can continue the prompt.
-    first = next(tokens)
-    print(args.prompt, end="", flush=True)
-    for token in itertools.chain([first], tokens):
-        if token == tokenizer.eot_id:
-            break
-        print(decoder.push(token), end="", flush=True)
-    print(decoder.flush())
-    return 0
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p: found {args.top_p}, wanted more than 0, and 1 at most")
+    if "" in args.stop:
+        raise ValueError("--stop: found an empty text, wanted a character or more")
+    if args.save_state is not None and len(args.prompt) > 1:
+        raise ValueError(
+            f"--save-state: found {len(args.prompt)} prompts, wanted one: a file holds one state"
+        )
+    if args.save_state is not None and not args.save_state.absolute().parent.is_dir():
+        raise ValueError(f"--save-state: found no folder {args.save_state.parent}, wanted one")
 
 
-def sample_tokens(
-    model: LanguageModel,
-    prompt: Tensor,
-    *,
-    num_tokens: int,
-    vocabulary: int,
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-) -> Iterator[int]:
-    """Yield tokens after a (1, T) prompt: one parallel pass over it, then recurrent steps."""
-    logits, state = model.prefill(prompt)
-    for index in range(num_tokens):
-        # Rows beyond the tokenizer's ids only pad the embedding.
-        token = choose(logits[:, :vocabulary], temperature, top_k, generator)
-        yield int(token)
-        if index + 1 < num_tokens:
-            logits, state = model.step(token, state)
+class _Printer:
+    """Prints texts that grow together, one after the other: the first one whole as it comes.
 
+    Nothing is printed before the first addition, when it is known that the model can continue.
+    """
 
-def choose(
-    logits: Float[Tensor, "1 V"],
-    temperature: float,
-    top_k: int | None,
-    generator: torch.Generator,
-) -> Tensor:
-    """One token, sampled at a temperature among the k likeliest; 0 takes the likeliest."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    if top_k is not None and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = (logits / temperature).softmax(dim=-1)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    def __init__(self, prompts: list[str]) -> None:
+        count = len(prompts)
+        self._waiting = [
+            prompt if count == 1 else f"--- prompt {number} of {count} ---\n{prompt}"
+            for number, prompt in enumerate(prompts, 1)
+        ]
+        self._turn = 0
+
+    def add(self, index: int, text: str) -> None:
+        self._waiting[index] += text
+        if index == self._turn:
+            print(self._waiting[index], end="", flush=True)
+            self._waiting[index] = ""
+
+    def end(self, index: int) -> None:
+        """End of the text whose turn it is."""
+        print(flush=True)
+        self._turn += 1

@@ -1,5 +1,6 @@
 """What accelerators hold and reach, as their vendors publish it, and what this CPU does reach."""
 
+import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -8,6 +9,8 @@ import torch
 
 _MEASURED_SIZE = 1024  # rows and columns of the timed product: 2.1 GFLOP
 _MEASURED_SECONDS = 0.3
+# Of a GPU that is shared out, such as 1g.10gb, which has neither its memory nor its speed.
+_SLICE = re.compile(r"\b\d+g\.\d+gb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +66,24 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """The device of a key such as h100, or of a name that torch reports; None if it is unknown."""
-    by_key = (device for device in DEVICES if device.key == name.lower())
-    by_name = (device for device in DEVICES if all(part in name for part in device.reported))
+    """The device of a name, None if it is unknown.
+
+    Args:
+        name: a key such as h100, what torch reports, or Slurm's name of it, which is that in lower
+            case with underscores: nvidia_h100_80gb_hbm3.
+    """
+    plain = _plain(name)
+    if _SLICE.search(plain):
+        return None
+    by_key = (device for device in DEVICES if _plain(device.key) == plain)
+    by_name = (
+        device for device in DEVICES if all(_plain(part) in plain for part in device.reported)
+    )
     return next(by_key, None) or next(by_name, None)
+
+
+def _plain(name: str) -> str:
+    return re.sub("[_-]", " ", name.lower())
 
 
 def peak_flops(precision: str) -> float | None:

@@ -1,5 +1,6 @@
 """Scripts for sbatch: a template's body below options and settings that come from a config."""
 
+import dataclasses
 import math
 import re
 import shlex
@@ -8,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
-from longhaul.configs import RunConfig
+from longhaul.configs import ConfigError, RunConfig
 
 _SETTINGS_END = "# -- settings end here --\n"
 # Ahead of the limit by what a stop may take, and by what Slurm's clock may be late.
@@ -29,36 +30,48 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     return _script(
         "train",
         [
-            *_common(config, f"{config.name}", run, "%j"),
+            *_common(config, config.name, run, "%j"),
             *_of_ranks(config),
-            "--requeue" if slurm.requeue else "--no-requeue",
         ],
         settings,
         [str(config_file)],
     )
 
 
-def sweep_script(config: RunConfig, folder: Path, scripts: Path, count: int, throttle: int) -> str:
-    """The script of an array of jobs, each of which runs a line of the file `scripts`."""
+def sweep_script(
+    configs: Sequence[RunConfig], folder: Path, scripts: Sequence[Path], throttle: int
+) -> str:
+    """The script of an array of jobs, each of which runs one of `scripts`.
+
+    Raises:
+        ConfigError: the runs ask for different resources, which the jobs of an array cannot.
+    """
+    wanted, *others = (
+        [*_common(config, folder.name, folder, "%A_%a"), *_of_ranks(config)] for config in configs
+    )
+    for other in others:
+        for one, two in zip(wanted, other, strict=False):
+            if one != two:
+                raise ConfigError(
+                    f"--sweep: found {one} and {two}, wanted runs that ask for the same resources"
+                )
     return _script(
         "sweep",
-        [
-            *_common(config, folder.name, folder, "%A_%a"),
-            *_of_ranks(config),
-            f"--array=0-{count - 1}%{throttle}",
-            "--requeue" if config.slurm.requeue else "--no-requeue",
-        ],
-        {"SCRIPTS": str(scripts)},
-        [],
+        [*wanted, f"--array=0-{len(configs) - 1}%{throttle}"],
+        {},
+        [str(script) for script in scripts],
     )
 
 
 def evaluate_script(config: RunConfig, run: Path) -> str:
-    """The script of a job that measures a run's newest checkpoint, on one device."""
+    """The script of a job that does what slurm.then says, on one device."""
+    # Of the nodes that training has to itself, with all their memory, one device is enough.
+    slurm = dataclasses.replace(config.slurm, exclusive=False, memory=None)
+    config = dataclasses.replace(config, slurm=slurm)
     options = [*_common(config, f"evaluate {config.name}", run, "%j"), "--nodes=1", "--ntasks=1"]
     if config.slurm.gpu is not None:
         options.append(f"--gpus={_gpus(config.slurm.gpu, 1)}")
-    settings = {"RUN": str(run), "PYTHON": sys.executable}
+    settings = {"RUN": str(run), "PYTHON": sys.executable, "THEN": " ".join(config.slurm.then)}
     return _script("evaluate", options, settings, [])
 
 
@@ -86,12 +99,32 @@ def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
 def _of_ranks(config: RunConfig) -> list[str]:
     trainer, gpu = config.trainer, config.slurm.gpu
     lead = math.ceil(trainer.stop_seconds) + _SECONDS_OF_SLURM
+    limit = _seconds(config.slurm.time or "")
+    # Twice: a job that is told while it starts up has nothing to save, and is not queued again.
+    if limit is not None and limit <= 2 * lead:
+        raise ConfigError(
+            f"slurm.time: found {config.slurm.time}, wanted more than {2 * lead} s: the signal to "
+            f"stop comes {lead} s before the end (trainer.stop_seconds)"
+        )
     return [
         f"--nodes={trainer.nodes}",
         f"--ntasks-per-node={trainer.devices}",
         *([] if gpu is None else [f"--gpus-per-node={_gpus(gpu, trainer.devices)}"]),
         f"--signal=USR1@{lead}",
+        "--requeue" if config.slurm.requeue else "--no-requeue",
     ]
+
+
+def _seconds(limit: str) -> int | None:
+    """Of a time limit as sbatch takes it: [days-]hours[:minutes[:seconds]], or minutes:seconds."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    first, second, third = (int(part or 0) for part in parts)
+    if days is None and parts[2] is None:
+        return first * 60 + second
+    return ((int(days or 0) * 24 + first) * 60 + second) * 60 + third
 
 
 def _gpus(kind: str, count: int) -> str:
@@ -112,4 +145,6 @@ def _script(
 
 
 def _escaped(option: str) -> str:
+    if not option.isprintable():  # a line's end would begin a command
+        raise ConfigError(f"slurm: found {option!r}, wanted printable characters alone")
     return _SPECIAL.sub(lambda match: '" "' if match[0] == " " else f"\\{match[0]}", option)

@@ -26,11 +26,17 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
+# A file server may take the lock of a node that crashed for held until it misses that node.
+_SECONDS_TO_LOCK_AGAIN = 120.0
 _KIND = re.compile("[a-z_]+")  # It becomes part of names that MLflow is particular about.
 
 
 class JournalError(OSError):
     """A journal that cannot be opened or written, in one line for the user."""
+
+
+class JournalBusyError(JournalError):
+    """Another process trains the run."""
 
 
 class Journal:
@@ -181,21 +187,30 @@ def _lock_file(path: Path) -> int:
 
     A POSIX lock on a file of its own: unlike flock it is not inherited by data loading workers,
     which may outlive a killed trainer by seconds, and closing some other file descriptor of the
-    journal does not drop it.
+    journal does not drop it. A job that was queued again waits for it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
-        os.close(handle)
-        raise JournalError(
-            f"{path.with_suffix('')} is being written by another process ({holder})"
-        ) from error
-    except OSError as error:
-        # Some network file systems have no locks. The run is still sound with one writer.
-        logger.warning("%s cannot be locked: %s", path, error.strerror)
-        return handle
+    seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
+    deadline = time.monotonic() + seconds
+    is_told = False
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
+            text = f"{path.with_suffix('')} is being written by another process ({holder})"
+            if time.monotonic() >= deadline:
+                os.close(handle)
+                raise JournalBusyError(text) from error
+        except OSError as error:
+            # Some network file systems have no locks. The run is still sound with one writer.
+            logger.warning("%s cannot be locked: %s", path, error.strerror)
+            return handle
+        if not is_told:
+            logger.warning("%s; waiting for %.0f s at most", text, seconds)
+            is_told = True
+        time.sleep(0.2)
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return handle

@@ -13,6 +13,13 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoint import Saved, newest_checkpoint
+from longhaul.pipeline.evaluation.ranks import ALONE, Ranks
+from longhaul.pipeline.exporting.model_files import (
+    exported_shape,
+    exported_weights,
+    is_exported,
+    shape_of,
+)
 from longhaul.pipeline.run_folder import RunFolder, locate, stored_config
 
 
@@ -27,6 +34,8 @@ class TrainedModel:
     step: int
     device: torch.device
     positions: PositionScaling
+    ranks: Ranks = ALONE
+    """The processes that measure it together."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +78,7 @@ def load_trained_model(
             has no such positions.
         CheckpointError: the checkpoint is damaged.
     """
-    folder, checkpoint = _find(run_or_checkpoint)
+    folder, checkpoint = find_checkpoint(run_or_checkpoint)
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
     saved = Saved(checkpoint, "model")
@@ -83,45 +92,67 @@ def load_trained_model(
     return TrainedModel(model, config, folder, checkpoint, step, device, scaling)
 
 
-def load_start(model: LanguageModel, run_or_checkpoint: str) -> Path:
-    """Give a new model a checkpoint's weights; initial states that it lacks stay as they are.
+def load_start(model: LanguageModel, start_from: str) -> Path:
+    """Give a new model the weights of a checkpoint or of an exported folder.
 
-    The checkpoint's model has the same config, but for initial states and the op's chunks.
+    Its model has the same config, but for initial states and the op's chunks. Initial states that
+    it lacks stay as they are.
 
     Returns:
-        The checkpoint.
+        The checkpoint, or the folder.
 
     Raises:
-        ConfigError: there is no such checkpoint, or it is that of another model.
+        ConfigError: there is none, it is that of another model, or an exported folder is damaged.
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        folder, checkpoint = _find(run_or_checkpoint)
-        before, now = _decisive(stored_config(folder).model), _decisive(model.config)
+        source, before, now = _described(start_from, model.config)
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise ConfigError(
-                f"trainer.start_from: found model.{key} {before.get(key)!r} in {checkpoint}, "
+                f"trainer.start_from: found {key} {before.get(key)!r} in {source}, "
                 f"wanted {now.get(key)!r} as in this run's model"
             )
-    found = Saved(checkpoint, "model").read_group("model")
+    try:
+        found = (
+            exported_weights(source)
+            if is_exported(source)
+            else Saved(source, "model").read_group("model")
+        )
+    except ValueError as error:
+        raise ConfigError(f"trainer.start_from: {error}") from error
     wanted = model.state_dict()
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found and "initial_state" in name.split("."):
             continue
         if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
             raise ConfigError(
-                f"trainer.start_from: found {_shape(found.get(name))} for {name} in {checkpoint}, "
+                f"trainer.start_from: found {_shape(found.get(name))} for {name} in {source}, "
                 f"wanted {_shape(wanted.get(name))} as in this run's model"
             )
     model.load_state_dict(found, strict=False)
-    return checkpoint
+    return source
 
 
-def _find(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
-    """The folder of a run, and the checkpoint that a path names or the run's newest."""
+def _described(
+    start_from: str, model: LanguageModelConfig
+) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Where weights lie, and what decides their meaning there and in a model, in the same words."""
+    if is_exported(start_from):
+        source = Path(start_from)
+        return source, _decisive(exported_shape(source)), _decisive(shape_of(model))
+    folder, checkpoint = find_checkpoint(start_from)
+    before = {"model": to_dict(stored_config(folder).model)}
+    return checkpoint, _decisive(before), _decisive({"model": to_dict(model)})
+
+
+def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
+    """The folder of a run, and the checkpoint that a path names or the run's newest whole one.
+
+    Raises ValueError where there is none.
+    """
     folder, checkpoint = locate(run_or_checkpoint)
     checkpoint = checkpoint or newest_checkpoint(folder.checkpoints)
     if checkpoint is None:
@@ -129,11 +160,10 @@ def _find(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
     return folder, checkpoint
 
 
-def _decisive(model: LanguageModelConfig) -> dict[str, Any]:
+def _decisive(values: dict[str, Any]) -> dict[str, Any]:
     """What of a model's config decides what its weights mean."""
     free = ("initial_state", "rank", "chunk_size")
-    values = flatten(to_dict(model))
-    return {key: value for key, value in values.items() if key.rsplit(".", 1)[-1] not in free}
+    return {key: v for key, v in flatten(values).items() if key.rsplit(".", 1)[-1] not in free}
 
 
 def _shape(tensor: Tensor | None) -> str:

@@ -37,3 +37,8 @@ def one_line(error: BaseException) -> str:
 def cut(value: str, limit: int) -> str:
     """At most `limit` characters; dots at the end say that there were more."""
     return value if len(value) <= limit else f"{value[: limit - 3]}..."
+
+
+def without_secrets(text: str) -> str:
+    """Text whose addresses have lost their users and passwords."""
+    return re.sub(r"://[^/\s@]+@", "://***@", text)

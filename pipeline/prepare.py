@@ -1,21 +1,15 @@
 """`longhaul prepare`: a corpus as webdataset shards with a manifest."""
 
 import argparse
-import sys
-import time
 from pathlib import Path
-from types import TracebackType
-from typing import NoReturn
-
-from tqdm import tqdm
 
 from longhaul.datamodules.corpus import open_corpus
 from longhaul.datamodules.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.text import prepare_text
 from longhaul.datamodules.tokenizer import BUILT_IN, build_tokenizer
+from longhaul.pipeline.progress import TokenProgress
 
-_SECONDS_BETWEEN_LINES = 5.0
 _STDLIB_VALIDATION_FRACTION = 0.05
 
 
@@ -70,7 +64,7 @@ def _longcrawl64(args: argparse.Namespace) -> list[Manifest]:
     store = open_store(args.source)
     ranges = parse_rows(store, args.rows)
     total = sum(end - start for start, end in ranges) * store.columns
-    with _TokenProgress(total) as progress:
+    with TokenProgress(total) as progress:
         manifest = prepare_longcrawl64(
             store,
             args.destination,
@@ -87,7 +81,7 @@ def _text(args: argparse.Namespace) -> list[Manifest]:
     if fraction is None:
         fraction = 0.0 if sources else _STDLIB_VALIDATION_FRACTION
     tokenizer = build_tokenizer(args.tokenizer)
-    with _TokenProgress(None) as progress:
+    with TokenProgress(None) as progress:
         return prepare_text(
             open_corpus(sources),
             Path(destination),
@@ -97,40 +91,3 @@ def _text(args: argparse.Namespace) -> list[Manifest]:
             validation_fraction=fraction,
             progress=progress.show,
         )
-
-
-class _TokenProgress:
-    """Tokens done and tokens a second: a bar on a terminal, otherwise a line every few seconds."""
-
-    def __init__(self, total: int | None) -> None:
-        self._total = total
-        self._bar: tqdm[NoReturn] | None = None
-        self._first: int | None = None
-        self._started = self._shown = time.monotonic()
-
-    def __enter__(self) -> "_TokenProgress":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def show(self, done: int) -> None:
-        """Take note of the tokens done so far; the first call tells those of earlier starts."""
-        if self._first is None:
-            self._first = done
-            self._started = self._shown = time.monotonic()
-            if sys.stderr.isatty():
-                self._bar = tqdm(total=self._total, initial=done, unit=" tokens", unit_scale=True)
-        elif self._bar is not None:
-            self._bar.update(done - self._bar.n)
-        elif time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            rate = (done - self._first) / (self._shown - self._started)
-            of = f" of {self._total:,}" if self._total else ""
-            print(f"{done:,}{of} tokens, {rate:,.0f} tokens/s", file=sys.stderr, flush=True)

@@ -84,7 +84,8 @@ class RunFolder:
 
     def adopt(self, config: RunConfig) -> None:
         """Write what the run is and runs on; the caller holds the journal, and so the folder."""
-        self.done_file.unlink(missing_ok=True)
+        for note in (self.done_file, self.path / "STOPPED"):
+            note.unlink(missing_ok=True)
         write_atomically(self.config_file, to_yaml(config))
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.environment_file, environment + "\n")

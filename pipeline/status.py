@@ -11,19 +11,20 @@ import os
 import re
 import statistics
 import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from longhaul.pipeline.slurm_jobs import slurm_job
+from longhaul.pipeline.slurm_jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.table import print_table
 
-_COLUMNS = ("name", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
+_COLUMNS = ("name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError)
 # Hundreds of updates; the second where much else was written behind them.
 _TAIL_BYTES = (256 << 10, 8 << 20)
 _UPDATES = 20  # whose median is the speed
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "roots", nargs="*", default=["runs"], metavar="ROOT", help="a run, or a folder of runs"
     )
+    parser.add_argument("--experiment", metavar="NAME", help="only runs with this one in MLflow")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -44,53 +46,64 @@ def main(args: argparse.Namespace) -> int:
         if not root.is_dir():
             raise ValueError(f"{root}: found no such folder, wanted a run, or a folder of runs")
         for folder in [root] if _is_run(root) else sorted(filter(_is_run, root.iterdir())):
-            folders[folder.name if len(args.roots) == 1 else str(folder)] = folder
+            if args.experiment is None or _experiment(folder) == args.experiment:
+                folders[folder.name if len(args.roots) == 1 else str(folder)] = folder
     if not folders:
-        print(f"no runs in {', '.join(args.roots)}")
+        of_experiment = "" if args.experiment is None else f" of experiment {args.experiment}"
+        print(f"no runs{of_experiment} in {', '.join(args.roots)}")
         return 0
-    with ThreadPoolExecutor(8) as threads:  # each may wait for an answer of Slurm's
-        rows = list(threads.map(_row, folders.keys(), folders.values()))
+    ids = {name: training_jobs(folder) for name, folder in folders.items()}
+    all_ids = [job for some in ids.values() for job in some]
+    # Asked once: each question costs Slurm's controller as much as any.
+    jobs = slurm_jobs(all_ids) if all_ids else {}
+    if jobs is None:
+        text = "longhaul: Slurm does not answer, so states are what the run folders tell"
+        print(text, file=sys.stderr)
+    rows = [_row(name, folder, ids[name], jobs or {}) for name, folder in folders.items()]
     print_table([_COLUMNS, *rows])
     return 0
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("config.yaml", "slurm/jobs.jsonl"))
+    # The folder of a sweep has jobs too, but none that trains it.
+    return (folder / "config.yaml").is_file() or bool(training_jobs(folder))
 
 
-def _row(name: str, folder: Path) -> Sequence[str]:
+def _row(
+    name: str, folder: Path, ids: Sequence[str], jobs: Mapping[str, SlurmJob]
+) -> Sequence[str]:
+    # Of the jobs that train the run the one that runs, else the first that waits, else the last.
+    alive = [each for each in ids if each in jobs and not jobs[each].is_over]
+    running = [each for each in alive if jobs[each].state != "PENDING"]
+    job_id = next(iter([*running, *alive, *reversed(ids)]), "-")
     try:
-        return [name, *_describe(folder)]
-    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError) as error:
-        return [name, f"cannot be read: {type(error).__name__}", *["-"] * (len(_COLUMNS) - 2)]
+        return [name, job_id, *_describe(folder, jobs.get(job_id))]
+    except _UNREADABLE as error:
+        text = f"cannot be read: {type(error).__name__}"
+        return [name, job_id, text, *["-"] * (len(_COLUMNS) - 3)]
 
 
-def _describe(folder: Path) -> Sequence[str]:
+def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     lines = _tail(folder / "logs" / "metrics.jsonl")
-    job = _training_job(folder)
-    state = _job_state(job) or _folder_state(folder, lines)
-    if state in ("died", "not started"):
-        # Slurm may know more: a time limit, a node that failed.
-        state = job.get("JobState", state).lower()
+    if job is None or job.is_over:
+        state = _folder_state(folder, lines)
+        # Slurm may know more: a time limit, a node that failed. Of a run that stopped and was not
+        # queued again it says FAILED.
+        is_told = state == "stopped" and job is not None and job.state == "FAILED"
+        if job is not None and state in ("died", "not started", "stopped") and not is_told:
+            state = job.state.lower()
+    else:
+        state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
     updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
     progress = _progress(folder, updates, is_running=state == "running")
-    return [state, *progress, job.get("Restarts", "-"), _checkpoint(folder)]
+    return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
 
 
-def _training_job(folder: Path) -> Mapping[str, str]:
-    """What Slurm says of the last job that was submitted to train the run."""
-    path = folder / "slurm" / "jobs.jsonl"
-    jobs = _parse(path.read_bytes()) if path.is_file() else []
-    ids = [str(job["job_id"]) for job in jobs if job["kind"] == "train"]
-    return slurm_job(ids[-1]) if ids else {}
-
-
-def _job_state(job: Mapping[str, str]) -> str | None:
-    """Of a job that waits or runs."""
-    state = job.get("JobState")
-    if state == "PENDING":
-        return f"pending, {job.get('Reason')}"
-    return state.lower() if state in ("RUNNING", "COMPLETING", "SUSPENDED") else None
+def _experiment(folder: Path) -> str | None:
+    try:
+        return str(_config(folder)["tracking"]["experiment"])
+    except _UNREADABLE:
+        return None
 
 
 def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -125,13 +138,19 @@ def _progress(
 
 def _budget(folder: Path) -> tuple[int, int | None]:
     """Tokens of an update, and updates in all if the run's config is there."""
-    # Not as a RunConfig: what that imports takes seconds.
-    path = folder / "config.yaml"
-    if not path.is_file():
+    config = _config(folder)
+    if config is None:
         return 0, None
-    config = yaml.safe_load(path.read_text())
     tokens_per_update = int(config["optim"]["tokens_per_update"])
     return tokens_per_update, -(-int(config["trainer"]["max_tokens"]) // tokens_per_update)
+
+
+def _config(folder: Path) -> Any:
+    """What the run is, or was submitted as; None where neither is there."""
+    # Not as a RunConfig: what that imports takes seconds.
+    paths = (folder / name for name in ("config.yaml", "slurm/config.yaml"))
+    path = next((path for path in paths if path.is_file()), None)
+    return None if path is None else yaml.safe_load(path.read_text())
 
 
 def _checkpoint(folder: Path) -> str:

@@ -117,9 +117,13 @@ class StopRequests:
         self._profile_file.unlink(missing_ok=True)
 
     def clear_files(self) -> None:
-        """Remove STOP and SAVE: a stop is saved by now, a save has begun."""
-        for file in self._files.values():
-            file.unlink(missing_ok=True)
+        """Remove SAVE, and make STOP into STOPPED: a stop is saved by now, a save has begun.
+
+        The script of a Slurm job does not go on with a run that was stopped by hand.
+        """
+        self._files["SAVE"].unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            self._files["STOP"].rename(self._files["STOP"].with_name("STOPPED"))
 
     def _listen(self) -> None:
         while numbers := self._reader.recv(16):

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import re
 import shutil
 import subprocess
 import time
@@ -19,6 +20,7 @@ from longhaul.pipeline.job_script import evaluate_script, sweep_script, train_sc
 from longhaul.pipeline.mlflow_run import create_parent
 from longhaul.pipeline.plan_memory import Planner
 from longhaul.pipeline.run_folder import RunFolder, anchored
+from longhaul.pipeline.slurm_jobs import JOBS_FILE, slurm_jobs, training_jobs
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +59,10 @@ class _Job:
 
 
 def main(args: argparse.Namespace) -> int:
-    for name in ("chain", "throttle"):
-        least = 1 if name == "throttle" else 0
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name}: found {getattr(args, name)}, wanted {least} or more")
+    if args.chain < 0:
+        raise ValueError(f"--chain: found {args.chain}, wanted 0 or more")
+    if args.throttle < 1:
+        raise ValueError(f"--throttle: found {args.throttle}, wanted 1 or more")
     configs = [_settled(config) for config in _configs(args.config, args.overrides, args.sweep)]
     if args.sweep and args.chain:
         raise ValueError("--chain: found with --sweep, wanted one of them")
@@ -68,6 +70,8 @@ def main(args: argparse.Namespace) -> int:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
     for config in configs:
         _refuse_what_cannot_run(config)
+    if not args.dry_run:
+        _refuse_what_is_queued(configs, args.after)
     if args.sweep:
         _submit_sweep(args, configs)
     else:
@@ -84,9 +88,14 @@ def _configs(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Itera
             raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
         axes.append([f"{key}={value}" for value in values.split(",")])
     base = load_run_config(path, overrides)
+    names = set()
     for combination in itertools.product(*axes):
-        parts = [one.rpartition(".")[2].replace("/", "_") for one in combination]
+        pairs = [one.split("=", 1) for one in combination]
+        parts = [f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, value in pairs]
         name = "-".join([base.name, *parts])
+        if name in names:
+            raise ConfigError(f"--sweep: found two runs {name!r}, wanted names that differ")
+        names.add(name)
         # Not as an override: YAML would read more into a name than text.
         yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
 
@@ -115,23 +124,42 @@ def _refuse_what_cannot_run(config: RunConfig) -> None:
         raise ConfigError(plan_fit.verdict(config, device, planner))
 
 
+def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> None:
+    """A second job of a run, but behind its last, would find it being trained."""
+    known = None if after is None else slurm_jobs([after])
+    # An array is known by its tasks.
+    if known is not None and after not in {*known, *(one.partition("_")[0] for one in known)}:
+        raise ConfigError(f"--after: found {after}, wanted a job that Slurm knows")
+    for config in configs:
+        run = RunFolder.of(config).path
+        ids = training_jobs(run)
+        jobs = slurm_jobs(ids) if ids else None
+        alive = [one for one in ids if jobs and one in jobs and not jobs[one].is_over]
+        if alive and after != alive[-1]:
+            raise RuntimeError(
+                f"{run}: found job {alive[0]} in the queue, wanted none; scancel it first, or "
+                f"--after {alive[-1]}"
+            )
+
+
 def _submit_one(args: argparse.Namespace, config: RunConfig) -> None:
     job = _training(config)
     if args.dry_run:
         print(job.text, end="")
         return
     folder = RunFolder.of(config)
+    finished = folder.finished()
+    if finished is not None and finished.tokens >= config.trainer.max_tokens:
+        print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+        return
     _prepare(config, job)
     ids = [_queue(folder.path, job, _after(args.after))]
     for _ in range(args.chain):
-        # Where the one before finished the run, this one is cancelled.
-        ids.append(_queue(folder.path, job, ["--dependency", f"afternotok:{ids[-1]}"]))
-    if "evaluate" in config.slurm.then:
-        text = evaluate_script(config, folder.path)
-        then = _Job("evaluate", folder.path / "slurm" / "evaluate.sbatch", text)
-        write_atomically(then.script, then.text)
-        ended = "?".join(f"afterok:{one}" for one in ids)
-        _queue(folder.path, then, ["--dependency", ended])
+        # All before it, since afternotok also takes one that was cancelled. Where one of them
+        # finished the run, this one is cancelled too.
+        before = ",".join(f"afternotok:{one}" for one in ids)
+        ids.append(_queue(folder.path, job, ["--dependency", before]))
+    _queue_what_follows(config, "?".join(f"afterok:{one}" for one in ids))
     print(f"log: {folder.path}/logs/job-{ids[0]}.log")
     print(f"MLflow: {_tracked(config)}")
 
@@ -140,9 +168,8 @@ def _submit_sweep(args: argparse.Namespace, configs: list[RunConfig]) -> None:
     base = load_run_config(args.config, args.overrides)
     # Not the base run's own: a run of that name may exist.
     folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
-    jobs = [_training(config) for config in configs]
-    scripts = folder / "slurm" / "scripts.txt"
-    text = sweep_script(configs[0], folder, scripts, len(jobs), args.throttle)
+    scripts = [_training(config).script for config in configs]
+    text = sweep_script(configs, folder, scripts, args.throttle)
     if args.dry_run:
         print(text, end="")
         return
@@ -153,17 +180,13 @@ def _submit_sweep(args: argparse.Namespace, configs: list[RunConfig]) -> None:
         config = dataclasses.replace(config, tracking=nested)
         _prepare(config, _training(config))
     (folder / "slurm").mkdir(parents=True, exist_ok=True)
-    write_atomically(scripts, "".join(f"{job.script}\n" for job in jobs))
     sweep = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
     write_atomically(sweep.script, sweep.text)
     job_id = _queue(folder, sweep, _after(args.after))
     for index, config in enumerate(configs):
         run = RunFolder.of(config).path
         _note(run, "train", f"{job_id}_{index}")
-        if "evaluate" in config.slurm.then:
-            then = _Job("evaluate", run / "slurm" / "evaluate.sbatch", evaluate_script(config, run))
-            write_atomically(then.script, then.text)
-            _queue(run, then, ["--dependency", f"afterok:{job_id}_{index}"])
+        _queue_what_follows(config, f"afterok:{job_id}_{index}")
     print(f"logs: {folder}/logs/job-{job_id}_*.log")
     print(f"MLflow: {_tracked(configs[0])}, below {folder.name}")
 
@@ -179,9 +202,20 @@ def _prepare(config: RunConfig, job: _Job) -> None:
     folder = job.script.parent
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "logs").mkdir(exist_ok=True)
-    (folder / "BAD").unlink(missing_ok=True)
+    for note in (folder / "BAD", folder.parent / "STOPPED"):
+        note.unlink(missing_ok=True)
     write_atomically(folder / "config.yaml", to_yaml(config))
     write_atomically(job.script, job.text)
+
+
+def _queue_what_follows(config: RunConfig, dependency: str) -> None:
+    """Queue what slurm.then asks for, to begin when the training has ended well."""
+    if not config.slurm.then:
+        return
+    run = RunFolder.of(config).path
+    job = _Job("evaluate", run / "slurm" / "evaluate.sbatch", evaluate_script(config, run))
+    write_atomically(job.script, job.text)
+    _queue(run, job, ["--dependency", dependency])
 
 
 def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
@@ -191,7 +225,13 @@ def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
-    job_id = result.stdout.strip().partition(";")[0]  # with several clusters, ID;CLUSTER
+    # A site's own sbatch may say more; with several clusters it is ID;CLUSTER.
+    found = re.findall(r"^(\d+)(?:;.*)?$", result.stdout, re.MULTILINE)
+    if not found:
+        raise RuntimeError(
+            f"sbatch: found {result.stdout!r}, wanted a job's number; it may be queued"
+        )
+    job_id: str = found[-1]
     _note(folder, job.kind, job_id)
     after = f", {' '.join(options)}" if options else ""
     print(f"job {job_id}: {job.kind} {folder}{after}", flush=True)
@@ -200,7 +240,7 @@ def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
 
 def _note(folder: Path, kind: str, job_id: str) -> None:
     entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
-    with open(folder / "slurm" / "jobs.jsonl", "a") as file:
+    with open(folder / JOBS_FILE, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 

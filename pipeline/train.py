@@ -21,6 +21,8 @@ from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.blocks import prepare_blocks
 from longhaul.pipeline.books import Books
 from longhaul.pipeline.environment import source_commit
+from longhaul.pipeline.evaluate import check_tasks
+from longhaul.pipeline.journal import JournalBusyError
 from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.stop import EXIT_CHECKPOINTED, StopRequests
@@ -30,8 +32,11 @@ from longhaul.pipeline.updates import Updates
 
 logger = logging.getLogger(__name__)
 
+EXIT_BUSY = 73
+"""Another process trains the run. The steps that it makes are not this one's."""
+
 # A server that is away when a run ends gets this long; what is left is sent at the next start.
-_SECONDS_TO_DRAIN = 60.0
+_SECONDS_TO_DRAIN = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    return train(anchored(load_run_config(args.config, args.overrides)))
+    try:
+        return train(anchored(load_run_config(args.config, args.overrides)))
+    except JournalBusyError as error:
+        print(f"longhaul: {error}", file=sys.stderr)
+        return EXIT_BUSY
 
 
 def train(config: RunConfig, *callbacks: Callback) -> int:
@@ -55,6 +64,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     seed_everything(config.trainer.seed, verbose=False)
     _quieten_lightning()
     _check_meeting_place(config)
+    check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
     folder.check_same_run(config)
@@ -87,6 +97,7 @@ def _lead(
     """What rank 0 does: train with the others, and keep the run's books."""
     tracker = _new_tracker(config, folder)
     status: Status | None = None
+    finished: Finished | None = None
     try:
         folder.adopt(config)
         status = "FAILED"
@@ -96,36 +107,43 @@ def _lead(
             if source is not None:
                 logger.info("the run begins with the weights of %s", source)
             _fit(trainer, module, updates)
-        status = "KILLED" if updates.is_stopped else "FINISHED"
+        if not updates.is_stopped:
+            finished = Finished(module.progress.step, module.progress.tokens, is_tracked=False)
+            # Before MLflow has it all: the other ranks are gone, and srun may end this one.
+            folder.mark_finished(finished)
+        status = "KILLED" if finished is None else "FINISHED"
     except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
         status = "KILLED"
         raise KeyboardInterrupt from None
     finally:
         is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
-    progress = module.progress
-    if updates.is_stopped:
+    if finished is None:
         print(
-            f"longhaul: stopped after step {progress.step}, saved; the same command goes on",
+            f"longhaul: stopped after step {module.progress.step}, saved; the same command goes on",
             file=sys.stderr,
         )
         return EXIT_CHECKPOINTED
-    folder.mark_finished(Finished(progress.step, progress.tokens, is_tracked))
-    print(f"run {folder.path} is finished: {progress.tokens:,} tokens")
+    if is_tracked:
+        folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
+    print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
     return 0
 
 
 def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
     """The data of this rank, checked against the model before anything is written."""
-    data = TokenDataModule(
-        config.data,
-        seed=config.trainer.seed,
-        samples_per_update=config.samples_per_update,
-        micro_batch=config.trainer.micro_batch,
-        rank=trainer.global_rank,
-        world_size=config.trainer.world_size,
-        ranks_a_sample=config.trainer.context_parallel,
-        pin_memory=torch.cuda.is_available(),
-    )
+    try:
+        data = TokenDataModule(
+            config.data,
+            seed=config.trainer.seed,
+            samples_per_update=config.samples_per_update,
+            micro_batch=config.trainer.micro_batch,
+            rank=trainer.global_rank,
+            world_size=config.trainer.world_size,
+            ranks_a_sample=config.trainer.context_parallel,
+            pin_memory=torch.cuda.is_available(),
+        )
+    except FileNotFoundError as error:
+        raise ConfigError(f"data: {error}") from error
     vocabulary = data.manifest.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(

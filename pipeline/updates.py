@@ -6,6 +6,7 @@ import logging
 import resource
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
 from longhaul.pipeline.books import Books, RankReport
 from longhaul.pipeline.checkpoint import CheckpointError, CheckpointStore, Saved
 from longhaul.pipeline.context_parallel import ContextParallel
+from longhaul.pipeline.evaluate import TASKS, evaluate
 from longhaul.pipeline.evaluation.positions import measure_positions, summarise
+from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.load import load_trained_model
 from longhaul.pipeline.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.rng import capture_rng, restore_rng
 from longhaul.pipeline.run_folder import RunFolder
@@ -59,6 +63,9 @@ class Updates(Callback):
         self.validation_updates = max(
             1, config.trainer.validate_every_tokens // config.optim.tokens_per_update
         )
+        self.evaluation_updates = max(
+            1, config.evaluation.every_tokens // config.optim.tokens_per_update
+        )
         self._folder = folder
         self.store: CheckpointStore
         self._update_began = 0.0
@@ -76,8 +83,11 @@ class Updates(Callback):
         config = self.config.checkpoint
         self.requests.ranks_have_met()
         # Only now are there groups of ranks. Saves talk while training does: they have their own.
+        # The watchdog ends what takes too long, before they would.
+        patience = timedelta(seconds=self.config.trainer.hang_seconds + 300)
         group, self._group = (
-            dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)
+            dist.new_group(backend="gloo", timeout=patience) if dist.is_initialized() else None
+            for _ in range(2)
         )
         self.watchdog = Watchdog(
             trainer.global_rank,
@@ -184,12 +194,14 @@ class Updates(Callback):
         wants_stop, wants_save = any(r.wants_stop for r in ranks), any(r.wants_save for r in ranks)
         if any(r.has_failed_save for r in ranks):
             self._finish_save()
-        is_due = progress.step % self.checkpoint_updates == 0
+        is_due = progress.step % self.checkpoint_updates == 0 or self._is_to_be_evaluated(progress)
         if is_last or wants_stop or wants_save or is_due:
             self._note("saving")
             self._save(trainer, module)
         if is_last or wants_stop:
             self._finish_save()
+        if not wants_stop:  # which has a deadline
+            self._evaluate(progress)
         if (wants_stop or wants_save) and self.books is not None:
             self.requests.clear_files()
         if wants_stop and not is_last:
@@ -270,6 +282,43 @@ class Updates(Callback):
         values = summarise(metric.compute()[0], "validation")
         if self.books is not None:
             self.books.record_validation(module.progress, values)
+
+    def _is_to_be_evaluated(self, progress: Progress) -> bool:
+        is_last = progress.step >= self.config.num_updates
+        is_due = is_last or progress.step % self.evaluation_updates == 0
+        return is_due and progress.step > 0 and bool(self.config.evaluation.tasks)
+
+    def _evaluate(self, progress: Progress) -> None:
+        """Measure this step's checkpoint, if it is due; the other ranks wait for the first.
+
+        One that fails alone in a task that they share would leave the others within it.
+        """
+        if not self._is_to_be_evaluated(progress):
+            return
+        self._finish_save()
+        self._note("evaluating")
+        if self.books is not None:
+            self._measure(self.store.path_of(progress.step), self.books)
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def _measure(self, checkpoint: Path, books: Books) -> None:
+        """Do the config's tasks; what fails is told, and training goes on."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        for name in TASKS:
+            # Two tasks may take longer than a stop may.
+            if name not in self.config.evaluation.tasks or self.requests.wants_stop:
+                continue
+            self._note(f"evaluating {name}")
+            try:
+                # Training goes on as if nothing had been measured.
+                with torch.random.fork_rng(devices):
+                    trained = load_trained_model(checkpoint)
+                    evaluate(trained, [name], Options(), books.tracker)
+            except (ValueError, OSError, RuntimeError) as error:
+                logger.warning("%s: %s is not measured: %s", checkpoint.name, name, error)
+        if devices:
+            torch.cuda.reset_peak_memory_stats()
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         """Begin a checkpoint, which the ranks write while they go on."""

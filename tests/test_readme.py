@@ -40,8 +40,8 @@ for arguments in json.loads(sys.argv[1]):
         sys.exit(status)
 """
 
-# Two updates and four windows to validate on, not the whole budget.
-BRIEF = ("trainer.max_tokens=8192", "optim.tokens_per_update=4096", "data.validation_samples=4")
+# Two updates and 2,048 tokens to validate on, not the whole budget.
+BRIEF = ("trainer.max_tokens=8192", "optim.tokens_per_update=4096", "data.validation_tokens=2048")
 
 
 def test_the_training_commands_run(tmp_path: Path) -> None:

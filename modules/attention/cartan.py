@@ -76,7 +76,7 @@ class Cartan(PowerAttention):
         self.logit = PerHead(model_dim, num_heads) if config.generator != "product" else None
         self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
         # Weights times cosines are small: the usual 1e-5 would be most of a head's variance.
-        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-12)
+        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
         self.add_projections(config)
 
     def add_projections(self, config: CartanConfig) -> None:

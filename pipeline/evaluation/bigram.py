@@ -1,6 +1,7 @@
 """A bigram model counted on the training text: the loss that any language model must beat."""
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.shards import Shard
+from longhaul.pipeline.evaluation.held_out import training_data
+from longhaul.pipeline.evaluation.task import Measured, Options, Task, metric_prefix
+from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.load import TrainedModel
 
 LARGEST_VOCABULARY = 4096
 """A dense table of counts; beyond this it would not fit, nor would most pairs be seen."""
@@ -57,3 +62,18 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
         total += losses.sum().item()
         count += losses.numel()
     return total / count
+
+
+def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    data = training_data(trained.config)
+    bigram = count_bigrams(data.training_shards(), data.manifest)
+    loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
+    return Measured({f"{metric_prefix(trained, options)}/bigram_loss": loss})
+
+
+TASK = Task(
+    _measure,
+    "loss of a bigram model counted on the same training text",
+    is_shared=False,
+    decided_by=("text",),
+)

@@ -101,7 +101,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("trainer=[1,2]", r"trainer: expected a mapping of keys, got \[1, 2\]"),
         ("model.attention=2", "model.attention: expected a mapping of keys, got 2"),
         ("model.attention.kind=[a]", "model.attention.kind: expected str"),
-        ("name=[1", "command line: while parsing"),
+        ("model.width=[1", "command line: while parsing"),
         ("optim.schedule=[1]", r"optim.schedule: expected a mapping of keys, got \[1\]"),
         ("data.context=null", "data.context: "),
         ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted one of single, ddp"),

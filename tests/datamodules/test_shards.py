@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -93,6 +94,36 @@ def test_a_bad_shard_is_replaced_by_the_next_good_one(make_shards, damage: str) 
             good = expected[position] * 128
             assert first_tokens(store, position) == [good, good + 64]
         assert store.bad_shards == tuple(f"train-00000{n}.tar" for n in (1, 2, 4))
+
+
+def loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def fail_to_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longhaul.datamodules.shards.sha256_of", raise_io_error)
+
+
+def fail_to_map(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longhaul.datamodules.shards.mmap.mmap", raise_io_error)
+
+
+def raise_io_error(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("fail", [loop, fail_to_read, fail_to_map])
+@pytest.mark.parametrize("replaces_bad", [False, True])
+def test_a_file_system_that_fails_makes_no_shard_bad(
+    make_shards, monkeypatch, fail, replaces_bad: bool
+) -> None:
+    manifest = make_shards()
+    store = store_of(manifest, replaces_bad=replaces_bad)
+    fail(path_of(manifest, 1), monkeypatch)
+    with pytest.raises(OSError, match=r"^shard .*/train-000001.tar: (Input|Too many levels)"):
+        store[1]
+    assert store.bad_shards == ()
 
 
 def test_too_many_bad_shards_stop_the_run(make_shards) -> None:

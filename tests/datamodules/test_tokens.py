@@ -1,3 +1,4 @@
+import errno
 import os
 import pickle
 import signal
@@ -9,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.order import SampleOrder
-from longhaul.datamodules.shards import ShardError
-from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+from longhaul.datamodules.shards import ShardError, UnreadShardError
+from longhaul.datamodules.tokens import TokenDataModule
 
 CONTEXT = 16
 UPDATE = 24
@@ -113,7 +115,7 @@ def test_validation_is_dealt_out_and_filled_up(make_shards, world_size: int) -> 
             rank=rank,
             world_size=world_size,
             validation_manifest=train.location,
-            validation_samples=7,
+            validation_tokens=7 * CONTEXT,
         )
         batches = list(module.val_dataloader())
         lengths.add(len(batches))
@@ -129,7 +131,7 @@ def test_validation_is_dealt_out_and_filled_up(make_shards, world_size: int) -> 
 
 def test_validation_takes_what_there_is(make_shards) -> None:
     small = make_shards(documents=1).location
-    module = module_of(small, validation_manifest=small, validation_samples=64)
+    module = module_of(small, validation_manifest=small, validation_tokens=64 * CONTEXT)
     assert [b["index"].tolist() for b in module.val_dataloader()] == [[0, 1], [2, 3]]
     assert module_of(small).val_dataloader() == []
 
@@ -148,7 +150,7 @@ def test_sizes_that_do_not_fit_are_refused(make_shards) -> None:
         module_of(location, first_sample=25)
     for name, value in (
         ("workers", -1),
-        ("validation_samples", 0),
+        ("validation_tokens", 0),
         ("on_bad_shard", "ignore"),
         ("max_bad_fraction", 1.5),
     ):
@@ -166,6 +168,18 @@ def test_a_worker_reports_a_bad_shard_in_one_line(make_shards) -> None:
     # Left to the garbage collector, which the exception's frames leave it to, it takes 5 s.
     loader._loader._iterator._shutdown_workers()
     assert str(caught.value) == f"shard {shard}: 10230 bytes, wanted 10240"
+
+
+def test_a_worker_reports_a_file_system_that_fails_in_one_line(make_shards) -> None:
+    manifest = make_shards()
+    shard = Path(manifest.url_of("train-000001.tar"))
+    shard.unlink()
+    shard.symlink_to(shard)
+    loader = module_of(manifest.location, workers=1, num_samples=72).train_dataloader()
+    with pytest.raises(UnreadShardError) as caught:
+        list(loader)
+    loader._loader._iterator._shutdown_workers()
+    assert str(caught.value) == f"shard {shard}: {os.strerror(errno.ELOOP)}"
 
 
 def test_the_caller_sees_what_workers_replaced(make_shards) -> None:
@@ -206,7 +220,8 @@ def test_workers_leave_signals_to_the_trainer(make_shards) -> None:
 
 def test_a_process_ends_with_its_loader_still_open(make_shards) -> None:
     script = f"""
-        from longhaul.datamodules.tokens import DataConfig, TokenDataModule
+        from longhaul.datamodules.config import DataConfig
+        from longhaul.datamodules.tokens import TokenDataModule
         module = TokenDataModule(
             DataConfig(manifest={make_shards().location!r}, context=16, workers=1),
             seed=0, samples_per_update=2, micro_batch=2, rank=0, world_size=1,

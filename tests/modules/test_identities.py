@@ -146,7 +146,7 @@ def pivots(
 def head_norm(attention: Attention, mixed: Tensor) -> Tensor:
     """Each head of each token with mean 0 and variance 1, then a gain and a shift a channel."""
     y = mixed - mixed.mean(-1, keepdim=True)
-    eps = 1e-12 if attention.config.kind in ("cartan", "zeros") else 1e-5
+    eps = 1e-10 if attention.config.kind in ("cartan", "zeros") else 1e-5
     y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
     return y.flatten(2) * attention.norm.weight + attention.norm.bias
 

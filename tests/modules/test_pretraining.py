@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.modules.pretraining import OptimConfig, Pretraining, Skip
+from longhaul.modules.optim import OptimConfig
+from longhaul.modules.pretraining import Pretraining, Skip
 from longhaul.pipeline.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8

@@ -32,7 +32,7 @@ model:
 data:
   manifest: {corpus}/train
   validation_manifest: {corpus}/validation
-  validation_samples: 6
+  validation_tokens: 384
   context: 64
 optim:
   tokens_per_update: 512

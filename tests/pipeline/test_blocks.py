@@ -15,7 +15,8 @@ COMPILED = Path(__file__).parent / "compiled_blocks.py"
 @pytest.mark.parametrize(
     ("backend", "kinds"),
     [
-        ("aot_eager", registered_variants()),
+        ("aot_eager", ("conformal_sympow", "softmax")),
+        pytest.param("aot_eager", registered_variants(), marks=pytest.mark.soak),
         pytest.param("inductor", ("conformal_sympow",), marks=pytest.mark.soak),
     ],
 )

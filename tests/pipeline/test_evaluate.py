@@ -1,10 +1,12 @@
-"""Positions, the bigram baseline, and sampling, against plain loops."""
+"""Positions and the bigram baseline, against plain loops."""
 
 import csv
+import dataclasses
 import itertools
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from mlflow.tracking import MlflowClient
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.pipeline.evaluation.bigram import Bigram
 from longhaul.pipeline.evaluation.positions import PositionLoss, summarise
-from longhaul.pipeline.generate import choose, sample_tokens
+from longhaul.pipeline.evaluation.results import Results
+from longhaul.pipeline.evaluation.task import Measured, Options, Task
 from longhaul.pipeline.load import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -31,7 +34,7 @@ def test_position_loss_is_the_mean_and_its_error() -> None:
     metric = PositionLoss(5)
     metric.update(losses[:3])
     metric.update(losses[3:])
-    mean, error = metric.compute()
+    mean, error, _ = metric.compute()
     torch.testing.assert_close(mean, losses.double().mean(0))
     torch.testing.assert_close(error, losses.double().std(0) / math.sqrt(7))
 
@@ -102,46 +105,54 @@ def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
     assert "evaluation/bigram_loss" in tracked.data.metrics
 
 
-def test_generation_streams_the_likeliest_tokens(evaluated: Run) -> None:
-    trained = load_trained_model(evaluated.path / "small" / "checkpoints" / "step-000000030")
-    prompt = torch.tensor([[256, *b"def "]])
-    found = list(
-        sample_tokens(
-            trained.model,
-            prompt,
-            num_tokens=20,
-            vocabulary=257,
-            temperature=0,
-            top_k=None,
-            generator=torch.Generator(),
-        )
-    )
-    # Recurrent steps must agree with a full pass over everything so far.
-    tokens = prompt
-    for token in found:
-        hidden, _ = trained.model(tokens)
-        logits = hidden[0, -1] @ trained.model.embedding.weight.T
-        assert int(logits[:257].argmax()) == token
-        tokens = torch.cat([tokens, torch.tensor([[token]])], dim=1)
-    result = evaluated.longhaul(
-        "generate", "small", "--prompt", "def ", "--tokens", "20", "--temperature", "0"
-    )
-    assert result.stdout.startswith("def ")
+def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
+    before, lines = (folder / "positions.csv").stat().st_mtime_ns, journal.read_text()
+    result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    assert result.stdout.count("found earlier") == 2
+    assert "evaluation/bigram_loss" in result.stdout
+    assert (folder / "positions.csv").stat().st_mtime_ns == before
+    assert journal.read_text() == lines
+    # A file that went is made again, and what other tasks found stays.
+    (folder / "positions.png").unlink()
+    result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    assert result.stdout.count("found earlier") == 1
+    assert (folder / "positions.png").exists()
+    assert "evaluation/bigram_loss" in json.loads((folder / "results.json").read_text())
+    again = evaluated.longhaul("evaluate", "small", "--tasks", "bigram", "--again")
+    assert "found earlier" not in again.stdout
 
 
-def test_the_same_seed_gives_the_same_text(evaluated: Run) -> None:
-    arguments = ("generate", "small", "--prompt", "é", "--tokens", "30", "--seed")
-    one, two = (evaluated.longhaul(*arguments, "5").stdout for _ in range(2))
-    assert one == two
-    assert evaluated.longhaul(*arguments, "6").stdout != one
+def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
+    results, text = Results(tmp_path, "held out"), tmp_path / "a.txt"
+    text.write_text("one")
+    task = Task(lambda *_: Measured({}), "", decided_by=("text", "stride"))
+    options = Options(text=(text,), stride=3)
 
+    def keep(name: str, found: Measured) -> None:
+        results.add(found)
+        results.record(name, task, options, found)
 
-def test_top_k_leaves_only_the_k_likeliest() -> None:
-    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
-    generator = torch.Generator().manual_seed(0)
-    drawn = {int(choose(logits, 5.0, 2, generator)) for _ in range(100)}
-    assert drawn == {1, 2}
-    assert int(choose(logits, 0, None, generator)) == 1
+    keep("x", Measured({"x/a": 1.0, "x/b": 2.0}))
+    keep("y", Measured({"y/a": 3.0}))
+    assert results.known("x", task, options) == Measured({"x/a": 1.0, "x/b": 2.0})
+    assert results.known("x", task, dataclasses.replace(options, prompts=7)) is not None
+    assert results.known("x", task, dataclasses.replace(options, stride=4)) is None
+    text.write_text("two")
+    assert results.known("x", task, options) is None
+    # Interrupted from here on, nobody takes files of two attempts for one result.
+    results.forget("x")
+    assert results.values() == {"y/a": 3.0}
+    text.write_text("one")
+    assert results.known("x", task, options) is None
+    keep("x", Measured({"x/b": 5.0}))
+    assert results.values() == {"y/a": 3.0, "x/b": 5.0}
+    # Without a text of their own they are of the held-out one, which may become another.
+    plain = dataclasses.replace(options, text=())
+    results.record("x", task, plain, Measured({}))
+    assert results.known("x", task, plain) is not None
+    assert Results(tmp_path, "another").known("x", task, plain) is None
 
 
 @pytest.mark.parametrize(
@@ -149,10 +160,6 @@ def test_top_k_leaves_only_the_k_likeliest() -> None:
     [
         (["evaluate", "small", "--tasks", "positons"], "--tasks: found 'positons'"),
         (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
-        (["generate", "small", "--prompt", "a", "--tokens", "0"], "--tokens: found 0"),
-        (["generate", "small", "--prompt", "a", "--temperature", "-1"], "--temperature: found"),
-        (["generate", "small", "--prompt", "a", "--temperature", "nan"], "--temperature: found"),
-        (["generate", "small", "--prompt", "a", "--top-k", "0"], "--top-k: found 0"),
     ],
 )
 def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], message: str) -> None:

@@ -28,7 +28,34 @@ def test_a_reported_name_finds_its_device(reported: str, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Tesla V100-SXM2-16GB", "NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H100 NVL"]
+    ("gres", "key"),
+    [
+        ("nvidia_h100_80gb_hbm3", "h100"),
+        ("nvidia_h100_pcie", "h100-pcie"),
+        ("h100_pcie", "h100-pcie"),
+        ("nvidia_a100-sxm4-40gb", "a100-40"),
+        ("nvidia_a100_80gb_pcie", "a100"),
+        ("nvidia_h200", "h200"),
+        ("nvidia_l40s", "l40s"),
+    ],
+)
+def test_slurms_name_finds_its_device(gres: str, key: str) -> None:
+    device = find_device(gres)
+    assert device is not None
+    assert device.key == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "Tesla V100-SXM2-16GB",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GB200",
+        "NVIDIA H100 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "nvidia_h100_80gb_hbm3_1g.10gb",
+    ],
 )
 def test_other_devices_are_unknown(name: str) -> None:
     assert find_device(name) is None

@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,62 @@ def test_one_process_writes_at_a_time_and_a_killed_one_holds_nothing(tmp_path: P
         assert Journal(_path(tmp_path)).append("train", 1, {})
     finally:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from longhaul.pipeline.journal import Journal
+
+journal = Journal(Path(sys.argv[1]))
+print(flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Callable[[float], None]]:
+    """Another process that holds the journal for so many seconds."""
+    processes = []
+
+    def start(seconds: float) -> None:
+        command = [sys.executable, "-c", HOLDER, str(_path(tmp_path)), str(seconds)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path)
+        processes.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_job_that_was_queued_again_waits_for_the_lock_and_says_so_once(
+    tmp_path: Path,
+    hold: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    hold(1.5)
+    assert Journal(_path(tmp_path)).append("train", 1, {})
+    (message,) = caplog.messages
+    assert "being written by another process" in message
+
+
+def test_the_wait_for_a_lock_has_an_end_and_a_first_start_has_none(
+    tmp_path: Path, hold: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold(60)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
+    with pytest.raises(JournalError, match="by another process"):
+        Journal(_path(tmp_path))
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setattr(journal_module, "_SECONDS_TO_LOCK_AGAIN", 0.5)
+    with pytest.raises(JournalError, match="by another process"):
+        Journal(_path(tmp_path))
 
 
 FULL_DISK = """

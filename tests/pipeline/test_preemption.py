@@ -89,7 +89,9 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
         assert not (run.path / "small" / "DONE").exists()
         before = saved
     assert not (run.path / "small" / "STOP").exists()
+    assert (run.path / "small" / "STOPPED").exists()
     assert start(run).end()[0] == 0
+    assert not (run.path / "small" / "STOPPED").exists()
     assert_same_end(run, undisturbed)
 
 
@@ -128,6 +130,7 @@ def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.Mo
     assert "traced_longhaul.py" in error
 
 
+@pytest.mark.soak
 def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     process = start(run)
@@ -143,6 +146,7 @@ def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert re.search("SIGUSR2 after SIG(USR1|TERM): ending without a checkpoint", error)
 
 
+@pytest.mark.soak
 def test_a_stop_that_takes_too_long_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     process = start(run, "trainer.stop_seconds=2")
@@ -170,7 +174,9 @@ def test_gradients_that_stay_nan_end_the_job_in_one_line(
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5-:nan")
     status, error = start(run, "optim.max_skipped_updates=3").end()
     assert status == 1
-    *skipped, line = [line for line in error.splitlines() if "longhaul" in line]
+    said = [line for line in error.splitlines() if line.startswith("longhaul:")]
+    # A busy machine may make either rank slow, and that is said too.
+    *skipped, line = [line for line in said if " is slow: " not in line]
     assert [text.split(",")[0] for text in skipped] == [
         f"longhaul: step {step} is skipped" for step in (6, 7, 8)
     ]

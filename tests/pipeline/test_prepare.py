@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zarr
 
-from longhaul.pipeline import prepare
+from longhaul.pipeline import prepare, progress
 
 ROWS, COLUMNS = 200, 128
 SHARDS = 13
@@ -59,7 +59,7 @@ def killed_at(tokens: int, *words: object) -> int:
             if done >= {tokens}:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        prepare._TokenProgress.show = show
+        prepare.TokenProgress.show = show
         parser = argparse.ArgumentParser()
         prepare.add_arguments(parser)
         prepare.main(parser.parse_args(sys.argv[1:]))
@@ -146,7 +146,7 @@ def test_without_a_source_the_standard_library_is_split_in_two(
 def test_progress_tells_tokens_per_second(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
     assert command("longcrawl64", store, tmp_path / "out") == 0
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == ROWS

@@ -70,13 +70,8 @@ def test_a_spike_is_skipped_on_all_ranks_and_written_down(
     assert client.get_metric_history(run_id, "skipped/loss")[0].value > 50
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(name, marks=[] if name in ("fsdp", "deepspeed3") else [pytest.mark.soak])
-        for name in STRATEGIES
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_spike_takes_the_run_back_to_its_checkpoint(
     run: Run, strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

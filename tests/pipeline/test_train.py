@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,26 @@ def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
     assert losses[-1] < losses[0] < 5.7
     samples = samples_of(uninterrupted)
     assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
+
+
+def test_a_run_that_is_killed_while_it_waits_for_mlflow_at_its_end_is_done(run: Run) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+    process = run.start("train", "small.yaml", f"tracking.uri={away}")
+    journal = run.path / "small" / "logs" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not journal.exists() or '"FINISHED"' not in journal.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.end()
+    done = {"step": 30, "tokens": 30 * 512, "is_tracked": False}
+    assert json.loads((run.path / "small" / "DONE").read_text()) == done
+    assert "is finished" in run.longhaul("train", "small.yaml").stdout
+    assert json.loads((run.path / "small" / "DONE").read_text()) == done | {"is_tracked": True}
+    assert_one_clean_run(run)
 
 
 def test_progress_lines_tell_the_time_left() -> None:
@@ -283,7 +304,7 @@ def test_a_folder_in_use_is_refused(run: Run) -> None:
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=120)
     assert process.returncode == 0
-    expect_one_line(result, 1, "is being written by another process", f"pid {process.pid}")
+    expect_one_line(result, 73, "is being written by another process", f"pid {process.pid}")
 
 
 def test_a_run_folder_that_cannot_be_written(run: Run) -> None:

@@ -1,22 +1,33 @@
-"""A real Slurm on loopback: munged, slurmctld and a slurmd a node, below a folder in /tmp.
+"""A real Slurm on loopback, and a run to submit to it.
 
-No systemd, no cgroups, nothing in /etc changes. Each node has a UTS namespace: `hostname` is its
-name there, and its processes are known by it, those of jobs too.
+The Slurm is munged, slurmctld and a slurmd a node, below a folder in /tmp. No systemd, no cgroups,
+nothing in /etc changes. Each node has a UTS namespace: `hostname` is its name there, and its
+processes are known by it, those of jobs too.
 """
 
+import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from longhaul.pipeline.checkpoint import Saved, newest_checkpoint
+
+LONGHAUL = [sys.executable, "-P", "-m", "longhaul.pipeline.cli"]
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare", "setpriv")
 _PACKAGES = "slurmctld slurmd slurm-client munge"
@@ -54,6 +65,8 @@ SelectTypeParameters=CR_Core
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=1
 JobRequeue=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 KillWait=5
 SlurmdTimeout=6
 MessageTimeout=5
@@ -66,7 +79,10 @@ SlurmdParameters=config_overrides
 
 
 class Cluster:
-    """Nodes node1, node2, ... and a partition `debug`; commands and jobs run as root."""
+    """Nodes node1, node2, ...; partition `debug`, and `urgent`, whose jobs preempt those of it.
+
+    Commands and jobs run as root.
+    """
 
     def __init__(
         self, *, nodes: int, cpus: int, gpus: int, gpu_type: str | None, extra: str
@@ -75,7 +91,10 @@ class Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.nodes = tuple(f"node{index}" for index in range(1, nodes + 1))
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
-        self.environment = kept | {"SLURM_CONF": str(self.root / "slurm.conf")}
+        self.environment = kept | {
+            "SLURM_CONF": str(self.root / "slurm.conf"),
+            "PYTHONPATH": str(Path(__file__).parent / "startup"),
+        }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespaces: dict[str, int] = {}  # open, so that no other gets the same number
         self._configure(cpus, gpus, gpu_type, extra)
@@ -202,7 +221,9 @@ class Cluster:
             )
         lines.append(
             "PartitionName=debug Nodes=ALL Default=YES DefaultTime=01:00:00 MaxTime=INFINITE "
-            "OverSubscribe=NO State=UP\n"
+            "OverSubscribe=NO State=UP PriorityTier=1 GraceTime=30\n"
+            "PartitionName=urgent Nodes=ALL DefaultTime=01:00:00 OverSubscribe=NO State=UP "
+            "PriorityTier=2\n"
         )
         (self.root / "slurm.conf").write_text("".join(lines))
         hosts = [f"127.0.0.1 localhost {host}", *(f"127.0.0.1 {node}" for node in self.nodes)]
@@ -236,7 +257,7 @@ class Cluster:
         self._namespaces[node] = os.open(link, os.O_RDONLY)
 
     def _is_up(self, node: str) -> bool:
-        done = self.run("sinfo", "-h", "-N", "-n", node, "-o", "%T", check=False)
+        done = self.run("sinfo", "-h", "-p", "debug", "-n", node, "-o", "%T", check=False)
         return done.stdout.strip() in ("idle", "mixed", "allocated")
 
     def _until(self, is_so: Callable[[], bool], seconds: float, what: str) -> None:
@@ -304,3 +325,158 @@ def cluster(make_cluster: MakeCluster) -> Iterator[Cluster]:
     cluster = make_cluster()
     yield cluster
     cluster.clear()
+
+
+NUM_UPDATES = 40
+# Two nodes of two tasks each.
+CONFIG = """
+name: small
+root: runs
+model:
+  layers: 2
+  width: 32
+  heads: 2
+  vocabulary: 320
+  attention: {{kind: conformal_sympow}}
+data:
+  manifest: {corpus}
+  validation_manifest: {corpus}
+  validation_tokens: 256
+  context: 64
+  workers: 0
+optim:
+  tokens_per_update: 512
+trainer:
+  max_tokens: {max_tokens}
+  micro_batch: 2
+  strategy: fsdp
+  devices: 2
+  nodes: 2
+  stop_seconds: 20
+checkpoint:
+  every_tokens: 4096
+tracking:
+  uri: sqlite:///mlflow.db
+  experiment: tests
+slurm:
+  cpus_per_task: 1
+"""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A folder with small.yaml in it, and a cluster to submit to from there."""
+
+    cluster: Cluster
+    path: Path
+
+    def submit(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+        command = [*LONGHAUL, "submit", "small.yaml", *arguments]
+        return self.cluster.run(*command, cwd=self.path, check=check)
+
+    def jobs(self, folder: str = "small") -> list[str]:
+        lines = (self.path / "runs" / folder / "slurm" / "jobs.jsonl").read_text().splitlines()
+        return [json.loads(line)["job_id"] for line in lines]
+
+    def run(self, *arguments: str) -> str:
+        """Submit, and wait for the end; the job's id."""
+        self.submit(*arguments)
+        (job,) = self.jobs()
+        self.cluster.wait(job, "COMPLETED", 120)
+        return job
+
+    @property
+    def folder(self) -> Path:
+        return self.path / "runs" / "small"
+
+    @property
+    def step(self) -> int:
+        """The last update that the journal knows."""
+        journal = self.folder / "logs" / "metrics.jsonl"
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        return max((e["step"] for e in map(json.loads, lines) if e["kind"] == "train"), default=0)
+
+    def wait_for_step(self, job: str, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while self.step < step:
+            assert time.monotonic() < deadline, self.said(job)
+            assert self.cluster.job(job)["JobState"] in ("PENDING", "RUNNING", "COMPLETING")
+            time.sleep(0.05)
+
+    def said(self, job: str) -> str:
+        logs = sorted(self.folder.glob(f"logs/job-{job}*.log"))
+        return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in logs)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        newest = newest_checkpoint(self.folder / "checkpoints")
+        assert newest is not None
+        assert newest.name == f"step-{NUM_UPDATES:09d}"
+        return Saved(newest, "model").read_group("model")
+
+    def assert_one_clean_run(self) -> None:
+        client = MlflowClient(f"sqlite:///{self.path}/mlflow.db")
+        experiment = client.get_experiment_by_name("tests")
+        assert experiment is not None
+        (tracked,) = client.search_runs([experiment.experiment_id])
+        assert tracked.info.status == "FINISHED"
+        history = client.get_metric_history(tracked.info.run_id, "train/loss")
+        assert sorted(point.step for point in history) == list(range(1, NUM_UPDATES + 1))
+
+
+MakeWork = Callable[..., Work]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    text = Path(__file__).parents[2] / "modules"
+    command = [*LONGHAUL, "prepare", "text", str(text), "shards"]
+    sizes = ["--doc-tokens", "1024", "--docs-per-shard", "4"]
+    subprocess.run([*command, *sizes], cwd=folder, check=True, capture_output=True)
+    return folder / "shards"
+
+
+@pytest.fixture(scope="module")
+def make_work(
+    make_cluster: Callable[..., Cluster], corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> MakeWork:
+    def make(name: str = "work") -> Work:
+        cluster = make_cluster()
+        cluster.environment["OMP_NUM_THREADS"] = "1"
+        path = tmp_path_factory.mktemp(name)
+        text = CONFIG.format(corpus=shlex.quote(str(corpus)), max_tokens=512 * NUM_UPDATES)
+        (path / "small.yaml").write_text(text)
+        return Work(cluster, path)
+
+    return make
+
+
+@pytest.fixture
+def work(make_work: MakeWork, cluster: Cluster) -> Work:
+    return make_work()
+
+
+# Found by every Python of a job, and only there does it do something.
+FAULT = """
+import sys
+if "train" in sys.orig_argv:
+    import os, time
+    from longhaul.modules.pretraining import Pretraining
+    original = Pretraining.manual_backward
+    def manual_backward(self, loss):
+        if {when}:
+            {what}
+        original(self, loss)
+    Pretraining.manual_backward = manual_backward
+"""
+
+
+@pytest.fixture
+def fault(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Makes the tasks of jobs do something before a backward pass when something is so."""
+
+    def inject(when: str, what: str) -> None:
+        code = FAULT.format(when=when, what=what)
+        monkeypatch.setitem(cluster.environment, "LONGHAUL_TEST_FAULT", code)
+
+    return inject

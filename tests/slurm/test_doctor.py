@@ -8,7 +8,7 @@ from typing import Any
 
 _CODE = """
 import os, sys
-from longhaul.pipeline import doctor, doctor_nodes
+from longhaul.pipeline import doctor, doctor_machine, doctor_nodes, doctor_run
 from longhaul.pipeline.cli import main
 node = os.uname().nodename
 {change}
@@ -63,8 +63,41 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     assert "bad are node2: disk; sbatch --exclude=node2" in done.stdout
 
 
+def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
+    change = """
+manifest = doctor_run.load_manifest
+def load_manifest(location):
+    if node == 'node2':
+        raise FileNotFoundError(f"{location}: no such manifest")
+    return manifest(location)
+doctor_run.load_manifest = load_manifest
+"""
+    both = ("trainer.nodes=2", "trainer.strategy=fsdp", "data.validation_manifest=null")
+    done = _doctor(cluster, "run/demo.yaml", *both, f"data.manifest={corpus}", change=change)
+    assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
+    assert _failures(done.stdout) == ["node2: shards", "node1: nodes"]
+    assert "bad are node2: shards; sbatch --exclude=node2" in done.stdout
+
+
+def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
+    change = "if node == 'node2': doctor_machine.source_commit = lambda: None"
+    done = _doctor(cluster, change=f"{change}\ndoctor_machine.source_checkout = lambda: '/'")
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "node2: warning  commit    git does not tell" in done.stdout
+
+
+def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
+    # As `srun --pty`, and salloc with use_interactive_step, have it.
+    step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
+    both = ("trainer.nodes=2", "trainer.strategy=fsdp")
+    command = ["salloc", "--nodes=2", *step, sys.executable, "-P", "-c", _CODE.format(change="")]
+    done = cluster.run(*command, "run/demo.yaml", *both, check=False, seconds=90)
+    assert "checked are only 1 of the allocation's 2; srun --overlap --nodes=2 " in done.stdout
+    assert "2 nodes, as trainer.nodes has it" in done.stdout, done.stderr
+
+
 def test_a_node_with_other_code_is_named(cluster: Any) -> None:
-    done = _doctor(cluster, change="doctor.source_commit = lambda: f'commit-of-{node}'")
+    done = _doctor(cluster, change="doctor_machine.source_commit = lambda: f'commit-of-{node}'")
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
     assert _failures(done.stdout) == ["node1: commits"]
     assert "node2 has commit-of-node2, the others commit-of-node1" in done.stdout
@@ -87,5 +120,5 @@ def test_without_srun_one_node_is_checked_and_the_rest_are_told_of(
     job = cluster.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap={command}")
     cluster.wait(job, "COMPLETED")
     output = cluster.output(job)
-    assert "only this one of 2 is checked; srun --ntasks-per-node=1 longhaul doctor" in output
+    assert "checked are only 1 of the allocation's 2; srun --overlap --nodes=2 " in output
     assert "\nok       time " in output

@@ -34,9 +34,17 @@ def test_states_and_restarts_come_from_slurm(cluster: Any, tmp_path: Path) -> No
     cluster.wait(jobs["restarted"], "RUNNING")
     done = cluster.run(sys.executable, "-P", "-c", _CODE, "status", str(tmp_path))
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
-    assert rows["running"][1] == "running"
-    assert rows["running"][6] == "0"
-    assert rows["waiting"][1:3] == ["pending,", "BeginTime"]
-    assert rows["restarted"][1] == "running"
-    assert rows["restarted"][6] == "1"
-    assert rows["cancelled"][1] == "cancelled"
+    assert {name: rows[name][1] for name in jobs} == jobs
+    assert rows["running"][2] == "running"
+    assert rows["running"][7] == "0"
+    assert rows["waiting"][2:4] == ["pending,", "BeginTime"]
+    assert rows["restarted"][2] == "running"
+    assert rows["restarted"][7] == "1"
+    assert rows["cancelled"][2] == "cancelled"
+    # Of a single job that it does not know Slurm says something else than of one of several.
+    (tmp_path / "alone" / "forgotten" / "slurm").mkdir(parents=True)
+    note = '{"job_id": "999999", "kind": "train"}\n'
+    (tmp_path / "alone" / "forgotten" / "slurm" / "jobs.jsonl").write_text(note)
+    done = cluster.run(sys.executable, "-P", "-c", _CODE, "status", str(tmp_path / "alone"))
+    assert done.stdout.splitlines()[1].split()[:4] == ["forgotten", "999999", "not", "started"]
+    assert done.stderr == ""

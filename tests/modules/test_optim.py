@@ -2,7 +2,7 @@
 
 import pytest
 
-from longhaul.modules.schedule import ScheduleConfig, learning_rate_factor
+from longhaul.modules.optim import ScheduleConfig, learning_rate_factor
 
 
 @pytest.mark.parametrize(

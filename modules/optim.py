@@ -1,0 +1,129 @@
+"""The optimiser's configuration, and its learning rate as a function of tokens seen."""
+
+import math
+from dataclasses import dataclass, field
+
+_SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Warm-up, then one of four shapes over the run's token budget."""
+
+    name: str = "constant"
+    """constant | linear | cosine | wsd (warm-up, stable, decay)."""
+
+    warmup_tokens: int = 0
+    """Tokens of linear warm-up from `start_factor`."""
+
+    start_factor: float = 0.0
+    """Rate at the first token, as a fraction of the peak."""
+
+    final_factor: float = 0.0
+    """Rate at the last token, as a fraction of the peak; unused by constant."""
+
+    decay_tokens: int = 0
+    """Tokens of the final linear decay of wsd; must be 0 for the others."""
+
+    def __post_init__(self) -> None:
+        if self.name not in _SCHEDULES:
+            raise ValueError(
+                f"optim.schedule.name: found {self.name!r}, wanted one of {', '.join(_SCHEDULES)}"
+            )
+        for name in ("start_factor", "final_factor"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"optim.schedule.{name}: found {getattr(self, name)}, wanted 0 to 1"
+                )
+        for name in ("warmup_tokens", "decay_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"optim.schedule.{name}: found {getattr(self, name)}, wanted 0 or more"
+                )
+        if (self.name == "wsd") != (self.decay_tokens > 0):
+            raise ValueError(
+                f"optim.schedule.decay_tokens: found {self.decay_tokens}, wanted "
+                + ("more than 0 for wsd" if self.name == "wsd" else f"0 for {self.name}")
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Optimiser, its schedule, and the size of an update."""
+
+    tokens_per_update: int
+    """Tokens every parameter update averages over, all ranks together."""
+
+    name: str = "adamw"
+    """adam | adamw."""
+
+    learning_rate: float = 6e-4
+    """Peak learning rate."""
+
+    beta1: float = 0.9
+    """Decay of the first moment, per update."""
+
+    beta2: float = 0.999
+    """Decay of the second moment, per update."""
+
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices (never of vectors), adamw only, per unit of learning rate."""
+
+    gradient_clip: float | None = 1.0
+    """Largest global gradient norm; None does not clip."""
+
+    max_skipped_updates: int = 10
+    """Updates in a row that are skipped before the run stops."""
+
+    spike_sigma: float | None = None
+    """Skip an update whose loss is this many standard deviations above the mean of the last 100."""
+
+    on_spike: str = "skip"
+    """skip | rewind: also go back to the newest checkpoint's weights; step and data go on."""
+
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate as a function of tokens."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adam", "adamw"):
+            raise ValueError(f"optim.name: found {self.name!r}, wanted adam or adamw")
+        if self.name == "adam" and self.weight_decay:
+            raise ValueError(
+                f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
+            )
+        for name in ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"optim.{name}: found {getattr(self, name)}, wanted more than 0, finite"
+                )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optim.weight_decay: found {self.weight_decay}, wanted 0 or more")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted [0, 1)")
+        for name in ("gradient_clip", "spike_sigma"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optim.{name}: found {value}, wanted more than 0, or null")
+        if self.on_spike not in ("skip", "rewind"):
+            raise ValueError(f"optim.on_spike: found {self.on_spike!r}, wanted skip or rewind")
+        if self.on_spike == "rewind" and self.spike_sigma is None:
+            raise ValueError(
+                "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
+            )
+
+
+def learning_rate_factor(config: ScheduleConfig, tokens: int, max_tokens: int) -> float:
+    """Fraction of the peak learning rate for the update that begins after `tokens` tokens."""
+    if tokens < config.warmup_tokens:
+        return config.start_factor + (1 - config.start_factor) * tokens / config.warmup_tokens
+    if config.name == "constant":
+        return 1.0
+    start = max_tokens - config.decay_tokens if config.name == "wsd" else config.warmup_tokens
+    done = min(1.0, max(0.0, (tokens - start) / max(1, max_tokens - start)))
+    if config.name == "cosine":
+        done = (1 - math.cos(math.pi * done)) / 2
+    return 1 + (config.final_factor - 1) * done

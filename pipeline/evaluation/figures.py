@@ -1,0 +1,93 @@
+"""Figures of one column: colours that all eyes tell apart, text that is legible in print."""
+
+import logging
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's palette.
+BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+)
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, "#000000")
+
+_CHARACTERS_AN_INCH = 16
+_MOST_TICKS = 6  # numbers such as 65,536 that fit below a column
+
+
+@contextmanager
+def figure(
+    path: Path,
+    title: str,
+    *,
+    width: float = 3.5,
+    height: float = 2.6,
+    vector: Path | None = None,
+) -> "Iterator[Axes]":
+    """Axes to draw in, saved as PNG; the sizes are inches, a column of a paper.
+
+    Args:
+        path: of the PNG.
+        title: as it is to be read.
+        width, height: inches.
+        vector: a `.pdf` or `.svg` to save it in as well.
+    """
+    import matplotlib  # here, since it takes half a second that no other command should pay
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    # It tells every step of packing a font.
+    logging.getLogger("fontTools").setLevel(logging.WARNING)
+    # Fonts of type 42: publishers refuse matplotlib's own choice, type 3.
+    with plt.rc_context(
+        {"font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "pdf.fonttype": 42}
+    ):
+        drawn, axes = plt.subplots(figsize=(width, height), dpi=300, layout="constrained")
+        try:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(as_text(textwrap.fill(title, round(_CHARACTERS_AN_INCH * width))))
+            yield axes
+            for file in (path, vector):
+                if file is not None:
+                    drawn.savefig(file)
+        finally:
+            plt.close(drawn)
+
+
+def as_text(text: str) -> str:
+    """Users' text, in which matplotlib would read formulas between dollars."""
+    return text.replace("$", r"\$")
+
+
+def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
+    """A horizontal axis of lengths in tokens, doubling, with plain numbers.
+
+    Args:
+        axes: in which everything has been drawn.
+        label: with its unit.
+        ticks: where numbers are to stand, as far as there is room; by default powers of two.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
+
+    axes.set_xscale("log", base=2)
+    if ticks:
+        chosen = sorted(set(ticks))
+        # From the longest on, of which the figures tell most.
+        axes.set_xticks(chosen[::-1][:: -(-len(chosen) // _MOST_TICKS)])
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(LogLocator(base=2, numticks=_MOST_TICKS))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)

@@ -1,0 +1,1 @@
+"""The task that lm_eval finds here, and the process in which lm_eval runs."""

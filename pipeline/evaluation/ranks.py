@@ -1,0 +1,144 @@
+"""The processes that measure one model together, each with a copy of it and a share of the work."""
+
+import itertools
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from longhaul.pipeline.progress import TokenProgress
+
+T = TypeVar("T")
+P = ParamSpec("P")
+_NOTHING = object()
+# The first alone does some of the work, and the others wait.
+_PATIENCE = timedelta(days=1)
+_SECONDS_TO_FAIL = 3.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process alone, or this one of several that talk through a group of CPUs' backend."""
+
+    index: int = 0
+    count: int = 1
+    group: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def share(self, work: Iterable[T]) -> Iterator[T]:
+        """Every count-th piece, from the one with this process's index on."""
+        return itertools.islice(work, self.index, None, self.count)
+
+    def gather(self, found: list[T]) -> list[T]:
+        """What all of them found of their shares, in the order of the work."""
+        if self.count == 1:
+            return found
+        of_all: list[list[T]] = [[] for _ in range(self.count)]
+        dist.all_gather_object(of_all, found, group=self.group)
+        rows = itertools.zip_longest(*of_all, fillvalue=_NOTHING)
+        return [one for row in rows for one in row if one is not _NOTHING]  # type: ignore[misc]
+
+    def progress(self, total: int, what: str) -> TokenProgress:
+        """Shown by the first process alone, which takes the others to be as fast as it is."""
+        return TokenProgress(total, what, times=self.count if self.is_first else 0)
+
+
+ALONE = Ranks()
+
+
+def measure_together(
+    count: int, measure: Callable[Concatenate[Ranks, P], None], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Call measure(ranks, ...) in this process and count - 1 others, one device each.
+
+    Where another process fails, this one ends with status 1; bad input, which all find alike, is
+    left to this one to tell.
+    """
+    if count == 1:
+        measure(ALONE, *args, **kwargs)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as meeting_place:
+        others = [
+            spawn.Process(
+                target=_follow,
+                args=(measure, rank, count, meeting_place, args, kwargs),
+            )
+            for rank in range(1, count)
+        ]
+        for process in others:
+            process.start()
+        has_failed = threading.Event()
+        threading.Thread(target=_watch, args=(others, has_failed), daemon=True).start()
+        try:
+            _join(measure, 0, count, meeting_place, args, kwargs)
+        except BaseException:
+            has_failed.set()
+            for process in others:
+                process.terminate()
+            raise
+
+
+def _join(
+    measure: Callable[..., None], rank: int, count: int, meeting_place: str, args: Any, kwargs: Any
+) -> None:
+    """Measure together with the others, who are found by a file of this folder."""
+    has_gpus = torch.cuda.is_available()
+    if has_gpus:
+        torch.cuda.set_device(rank)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+        init_method=f"file://{meeting_place}/ranks",
+        rank=rank,
+        world_size=count,
+        timeout=_PATIENCE,
+    )
+    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    measure(Ranks(rank, count, group), *args, **kwargs)
+    # One that leaves earlier closes connections in which others still are.
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def _follow(
+    measure: Callable[..., None], rank: int, count: int, meeting_place: str, args: Any, kwargs: Any
+) -> None:
+    """What the other processes do."""
+    try:
+        _join(measure, rank, count, meeting_place, args, kwargs)
+    except ValueError:
+        os._exit(2)
+    except (OSError, RuntimeError) as error:
+        print(f"longhaul: rank {rank}: {' '.join(str(error).split())}", file=sys.stderr)
+        os._exit(1)
+
+
+def _watch(others: Sequence[Any], has_failed: threading.Event) -> None:
+    """End all processes when one of the others has failed: this one would wait for it."""
+    running = {process.sentinel: process for process in others}
+    while running:
+        for sentinel in connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            # Where this process fails, the others do too, of what it leaves undone.
+            if process.exitcode not in (0, 2) and not has_failed.wait(_SECONDS_TO_FAIL):
+                rank = others.index(process) + 1
+                line = f"longhaul: rank {rank} ended with status {process.exitcode}, wanted 0\n"
+                os.write(2, line.encode())
+                for other in others:
+                    other.terminate()
+                os._exit(1)

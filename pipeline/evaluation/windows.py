@@ -1,0 +1,148 @@
+"""Windows of tokens to measure on, and a model's losses on them in memory that does not grow."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.stream import Batch, BatchLoader
+from longhaul.datamodules.tokenizer import tokenizer_of
+from longhaul.modules.block import Block
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.evaluation.held_out import held_out
+from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.load import TrainedModel
+
+# Longer windows are read in pieces of so many tokens where a state carries the past.
+TOKENS_AT_ONCE = 4096
+
+
+def with_context(config: RunConfig, context: int) -> RunConfig:
+    """The config with windows of another length, about as many tokens at a time."""
+    share = config.data.context / context
+    data = dataclasses.replace(config.data, context=context)
+    micro_batch = max(1, round(config.trainer.micro_batch * share))
+    # RunConfig itself would hold the windows against the size of an update.
+    trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
+    optim = dataclasses.replace(
+        config.optim, tokens_per_update=context * micro_batch * trainer.world_size
+    )
+    return dataclasses.replace(config, data=data, trainer=trainer, optim=optim)
+
+
+class CutWindows:
+    """Batches of consecutive windows of tokens, as a run's loader makes them of shards.
+
+    What is left of a sequence after its last whole window is not read.
+    """
+
+    def __init__(
+        self, sequences: Sequence[Int[Tensor, "T"]], context: int, bos_id: int, micro_batch: int
+    ) -> None:
+        windows = [one[: len(one) // context * context].view(-1, context) for one in sequences]
+        self._windows = torch.cat(windows)  # (B, context)
+        self._bos_id = bos_id
+        self._micro_batch = micro_batch
+
+    def __len__(self) -> int:
+        return -(-len(self._windows) // self._micro_batch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        index = torch.arange(len(self._windows))
+        pairs = zip(
+            self._windows.split(self._micro_batch), index.split(self._micro_batch), strict=True
+        )
+        for target, samples in pairs:
+            bos = torch.full_like(target[:, :1], self._bos_id)
+            tokens = torch.cat([bos, target[:, :-1]], dim=1)
+            yield {"input": tokens, "target": target, "index": samples}
+
+
+def read_windows(
+    trained: TrainedModel, options: Options, context: int
+) -> CutWindows | BatchLoader | list[Batch]:
+    """All windows of the texts that the options name, or validation samples of the run.
+
+    Of these as many tokens as in training.
+    """
+    config = with_context(trained.config, context)
+    if not options.text:
+        return held_out(config).val_dataloader()
+    manifest = load_manifest(config.data.manifest)
+    tokenizer = tokenizer_of(manifest)
+    texts = []
+    for path in options.text:
+        tokens = torch.from_numpy(tokenizer.encode(_read(path)))
+        if len(tokens) < context:
+            raise ValueError(
+                f"--text: found {len(tokens)} tokens in {path}, wanted {context} or more, a window"
+            )
+        texts.append(tokens)
+    return CutWindows(texts, context, manifest.bos_id, config.trainer.micro_batch)
+
+
+def read_documents(
+    trained: TrainedModel, options: Options, length: int
+) -> list[Int[Tensor, "length"]]:
+    """The tokens of all windows of a length, to be read in more than one way."""
+    return [
+        target
+        for batch in read_windows(trained, options, length)
+        for target, index in zip(batch["target"], batch["index"], strict=True)
+        if index >= 0
+    ]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text: found {path}, wanted text in UTF-8: {error.reason}") from None
+
+
+def tokens_at_once(model: LanguageModel, T: int) -> int | None:
+    """Tokens of a window of T to read at a time, carrying the state; None: all of them.
+
+    All of them where a layer keeps no state of fixed size, where its state would cost more than
+    pairs of tokens do, and where its positions depend on the window's length.
+    """
+    if T <= TOKENS_AT_ONCE:
+        return None
+    backend = "triton" if next(model.parameters()).is_cuda else "torch"
+    for block in model.blocks:
+        attention = cast(Block, block).attention
+        if attention.rotary is not None and attention.rotary.depends_on_length:
+            return None
+        if not attention.form(T, backend).startswith("chunked"):
+            return None
+    return TOKENS_AT_ONCE
+
+
+@torch.no_grad()
+def read_losses(
+    model: LanguageModel,
+    tokens: Int[Tensor, "B T"],
+    target: Int[Tensor, "B T"],
+    precision: str,
+    at_once: int | None = None,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> Float[Tensor, "B T"]:
+    """Cross-entropy of every token, nats, `at_once` positions at a time through the state."""
+    device = tokens.device.type
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        if at_once is None:
+            losses, _ = model.token_losses(tokens, target)
+            progress(tokens.numel())
+            return losses
+        parts, state = [], None
+        for part, wanted in zip(tokens.split(at_once, 1), target.split(at_once, 1), strict=True):
+            losses, state = model.token_losses(part, wanted, state, keep_state=True)
+            parts.append(losses)
+            progress(part.numel())
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,1 @@
+"""What an exported folder holds, and how each part of it is written."""

@@ -1,0 +1,163 @@
+"""The model card: what was trained, on what, for how long, and what was measured."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from longhaul.configs import RunConfig
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.manifest import Manifest
+from longhaul.pipeline.run_folder import RunFolder
+
+_TEXT = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [longhaul, {tags}]
+---
+
+# {name}
+
+A causal language model of {parameters:,} parameters, trained with longhaul.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(
+    "FOLDER", trust_remote_code=True, add_bos_token=True
+)
+model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+prompt = tokenizer("def main(", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
+```
+
+It needs torch and transformers 5. In training every sequence began with the token {bos}, which
+`add_bos_token=True` puts before a text.
+
+## Model
+
+| | |
+|---|---|
+{model}
+
+## Data
+
+| | |
+|---|---|
+{data}
+
+## Training
+
+| | |
+|---|---|
+{training}
+
+## Evaluation
+
+{evaluation}
+"""
+
+
+def write_card(
+    folder: Path,
+    run: RunFolder,
+    config: RunConfig,
+    checkpoint: Path,
+    progress: dict[str, Any],
+    manifest: Manifest,
+    parameters: int,
+) -> None:
+    """Write README.md.
+
+    Args:
+        folder: the exported one.
+        run: whose evaluations of this checkpoint, and whose commit, are told.
+        config: of the run.
+        checkpoint: of the run.
+        progress: what the checkpoint says of its step and tokens.
+        manifest: of the training data.
+        parameters: numbers in all weights.
+    """
+    model, trainer, optim = config.model, config.trainer, config.optim
+    kinds = model.kinds
+    rows: dict[str, dict[str, object]] = {
+        "model": {
+            "variant": ", ".join(kinds),
+            **{
+                f"layer {layers}": ", ".join(f"{key} {value}" for key, value in options.items())
+                for layers, options in _variants(config).items()
+            },
+            "layers, width, heads": f"{model.layers}, {model.width}, {model.heads}",
+            "rows of the embedding": f"{model.vocabulary:,}",
+        },
+        "data": {
+            "tokenizer": f"{manifest.tokenizer}, sha256 {manifest.tokenizer_sha256}",
+            "tokens": f"{manifest.num_tokens:,} in {manifest.num_documents:,} documents",
+            "source": f"`{json.dumps(manifest.source)}`",
+        },
+        "training": {
+            "run": f"{config.name}, {checkpoint.name}",
+            "budget": f"{progress['tokens']:,} of {trainer.max_tokens:,} tokens, "
+            f"{progress['step']:,} updates of {optim.tokens_per_update:,}",
+            "context": f"{config.data.context:,} tokens",
+            "optimiser": f"{optim.name}, learning rate {optim.learning_rate:g}, "
+            f"{optim.schedule.name} schedule",
+            "precision": trainer.precision,
+            "seed": trainer.seed,
+            "commit": f"longhaul {_commit(run)}",
+        },
+    }
+    text = _TEXT.format(
+        tags=", ".join(kind.replace("_", "-") for kind in kinds),
+        name=config.name,
+        parameters=parameters,
+        bos=manifest.bos_id,
+        evaluation=_evaluation(run, checkpoint),
+        **{
+            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
+            for name, table in rows.items()
+        },
+    )
+    (folder / "README.md").write_text(text)
+
+
+def _variants(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Attention options by the layers that have them, such as "0, 2"."""
+    layers: dict[str, list[str]] = {}
+    options = {}
+    for layer in range(config.model.layers):
+        values = to_dict(config.model.attention_of(layer))
+        key = json.dumps(values)
+        layers.setdefault(key, []).append(str(layer))
+        options[key] = values
+    return {", ".join(layers[key]): options[key] for key in options}
+
+
+def _commit(run: RunFolder) -> str:
+    try:
+        return json.loads(run.environment_file.read_bytes())["commit"] or "unknown"
+    except (OSError, ValueError, KeyError):
+        return "unknown"
+
+
+def _evaluation(run: RunFolder, checkpoint: Path) -> str:
+    """A table of all numbers that evaluations of the checkpoint have found."""
+    lines = []
+    for file in sorted((run.path / "evaluation").glob(f"{checkpoint.name}*/results.json")):
+        label = file.parent.name
+        if label != checkpoint.name and not label.startswith(f"{checkpoint.name}-"):
+            continue
+        try:
+            values = flatten(json.loads(file.read_bytes()))
+        except (OSError, ValueError, AttributeError):
+            continue
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                lines.append(f"| {_cell(label)} | {_cell(name)} | {value:.6g} |")
+    if not lines:
+        return "This checkpoint has not been evaluated."
+    return "\n".join(["| checkpoint | measure | value |", "|---|---|---|", *lines])
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,32 @@
+"""The shape of a longhaul model, for transformers."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+class LonghaulConfig(PreTrainedConfig):
+    """Sizes, and the kind of attention and its options of every layer."""
+
+    model_type = "longhaul"
+
+    def __init__(
+        self,
+        vocab_size: int = 50_304,
+        hidden_size: int = 768,
+        num_attention_heads: int = 12,
+        attention: list[dict[str, Any]] | None = None,
+        use_cache: bool = True,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`attention` has a dict a layer: its `kind`, and the options that the kind has."""
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_attention_heads = num_attention_heads
+        self.attention = [{"kind": "softmax"}] * 12 if attention is None else attention
+        self.use_cache = use_cache
+        self.tie_word_embeddings = tie_word_embeddings
+        self.num_hidden_layers = len(self.attention)
+        kwargs.pop("num_hidden_layers", None)
+        super().__init__(**kwargs)

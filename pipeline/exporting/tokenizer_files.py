@@ -1,0 +1,81 @@
+"""Writes a tokenizer such that transformers' AutoTokenizer gives the ids that longhaul's gives."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, gpt2_files
+
+_ESCAPING = "tokenization_longhaul.py"
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json, its config, and code where text is escaped first."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": False,
+    }
+    if isinstance(tokenizer, FileTokenizer):
+        content = _plain(tokenizer.content)
+        # A token that the file has not added would from now on be looked for in every text.
+        added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+    else:
+        content = _bytes() if tokenizer.name == "bytes" else _gpt2()
+        added = {tokenizer.eot_id: END_OF_TEXT}
+        # No part of a text is taken as special, as in training.
+        config["split_special_tokens"] = True
+    for role, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eot_id)):
+        if token in added:
+            config[f"{role}_token"] = added[token]
+    if "eos_token" in config:
+        config["pad_token"] = config["eos_token"]
+    if tokenizer.name == "longcrawl64":
+        config["tokenizer_class"] = "LonghaulTokenizer"
+        config["auto_map"] = {"AutoTokenizer": [None, "tokenization_longhaul.LonghaulTokenizer"]}
+        shutil.copyfile(Path(__file__).with_name(_ESCAPING), folder / _ESCAPING)
+    for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
+        (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def _plain(content: bytes) -> dict[str, Any]:
+    """A tokenizer.json that puts nothing in front or after, and neither cuts nor fills texts up."""
+    values: dict[str, Any] = json.loads(content)
+    return values | {"post_processor": None, "truncation": None, "padding": None}
+
+
+def _bytes() -> dict[str, Any]:
+    """Every byte a token, 0 to 255."""
+    return _byte_level({char: byte for byte, char in enumerate(_characters())}, [], False)
+
+
+def _gpt2() -> dict[str, Any]:
+    files = gpt2_files()
+    lines = files["vocab.bpe"].read_text(encoding="utf-8").splitlines()[1:]
+    vocabulary = json.loads(files["encoder.json"].read_text(encoding="utf-8"))
+    merges = [(first, second) for first, second in (line.split() for line in lines if line)]
+    return _byte_level(vocabulary, merges, True)
+
+
+def _byte_level(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], splits_words: bool
+) -> dict[str, Any]:
+    # Imported here: slow, and needed by exports only.
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=splits_words
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    content: dict[str, Any] = json.loads(tokenizer.to_str())
+    return content
+
+
+def _characters() -> list[str]:
+    """The printable characters by which byte-level vocabularies write the bytes 0 to 255."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,169 @@
+"""Moves the weights of a checkpoint into safetensors shards, a few megabytes at a time.
+
+A checkpoint's files are safetensors too, so that a tensor's bytes are copied as they lie there,
+from however many ranks they came: nothing is unpickled, and no tensor is ever whole in memory.
+"""
+
+import itertools
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longhaul.pipeline.checkpoint_files import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_BLOCK_BYTES = 8 << 20
+_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A block of a tensor, as one rank has written it."""
+
+    file: Path
+    start: int  # bytes
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class SavedTensor:
+    """Where a tensor's numbers lie in a checkpoint."""
+
+    dtype: str  # as safetensors writes it
+    pieces: list[_Piece] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        ends = [[o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.pieces]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+    def runs(self) -> Iterator[tuple[Path, int, int, int]]:
+        """Ranges of bytes that lie together: file, start there, start in the whole, length."""
+        item, whole = _ITEM_BYTES[self.dtype], self.shape
+        strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
+        for piece in self.pieces:
+            # Dimensions from `last` on lie together, all after it being whole.
+            last = len(whole) - 1
+            while last > 0 and piece.shape[last] == whole[last]:
+                last -= 1
+            length = math.prod(piece.shape[last:]) * item
+            rows = itertools.product(*map(range, piece.shape[:last]))
+            for number, row in enumerate(rows):
+                at = [o + r for o, r in zip(piece.offset, (*row, 0), strict=False)]
+                target = sum(a * stride for a, stride in zip(at, strides, strict=False))
+                yield piece.file, piece.start + number * length, target, length
+
+
+def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[str, SavedTensor]:
+    """The tensors of a group, by their names in it, in those files of a checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is not all there, or is of no known type.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    for file in sorted(files):
+        if not file.startswith(f"{group}-"):
+            continue
+        header, start = _header(checkpoint / file)
+        placed = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
+        for name, entry in header.items():
+            shape = tuple(entry["shape"])
+            offset = tuple(placed[name]["saved_offsets"]) or (0,) * len(shape)
+            tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry["dtype"]))
+            begin = start + entry["data_offsets"][0]
+            tensor.pieces.append(_Piece(checkpoint / file, begin, offset, shape))
+    for name, tensor in tensors.items():
+        found = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
+            raise CheckpointError(
+                f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "
+                f"{name}, wanted {math.prod(tensor.shape)} of a floating-point type"
+            )
+    return tensors
+
+
+def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[Path]:
+    """Write the tensors in their order, in files of at most `shard_bytes` unless one is larger.
+
+    Raises:
+        OSError: a file could not be written.
+    """
+    shards: list[dict[str, SavedTensor]] = [{}]
+    for name, tensor in tensors.items():
+        used = sum(one.num_bytes for one in shards[-1].values())
+        if shards[-1] and used + tensor.num_bytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    names = [SINGLE]
+    if len(shards) > 1:
+        count = len(shards)
+        names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+        weight_map = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
+        size = sum(tensor.num_bytes for tensor in tensors.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(folder / name, shard)
+    return [folder / name for name in names]
+
+
+def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        span = [end, end + tensor.num_bytes]
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": span}
+        end = span[1]
+    content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)
+    begin = 8 + len(content)
+    with path.open("wb") as target:
+        target.write(struct.pack("<Q", len(content)) + content)
+        target.truncate(begin + end)
+        for block, at in _blocks(header, tensors, begin):
+            target.seek(at)
+            target.write(block)
+
+
+def _blocks(
+    header: Mapping[str, Any], tensors: Mapping[str, SavedTensor], begin: int
+) -> Iterator[tuple[bytes, int]]:
+    """Bytes of all tensors, and where each goes in the shard."""
+    by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        for file, source, target, length in tensor.runs():
+            by_file[file].append((source, begin + header[name]["data_offsets"][0] + target, length))
+    for file, runs in by_file.items():
+        with file.open("rb") as opened:
+            for source, target, length in runs:
+                opened.seek(source)
+                for done in range(0, length, _BLOCK_BYTES):
+                    yield _read(opened, min(_BLOCK_BYTES, length - done)), target + done
+
+
+def _read(file: BinaryIO, size: int) -> bytes:
+    block = file.read(size)
+    if len(block) != size:
+        raise CheckpointError(
+            f"{file.name}: found its end, wanted {size - len(block):,} bytes more"
+        )
+    return block
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of its tensors, and where their bytes begin."""
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(size))
+    return header, 8 + size

@@ -1,0 +1,1 @@
+"""What `longhaul report` reads, draws and writes."""

@@ -1,0 +1,174 @@
+"""A figure as data, and its files: PNG, PDF, and the CSV below it."""
+
+import csv
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from longhaul.pipeline.evaluation.figures import as_text, figure, tokens_axis
+from longhaul.pipeline.reporting.variants import Look
+from longhaul.pipeline.sizes import amount, in_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Row = Sequence[str | int | float]
+YAxis = Literal["linear", "from zero", "share", "log"]
+
+_MOST_MARKERS = 8
+_TRAINED = "training context"
+_COLUMN_CHARACTERS = 54  # of a legend
+_LINE_INCHES = 0.135
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line, or some points."""
+
+    label: str
+    look: Look
+    x: Sequence[float]
+    y: Sequence[float]
+    is_finished: bool = True
+    """Whether the runs behind it are; otherwise markers are hollow, and lines are thin."""
+
+    line: str = "-"
+    """matplotlib's name of its style; empty for points alone."""
+
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+    """Lower and upper bounds of y."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a column's width."""
+
+    name: str
+    """Of its files, without a suffix."""
+
+    title: str
+    caption: str
+    """What a reader must know to read it."""
+
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    columns: Sequence[str]
+    rows: Sequence[Row]
+    """Of its CSV, below the columns."""
+
+    x_axis: Literal["context", "tokens", "bytes"]
+    """context: doubling, numbers at x_ticks; tokens: those trained on; bytes: tenfold."""
+
+    x_ticks: Sequence[int] = ()
+    y_axis: YAxis = "linear"
+    y_range: tuple[float, float] | None = None
+    """Where the vertical axis begins and ends, whatever lies above it."""
+
+    trained_at: int | None = None
+    """Training context, marked where it is among what is drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Numbers better read than drawn; its CSV has the same cells."""
+
+    name: str
+    title: str
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Row] = field(default_factory=list)
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def draw(drawing: Figure, folder: Path) -> None:
+    """Write NAME.png, NAME.pdf and NAME.csv."""
+    write_csv(folder / f"{drawing.name}.csv", drawing.columns, drawing.rows)
+    labels = {one.label for one in drawing.series} | {_TRAINED}
+    columns = 2 if max(map(len, labels)) <= _COLUMN_CHARACTERS // 2 else 1
+    num_lines = sum(_in_lines(label).count("\n") + 1 for label in labels)
+    height = 2.4 + _LINE_INCHES * (1 - (-num_lines // columns))
+    png, pdf = (folder / f"{drawing.name}.{suffix}" for suffix in ("png", "pdf"))
+    with figure(png, drawing.title, height=height, vector=pdf) as axes:
+        for one in drawing.series:
+            _plot(axes, one)
+        if drawing.trained_at is not None:
+            axes.axvline(drawing.trained_at, color="black", linestyle=":", label=_TRAINED, zorder=0)
+        _axes(axes, drawing)
+        # Of runs that differ in their seed alone, one entry.
+        handles, names = axes.get_legend_handles_labels()
+        entries = dict(zip(names, handles, strict=True))
+        axes.figure.legend(
+            entries.values(),
+            entries.keys(),
+            loc="outside lower center",
+            ncols=columns,
+            frameon=False,
+            handlelength=3.2,  # dashes are told apart by three of them
+        )
+
+
+def _plot(axes: "Axes", one: Series) -> None:
+    if one.band is not None:
+        axes.fill_between(one.x, *one.band, color=one.look.colour, alpha=0.12, linewidth=0)
+    axes.plot(
+        one.x,
+        one.y,
+        linestyle=one.line or "none",
+        color=one.look.colour,
+        linewidth=1.2 if one.is_finished else 0.7,
+        marker=one.look.marker,
+        markersize=4,
+        markerfacecolor=one.look.colour if one.is_finished else "white",
+        markevery=-(-len(one.x) // _MOST_MARKERS),
+        label=as_text(_in_lines(one.label)),
+    )
+
+
+def _in_lines(label: str) -> str:
+    return textwrap.fill(label, _COLUMN_CHARACTERS)
+
+
+def _axes(axes: "Axes", drawing: Figure) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    axes.set_ylabel(drawing.y_label)
+    if drawing.y_axis == "share":
+        axes.set_ylim(-0.02, 1.02)
+    elif drawing.y_axis == "from zero":
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+    elif drawing.y_axis == "log":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    if drawing.y_range is not None:
+        axes.set_ylim(*drawing.y_range)
+    if drawing.x_axis == "context":
+        tokens_axis(axes, drawing.x_label, drawing.x_ticks)
+        return
+    axes.set_xlabel(drawing.x_label)
+    if drawing.x_axis == "tokens":
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+        return
+    axes.set_xscale("log")
+    values = [x for one in drawing.series for x in one.x]
+    # Points of one state, or nearly, would stand on an axis without a number.
+    low, high = min(values), max(values)
+    middle = math.sqrt(low * high)
+    axes.set_xlim(min(low / 1.5, middle / 4), max(high * 1.5, middle * 4))
+    is_wide = high / low > 1e3
+    axes.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 3), numticks=8))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: in_bytes(value)))

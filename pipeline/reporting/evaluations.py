@@ -1,0 +1,263 @@
+"""Figures and tables of what `longhaul evaluate` logged."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from longhaul.pipeline.evaluation.passkey import wilson_interval
+from longhaul.pipeline.evaluation.positions import shown_positions
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table, YAxis
+from longhaul.pipeline.reporting.runs import Evaluated, Run
+from longhaul.pipeline.reporting.variants import CELLS, Named
+
+_DOTS = 300
+"""Of a curve of positions: a column has room for no more."""
+
+_FAR = 20.0
+"""Ratio of the highest to the lowest perplexity from which on their axis is logarithmic."""
+
+_STYLES = ("--", "-.", ":")
+
+
+class _One(NamedTuple):
+    """A run's table of one task."""
+
+    run: Run
+    evaluated: Evaluated
+
+    @property
+    def scaling(self) -> str:
+        return self.evaluated.label.scaling
+
+
+class _Group(NamedTuple):
+    """Tables of one task of runs of one training context, on one text."""
+
+    context: int
+    text: str
+    members: list[_One]
+
+    def name(self, task: str) -> str:
+        return f"{task}_{self.context:06d}" + (f"_{self.text}" if self.text else "")
+
+    @property
+    def where(self) -> str:
+        return f"trained at {self.context:,}" + (f", on {self.text}" if self.text else "")
+
+    @property
+    def checkpoints(self) -> str:
+        steps = sorted({one.evaluated.label.step for one in self.members})
+        numbers = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
+        return f"Checkpoints of step {numbers}."
+
+
+class _Curve(NamedTuple):
+    """A run's columns by their names in the CSV, of which the first is drawn against the last."""
+
+    columns: Mapping[str, Sequence[int] | Sequence[float]]
+    band: tuple[Sequence[float], Sequence[float]] | None = None
+
+    @property
+    def x(self) -> Sequence[float]:
+        return next(iter(self.columns.values()))
+
+    @property
+    def y(self) -> Sequence[float]:
+        return list(self.columns.values())[-1]
+
+
+def loss_by_position(named: Named) -> Iterator[Figure]:
+    """Figure 2 of the conformal-sympow paper."""
+    for group in _groups(named, "positions"):
+        curves = []
+        for one in group.members:
+            rows = one.evaluated.rows
+            shown = [rows[index] for index in shown_positions(len(rows), _DOTS).tolist()]
+            curves.append(_curve(shown, "position", "loss_nats", "mean_up_to_here"))
+        is_beyond = max(curve.x[-1] for curve in curves) > group.context
+        yield _figure(
+            named,
+            group,
+            "loss_by_position",
+            curves,
+            title="Loss by position",
+            caption="Mean loss of all positions up to there."
+            + ("" if is_beyond else " None was read beyond its training context."),
+            x_label="position in the context (tokens)",
+            y_label="mean loss up to there (nats a token)",
+            has_ticks=False,
+        )
+
+
+def loss_in_windows(named: Named) -> Iterator[Figure]:
+    """What a longer context gives on the same tokens."""
+    for group in _groups(named, "context"):
+        yield _figure(
+            named,
+            group,
+            "loss_in_windows",
+            [_curve(one.evaluated.rows, "context", "loss_nats") for one in group.members],
+            title="Loss in windows of each length",
+            caption="The same tokens, cut into windows.",
+            x_label="window (tokens)",
+            y_label="loss (nats a token)",
+        )
+
+
+def perplexity(named: Named) -> Iterator[Figure]:
+    """Figure 4 of CoCA."""
+    for group in _groups(named, "perplexity"):
+        curves = [_curve(one.evaluated.rows, "window", "perplexity") for one in group.members]
+        values = [value for curve in curves for value in curve.y]
+        strides = sorted(
+            {int(row["stride"]) for one in group.members for row in one.evaluated.rows}
+        )
+        yield _figure(
+            named,
+            group,
+            "perplexity",
+            curves,
+            title="Perplexity of a sliding window",
+            caption=f"Stride: {', '.join(map(str, strides))} tokens.",
+            x_label="sliding window (tokens)",
+            y_label="perplexity (a token)",
+            y_axis="log" if max(values) > _FAR * min(values) else "linear",
+        )
+
+
+def passkey(named: Named) -> Iterator[Figure]:
+    """Figure 5 of CoCA."""
+    for group in _groups(named, "passkey"):
+        curves = []
+        for one in group.members:
+            found = _passkeys(one)
+            right, prompts = zip(*found.values(), strict=True)
+            shares = [r / p for r, p in zip(right, prompts, strict=True)]
+            low, high = zip(*itertools.starmap(wilson_interval, found.values()), strict=True)
+            columns = {"length": list(found), "right": right, "prompts": prompts, "share": shares}
+            curves.append(_Curve(columns, (low, high)))
+        counts = sorted({count for curve in curves for count in curve.columns["prompts"]})
+        yield _figure(
+            named,
+            group,
+            "passkey",
+            curves,
+            title="Passkeys told",
+            caption=f"Prompts a length: {', '.join(map(str, counts))}; bands are Wilson's 95 %.",
+            x_label="length of the prompt (tokens)",
+            y_label="passkeys told (share)",
+            y_axis="share",
+        )
+
+
+def ntk_tables(named: Named) -> Iterator[Table]:
+    """Tables 4 and 5 of CoCA: where some run was read with scaled positions."""
+    for task, title, read in (
+        ("perplexity", "Perplexity of a sliding window", _perplexities),
+        ("passkey", "Passkeys told (%)", _percentages),
+    ):
+        for group in _groups(named, task):
+            if not any(one.scaling for one in group.members):
+                continue
+            found = [(one, read(one)) for one in group.members]
+            lengths = sorted({length for _, values in found for length in values})
+            yield Table(
+                name=group.name(f"ntk_{task}"),
+                title=f"{title}, {group.where}",
+                caption="Columns are lengths of the "
+                + ("window" if task == "perplexity" else "prompt")
+                + ", tokens",
+                columns=["run", "variant", "step", "positions", *map(str, lengths)],
+                rows=[
+                    [
+                        one.run.name,
+                        named.label(one.run),
+                        one.evaluated.label.step,
+                        one.scaling or "as trained",
+                        *(values.get(length, "") for length in lengths),
+                    ]
+                    for one, values in found
+                ],
+            )
+
+
+def _groups(named: Named, task: str) -> Iterator[_Group]:
+    found: dict[tuple[int, str], list[_One]] = defaultdict(list)
+    for run in named.runs:
+        for evaluated in run.evaluations[task]:
+            if evaluated.rows:
+                found[run.context, evaluated.label.text].append(_One(run, evaluated))
+    for (context, text), members in sorted(found.items()):
+        members.sort(key=lambda one: (named.label(one.run), one.run.name, one.scaling))
+        yield _Group(context, text, members)
+
+
+def _figure(
+    named: Named,
+    group: _Group,
+    task: str,
+    curves: Sequence[_Curve],
+    *,
+    title: str,
+    caption: str,
+    x_label: str,
+    y_label: str,
+    y_axis: YAxis = "linear",
+    has_ticks: bool = True,
+) -> Figure:
+    """A curve for each member of the group; has_ticks puts numbers where its points are."""
+    scalings = sorted({one.scaling for one in group.members} - {""})
+    series, rows = [], list[Row]()
+    for one, curve in zip(group.members, curves, strict=True):
+        style = _STYLES[scalings.index(one.scaling) % len(_STYLES)] if one.scaling else "-"
+        series.append(
+            Series(
+                named.label(one.run) + (f", {one.scaling}" if one.scaling else ""),
+                named.look(one.run),
+                curve.x,
+                curve.y,
+                one.run.is_finished,
+                style,
+                curve.band,
+            )
+        )
+        setting = [*named.cells(one.run), one.evaluated.label.step, one.scaling, group.text]
+        rows += [[*setting, *row] for row in zip(*curve.columns.values(), strict=True)]
+    return Figure(
+        name=group.name(task),
+        title=f"{title}, {group.where}",
+        caption=f"{caption} {group.checkpoints}",
+        x_label=x_label,
+        y_label=y_label,
+        series=series,
+        columns=[*CELLS, "step", "positions", "text", *curves[0].columns],
+        rows=rows,
+        x_axis="context",
+        x_ticks=[int(x) for curve in curves for x in curve.x] if has_ticks else (),
+        y_axis=y_axis,
+        trained_at=group.context,
+    )
+
+
+def _curve(rows: Sequence[Mapping[str, str]], x: str, *others: str) -> _Curve:
+    """These columns of an evaluation's table."""
+    columns: dict[str, Sequence[int] | Sequence[float]] = {x: [int(row[x]) for row in rows]}
+    return _Curve(columns | {name: [float(row[name]) for row in rows] for name in others})
+
+
+def _passkeys(one: _One) -> dict[int, tuple[int, int]]:
+    """Right answers and prompts of each length, at all depths."""
+    found: dict[int, tuple[int, int]] = {}
+    for row in one.evaluated.rows:
+        right, count = found.get(int(row["length"]), (0, 0))
+        found[int(row["length"])] = right + int(row["right"]), count + int(row["prompts"])
+    return dict(sorted(found.items()))
+
+
+def _perplexities(one: _One) -> dict[int, float]:
+    return {int(row["window"]): float(row["perplexity"]) for row in one.evaluated.rows}
+
+
+def _percentages(one: _One) -> dict[int, float]:
+    return {length: 100 * right / count for length, (right, count) in _passkeys(one).items()}

@@ -1,0 +1,177 @@
+"""One HTML page with everything in it: no script, and nothing that is loaded from elsewhere."""
+
+import base64
+import math
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+
+from longhaul.pipeline.mlflow_names import without_secrets
+from longhaul.pipeline.reporting.drawing import Figure, Table
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.variants import Named
+from longhaul.pipeline.sizes import amount, in_bytes
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
+  max-width: 76rem; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
+.wide { overflow-x: auto; margin-bottom: 1.5rem; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
+  vertical-align: top; }
+td { white-space: nowrap; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+td:first-child, td:nth-child(2) { white-space: normal; overflow-wrap: anywhere;
+  min-width: 9rem; }
+tr.unfinished td { color: #555; font-style: italic; }
+.figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr));
+  gap: 1.5rem; align-items: start; }
+figure { margin: 0; } figure img { width: 100%; max-width: 30rem; height: auto; }
+figcaption, .note { font-size: 13px; color: #333; }
+pre { font-size: 12px; background: #f6f6f6; padding: .75rem; overflow-x: auto; }
+summary { cursor: pointer; overflow-wrap: anywhere; }
+"""
+
+RUN_COLUMNS = (
+    "run",
+    "variant",
+    "status",
+    "training context",
+    "tokens",
+    "validation loss (nats a token)",
+    "tokens/s",
+    "parameters",
+    "state",
+    "commit",
+)
+
+
+def write_page(
+    folder: Path,
+    experiment: str,
+    uri: str,
+    named: Named,
+    figures: Sequence[Figure],
+    tables: Sequence[Table],
+    left_out: Sequence[str],
+) -> None:
+    """Write index.html; the files of figures and tables are in the folder already."""
+    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    finished = sum(run.is_finished for run in named.runs)
+    parts = [
+        f"<h1>{escape(experiment)}</h1>",
+        f"<p>{len(named.runs)} runs, {finished} finished, read from "
+        f"{escape(without_secrets(uri))} on {when} by longhaul report.",
+        "Runs that are not finished have hollow markers and say so; their numbers are those so "
+        "far.</p>",
+        "<h2>Runs</h2>",
+        _runs(named),
+        "<h2>Figures</h2>",
+        '<div class="figures">',
+        *(_figure(folder, figure) for figure in figures),
+        "</div>",
+        *(["<h2>Tables</h2>"] if tables else []),
+        *(_table(folder, table) for table in tables),
+        *(["<h2>Left out</h2>", "<ul>"] if left_out else []),
+        *(f"<li>{escape(line)}</li>" for line in left_out),
+        *(["</ul>"] if left_out else []),
+        "<h2>Configs</h2>",
+        *(_config(run) for run in named.runs),
+    ]
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        # Browsers would ask the server for an icon.
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{escape(experiment)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+    )
+    page = head + "\n".join(parts) + "\n</body>\n</html>\n"
+    # Names may hold halves of surrogate pairs, which no file can.
+    (folder / "index.html").write_bytes(page.encode(errors="replace"))
+
+
+def _runs(named: Named) -> str:
+    rows = []
+    for run in named.runs:
+        cells = [
+            run.name,
+            named.variant(run),
+            run.status.lower(),
+            f"{run.context:,}",
+            amount(run.tokens),
+            _number(run.final_loss, "{:.4f}"),
+            _number(run.speed, "{:,.0f}"),
+            amount(run.num_parameters),
+            in_bytes(run.state_bytes),
+            re.sub(r"(?<=^.{10})[0-9a-f]+", "", run.commit),  # a hash's beginning, and -dirty
+        ]
+        css = "" if run.is_finished else ' class="unfinished"'
+        rows.append(f"<tr{css}>{_cells(cells)}</tr>")
+    head = _cells(RUN_COLUMNS, "th")
+    note = (
+        '<p class="note">Tokens: trained on. Validation loss: the last. Tokens/s: of all devices, '
+        "the median of all updates. State: a sequence's, in half precision, after as many tokens "
+        "as in training.</p>"
+    )
+    body = "\n".join(rows)
+    return f'{note}\n<div class="wide"><table>\n<tr>{head}</tr>\n{body}</table></div>'
+
+
+def _figure(folder: Path, figure: Figure) -> str:
+    image = _data(folder / f"{figure.name}.png", "image/png")
+    return (
+        f'<figure id="{figure.name}">\n'
+        f'<img src="{image}" alt="{escape(figure.title)}: {escape(figure.y_label)} against '
+        f'{escape(figure.x_label)}">\n'
+        f"<figcaption>{escape(figure.title)}. {escape(figure.caption)} "
+        f"{_files(folder, figure.name, 'pdf', 'csv')}</figcaption>\n</figure>"
+    )
+
+
+def _table(folder: Path, table: Table) -> str:
+    rows = "\n".join(f"<tr>{_cells([_shown(cell) for cell in row])}</tr>" for row in table.rows)
+    return (
+        f'<p class="note">{escape(table.title)}. {escape(table.caption)}. '
+        f"{_files(folder, table.name, 'csv')}</p>\n"
+        f'<div class="wide"><table id="{table.name}">\n'
+        f"<tr>{_cells(table.columns, 'th')}</tr>\n{rows}</table></div>"
+    )
+
+
+def _files(folder: Path, name: str, *suffixes: str) -> str:
+    """Links that hold the files themselves, so that a page alone has them too."""
+    kinds = {"pdf": "application/pdf", "csv": "text/csv"}
+    return ", ".join(
+        f'<a download="{name}.{suffix}" '
+        f'href="{_data(folder / f"{name}.{suffix}", kinds[suffix])}">{suffix.upper()}</a>'
+        for suffix in suffixes
+    )
+
+
+def _config(run: Run) -> str:
+    return (
+        f"<details><summary>{escape(run.name)} ({escape(run.run_id)})</summary>\n"
+        f"<pre>{escape(without_secrets(run.config_text))}</pre></details>"
+    )
+
+
+def _data(file: Path, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def _cells(values: Iterable[str], tag: str = "td") -> str:
+    return "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
+
+
+def _shown(value: str | int | float) -> str:
+    if isinstance(value, float):
+        return _number(value, "{:,.2f}")
+    return f"{value:,}" if isinstance(value, int) else value
+
+
+def _number(value: float, form: str) -> str:
+    return form.format(value) if math.isfinite(value) else "none"

@@ -1,0 +1,285 @@
+"""The runs of an MLflow experiment, with what training and evaluation have put there."""
+
+import csv
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.pipeline.evaluation.task import Label, read_label
+from longhaul.pipeline.mlflow_names import one_line, without_secrets
+from longhaul.pipeline.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.sizes import attentions, state_bytes, without_memory
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run as MlflowRun
+    from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
+
+TASKS = {
+    "positions": {"position", "loss_nats", "mean_up_to_here"},
+    "context": {"context", "loss_nats"},
+    "perplexity": {"window", "stride", "perplexity"},
+    "passkey": {"length", "prompts", "right"},
+}
+"""Of `longhaul evaluate`, those whose tables are read, and the columns that are needed."""
+
+_NAMES_SHOWN = 20
+_NOT_A_NUMBER = 1e300  # MLflow's databases keep an infinity as the largest float
+
+
+@dataclass(frozen=True)
+class Point:
+    """One recorded value."""
+
+    step: int
+    tokens: int
+    value: float  # NaN where it was not finite
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The table of one task."""
+
+    label: Label
+    rows: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    run_id: str
+    name: str
+    status: str
+    """As MLflow has it: FINISHED, RUNNING, FAILED, KILLED, ..."""
+
+    commit: str
+    hardware: str
+    config: RunConfig
+    config_text: str
+    losses: list[Point]
+    """Of training, nats a token, by step."""
+
+    validation: list[Point]
+    speed: float
+    """Median tokens a second of all its devices; NaN before the first update."""
+
+    num_parameters: int
+    state_bytes: int
+    """A sequence's states in half precision; caches after as many tokens as in training."""
+
+    evaluations: dict[str, list[Evaluated]]
+    """By task: the newest for each scaling of positions and each text."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status == "FINISHED"
+
+    @property
+    def context(self) -> int:
+        return self.config.data.context
+
+    @property
+    def tokens(self) -> int:
+        """Trained so far."""
+        return self.losses[-1].tokens if self.losses else 0
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation's, nats a token; NaN before the first."""
+        return self.validation[-1].value if self.validation else float("nan")
+
+
+def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
+    """All runs of an experiment, and a line for each that cannot be read.
+
+    Raises:
+        ValueError: there is no such store or experiment, or no run of it has finished.
+        RuntimeError: MLflow cannot be reached.
+    """
+    uri = _existing(uri)
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    load_mlflow(uri)
+    runs, unread = [], []
+    with _reached(uri):
+        from mlflow.tracking import MlflowClient  # See load_mlflow.
+
+        client = MlflowClient(uri)
+        found = _trainings(client, _experiment_id(client, experiment))
+        _refuse_without_finished(experiment, [str(run.info.status) for run in found])
+        logger.info("reading %d runs", len(found))
+        for run in tqdm(found, unit=" runs", disable=None, delay=5, leave=False):
+            try:
+                runs.append(_read(client, run))
+            except _Unreadable as error:
+                unread.append(without_secrets(f"{run.info.run_name}: {error}"))
+    _refuse_without_finished(experiment, [run.status for run in runs])
+    return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
+
+
+class _Unreadable(Exception):
+    """A run lacks what a report cannot do without."""
+
+
+@contextmanager
+def _reached(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        address, reason = without_secrets(uri), without_secrets(one_line(error))
+        raise RuntimeError(f"--uri: {address} cannot be read: {reason}") from error
+
+
+def _existing(uri: str) -> str:
+    """The absolute uri; ValueError for a database that MLflow would make."""
+    uri = absolute_uri(uri)
+    path = uri.removeprefix("sqlite:///")
+    if path != uri and not Path(path).is_file():
+        raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
+    return uri
+
+
+def _experiment_id(client: "MlflowClient", name: str) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None and found.lifecycle_stage == "active":
+        return str(found.experiment_id)
+    known = sorted(experiment.name for experiment in client.search_experiments())
+    names = ", ".join(map(repr, known[:_NAMES_SHOWN]))
+    more = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
+    raise ValueError(f"EXPERIMENT: found {name!r}, wanted one of {names}{more}")
+
+
+def _trainings(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
+    """Without the parents of sweeps, which only hold others."""
+    found: list[MlflowRun] = []
+    token = None
+    while token is None or token:
+        page = client.search_runs([experiment_id], page_token=token)
+        found += [run for run in page if "longhaul.attention" in run.data.tags]
+        token = page.token or ""
+    return found
+
+
+def _refuse_without_finished(experiment: str, statuses: Sequence[str]) -> None:
+    if "FINISHED" in statuses:
+        return
+    counts = {status: statuses.count(status) for status in sorted(set(statuses))}
+    found = ", ".join(f"{count} {status.lower()}" for status, count in counts.items()) or "no runs"
+    raise ValueError(f"EXPERIMENT {experiment!r}: found {found}, wanted a finished run")
+
+
+def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
+    run_id, tags = run.info.run_id, run.data.tags
+    with tempfile.TemporaryDirectory() as folder:
+
+        def fetch(path: str) -> str:
+            return Path(client.download_artifacts(run_id, path, folder)).read_text()
+
+        config, text = _config(fetch, Path(folder))
+        evaluations = _evaluations(client, run_id, fetch, config.data.context)
+        hardware = _hardware(fetch)
+    model = without_memory(config.model)
+    metrics = run.data.metrics
+    speeds = _history(client, run_id, "train/tokens_per_second", metrics)
+    return Run(
+        run_id=run_id,
+        name=run.info.run_name or run_id,
+        status=str(run.info.status),
+        commit=tags.get("longhaul.commit", "unknown"),
+        hardware=hardware,
+        config=config,
+        config_text=text,
+        losses=_points(client, run_id, "train/loss", metrics, config),
+        validation=_points(client, run_id, "validation/loss", metrics, config),
+        speed=statistics.median([value for _, value in speeds]) if speeds else float("nan"),
+        num_parameters=model.num_parameters(),
+        state_bytes=state_bytes(attentions(model), config.data.context),
+        evaluations=evaluations,
+    )
+
+
+def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
+    try:
+        text = fetch("config.yaml")
+    except Exception as error:
+        raise _Unreadable(f"config.yaml is not in MLflow: {one_line(error)}") from error
+    try:
+        return load_run_config(folder / "config.yaml"), text
+    except ConfigError as error:
+        raise _Unreadable(f"config.yaml is of another version: {error}") from error
+
+
+def _hardware(fetch: Callable[[str], str]) -> str:
+    try:
+        found = json.loads(fetch("environment.json"))
+    except Exception:  # What it is needed for, a note below a figure, is not worth a run.
+        return "unknown"
+    return str((found.get("accelerators") or [found.get("processor")])[0] or "unknown")
+
+
+def _history(
+    client: "MlflowClient", run_id: str, name: str, metrics: Mapping[str, float]
+) -> list[tuple[int, float]]:
+    """Step and value, by step."""
+    if name not in metrics:
+        return []
+    found = {one.step: float(one.value) for one in client.get_metric_history(run_id, name)}
+    return sorted(found.items())
+
+
+def _points(
+    client: "MlflowClient",
+    run_id: str,
+    name: str,
+    metrics: Mapping[str, float],
+    config: RunConfig,
+) -> list[Point]:
+    # Every update takes as many tokens, which a resumed run cannot change.
+    each = config.optim.tokens_per_update
+    return [
+        Point(step, step * each, value if abs(value) < _NOT_A_NUMBER else float("nan"))
+        for step, value in _history(client, run_id, name, metrics)
+    ]
+
+
+def _evaluations(
+    client: "MlflowClient", run_id: str, fetch: Callable[[str], str], context: int
+) -> dict[str, list[Evaluated]]:
+    newest: dict[tuple[str, str, str], tuple[Label, str]] = {}
+
+    def age(label: Label) -> tuple[int, int]:
+        return label.step, label.context or context
+
+    for folder in client.list_artifacts(run_id, "evaluation"):
+        label = read_label(Path(folder.path).name)
+        if label is None:
+            continue
+        files = {Path(file.path).name for file in client.list_artifacts(run_id, folder.path)}
+        for task in TASKS:
+            if f"{task}.csv" not in files:
+                continue
+            key = task, label.scaling, label.text
+            # Of the newest checkpoint that which read the longest windows.
+            if key not in newest or age(label) > age(newest[key][0]):
+                newest[key] = label, f"{folder.path}/{task}.csv"
+    tables: dict[str, list[Evaluated]] = {task: [] for task in TASKS}
+    for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):
+        rows = list(csv.DictReader(fetch(path).splitlines()))
+        if rows and (missing := TASKS[task] - rows[0].keys()):
+            raise _Unreadable(f"{path}: found no column {', '.join(sorted(missing))}")
+        tables[task].append(Evaluated(label, rows))
+    return tables

@@ -1,0 +1,108 @@
+"""What a run is called in figures, and how it looks: the same in all of them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from longhaul.configs import RunConfig
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.pipeline.evaluation.figures import COLOURS
+from longhaul.pipeline.reporting.runs import Run
+
+# What makes runs of one kind different variants: what decides their numbers, but for the context,
+# which is an axis, and the seed.
+_DECISIVE = (
+    "model.",
+    "optim.",
+    "data.manifest",
+    "trainer.precision",
+    "trainer.start_from",
+    "trainer.train_only",
+)
+_INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+
+
+CELLS = ("run", "run_id", "status", "variant", "training_context")
+"""Columns that every CSV of runs begins with."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colour and marker: either alone tells variants apart, up to seven."""
+
+    colour: str
+    marker: str
+
+
+class Named:
+    """Runs with the names and looks that they have in all figures."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = list(runs)
+        names = name_variants([run.config for run in runs])
+        self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
+        self._looks = looks(names)
+
+    @property
+    def contexts(self) -> list[int]:
+        return sorted({run.context for run in self.runs})
+
+    def at(self, context: int) -> list[Run]:
+        return [run for run in self.runs if run.context == context]
+
+    def variant(self, run: Run) -> str:
+        return self._variants[run.run_id]
+
+    def look(self, run: Run) -> Look:
+        return self._looks[self.variant(run)]
+
+    def label(self, run: Run) -> str:
+        """Of a legend: who did not finish is marked."""
+        mark = "" if run.is_finished else f" ({run.status.lower()})"
+        return self.variant(run) + mark
+
+    def cells(self, run: Run) -> list[str | int]:
+        """What stands in the columns CELLS."""
+        return [run.name, run.run_id, run.status, self.variant(run), run.context]
+
+
+def name_variants(configs: Sequence[RunConfig]) -> list[str]:
+    """Kind and degree of each run, and in what else it differs from others of that kind."""
+    kinds = [_kind(config) for config in configs]
+    options = [_options(config) for config in configs]
+    names = []
+    for kind, own in zip(kinds, options, strict=True):
+        alike = [other for name, other in zip(kinds, options, strict=True) if name == kind]
+        keys = dict.fromkeys(key for other in alike for key in other)
+        differing = [key for key in keys if len({str(other.get(key)) for other in alike}) > 1]
+        parts = [f"{key.rpartition('.')[2]}={_shown(own.get(key))}" for key in differing]
+        names.append(", ".join([kind, *parts]))
+    return names
+
+
+def looks(variants: Iterable[str]) -> dict[str, Look]:
+    """A look for each variant, in alphabetical order."""
+    return {
+        name: Look(COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)])
+        for index, name in enumerate(sorted(set(variants)))
+    }
+
+
+def _kind(config: RunConfig) -> str:
+    degree = getattr(config.model.attention, "degree", None)
+    return "+".join(config.model.kinds) + ("" if degree is None else f" p={degree}")
+
+
+def _options(config: RunConfig) -> dict[str, Any]:
+    values = flatten(to_dict(config))
+    return {
+        key: value
+        for key, value in values.items()
+        if key.startswith(_DECISIVE) and not key.endswith(_INDIFFERENT)
+    }
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
