@@ -230,6 +230,11 @@ class LanguageModel(nn.Module):
         for attention in attentions:
             attention.set_positions(scaling)
 
+    def train_only(self, name: str | None) -> None:
+        """Freeze what is not in a submodule of this name; None freezes nothing."""
+        for path, parameter in self.named_parameters():
+            parameter.requires_grad_(name is None or name in path.split("."))
+
     def check_parts(self) -> None:
         """ValueError where the kind of a layer cannot mix a sequence in parts."""
         for block in self._blocks():

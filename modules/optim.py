@@ -1,7 +1,11 @@
-"""The optimiser's configuration, and its learning rate as a function of tokens seen."""
+"""The optimiser, its configuration, and its learning rate as a function of tokens seen."""
 
 import math
 from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 _SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -114,6 +118,25 @@ class OptimConfig:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """Of the parameters that are trained; vectors are not decayed."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # torch's functions that save and restore an optimizer know no empty group.
+    groups = [group for group in groups if group["params"]]
+    cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    return cls(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int, max_tokens: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, learning_rate_factor
+from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
 
 _RECENT_LOSSES = 100
 # A deviation of fewer losses says little about the next.
@@ -100,10 +100,8 @@ class Pretraining(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.model = LanguageModel(model)
-        if train_only is not None:
-            # Here, before any strategy looks which gradients there will be.
-            for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(train_only in name.split("."))
+        # Here, before any strategy looks which gradients there will be.
+        self.model.train_only(train_only)
         self.optim = optim
         self.accumulation = accumulation
         self.samples_per_update = samples_per_update
@@ -113,25 +111,8 @@ class Pretraining(LightningModule):
         self._micro_step = 0
         self._loss_sum = torch.zeros(())
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        groups = [
-            {
-                "params": [p for p in parameters if p.ndim >= 2],
-                "weight_decay": self.optim.weight_decay,
-            },
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        # torch's functions that save and restore an optimizer know no empty group.
-        groups = [group for group in groups if group["params"]]
-        cls = torch.optim.AdamW if self.optim.name == "adamw" else torch.optim.Adam
-        return cls(
-            groups,
-            lr=self.optim.learning_rate,
-            betas=(self.optim.beta1, self.optim.beta2),
-            eps=self.optim.epsilon,
-            fused=True,
-        )
+    def configure_optimizers(self) -> Optimizer:
+        return build_optimizer(self.model, self.optim)
 
     def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
         self.last_update = None

@@ -26,7 +26,7 @@ from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.bare_loop import now
 from longhaul.pipeline.environment import describe_environment
 from longhaul.pipeline.evaluation.bigram import bigram_loss, count_bigrams
-from longhaul.pipeline.evaluation.held_out import held_out
+from longhaul.pipeline.evaluation.windows import held_out
 from longhaul.pipeline.journal import read_lines
 from longhaul.pipeline.run_folder import RunFolder, anchored
 from longhaul.pipeline.sizes import (
@@ -170,9 +170,7 @@ def _check_same_budget(row: _Row) -> None:
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    data = held_out(config)
-    bigram = count_bigrams(data.training_shards(), data.manifest)
-    return bigram_loss(bigram, data.val_dataloader())
+    return bigram_loss(count_bigrams(config.data), held_out(config))
 
 
 def _train(row: _Row) -> None:

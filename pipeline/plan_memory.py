@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Pretraining
+from longhaul.modules.optim import build_optimizer
 from longhaul.pipeline.blocks import prepare_blocks, shard
 from longhaul.pipeline.live_memory import PARTS, LiveMemory
 from longhaul.pipeline.op_workspace import Backend, OpWorkspace
@@ -116,15 +116,8 @@ def _trace_update(
     live = LiveMemory(workspace)
     with _fake_ranks(config.trainer.world_size if is_sharded else 1) as mesh:
         with torch.device("meta"):
-            module = Pretraining(
-                config.model,
-                config.optim,
-                accumulation=config.accumulation,
-                samples_per_update=config.samples_per_update,
-                max_tokens=config.trainer.max_tokens,
-                train_only=config.trainer.train_only,
-            )
-        model = module.model
+            model = LanguageModel(config.model)
+        model.train_only(config.trainer.train_only)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         prepare_blocks(model, checkpoint_every=checkpointing, compiled=False)
@@ -139,7 +132,7 @@ def _trace_update(
                     parameter.register_post_accumulate_grad_hook(
                         lambda one: live.belongs(one.grad, "gradients")
                     )
-            optimizer = module.configure_optimizers()
+            optimizer = build_optimizer(model, config.optim)
             _fill_optimizer(optimizer, live)
             live.restart()
             inner, last = _update(config, model, optimizer, live)

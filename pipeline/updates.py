@@ -267,7 +267,7 @@ class Updates(Callback):
         skip.rewound_to = before["step"]
 
     def _validate(self, module: Pretraining) -> None:
-        if self.data.validation_manifest is None:
+        if not self._validation_batches:
             return
         # Ranks that share sequences in training have validation samples of their own.
         module.model.split_sequence(None)

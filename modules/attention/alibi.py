@@ -3,18 +3,20 @@
 import math
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.base import Attention, AttentionConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # Queries whose bias is written out at a time, where no fused kernel takes a formula.
 _QUERIES_AT_ONCE = 1024
@@ -109,6 +111,9 @@ def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[T
 
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The bias as a formula in a fused kernel: no T x S tensor. On a CPU, forward alone runs."""
+    # Here and below, since it takes seconds that most commands should not pay.
+    from torch.nn.attention.flex_attention import flex_attention
+
     T, S = q.shape[2], k.shape[2]
     slopes = _slopes(q.shape[1], torch.promote_types(q.dtype, torch.float32), q.device)
 
@@ -127,9 +132,13 @@ def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @cache
 def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
     return torch.compile(flex_attention)
 
 
 @lru_cache(maxsize=8)
-def _causal(T: int, S: int, device: torch.device) -> BlockMask:
+def _causal(T: int, S: int, device: torch.device) -> "BlockMask":
+    from torch.nn.attention.flex_attention import create_block_mask
+
     return create_block_mask(lambda b, h, t, i: t + (S - T) >= i, None, None, T, S, device=device)

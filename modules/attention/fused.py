@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.documents import Documents
@@ -46,6 +45,9 @@ class FusedAttention(Attention):
         q, k = self.operands(q, cache.k)
         if q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, cache.v, is_causal=True)
+        # Here, since it takes seconds that most commands should not pay.
+        from torch.nn.attention.bias import causal_lower_right
+
         bias = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, cache.v, attn_mask=bias)
 

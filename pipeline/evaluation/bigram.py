@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.shards import Shard
-from longhaul.pipeline.evaluation.held_out import training_data
+from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.loaders import open_store
+from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.task import Measured, Options, Task, metric_prefix
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.load import TrainedModel
@@ -43,10 +43,13 @@ class Bigram:
         return ((counts + single) / (counts.sum(1, keepdim=True) + 1)).log()
 
 
-def count_bigrams(shards: Iterable[Shard], manifest: Manifest) -> Bigram:
-    """The model of all documents of these shards."""
+def count_bigrams(data: DataConfig) -> Bigram:
+    """The model of all training documents."""
+    manifest = load_manifest(data.manifest)
     bigram = Bigram(manifest.vocab_size)
-    for shard in shards:
+    store = open_store(data, manifest)
+    for position in range(len(manifest.shards)):
+        shard = store[position]
         for start in shard.starts:
             bigram.add(shard.tokens[start : start + manifest.document_tokens])
     return bigram
@@ -65,8 +68,7 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
 
 
 def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
-    data = training_data(trained.config)
-    bigram = count_bigrams(data.training_shards(), data.manifest)
+    bigram = count_bigrams(trained.config.data)
     loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
     return Measured({f"{metric_prefix(trained, options)}/bigram_loss": loss})
 

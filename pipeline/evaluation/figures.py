@@ -1,11 +1,16 @@
 """Figures of one column: colours that all eyes tell apart, text that is legible in print."""
 
 import logging
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,3 +96,20 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
+
+
+def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:
+    """Indices, from 0, of positions to draw, evenly on a log axis."""
+    if most >= T:
+        return torch.arange(T)
+    spaced = torch.logspace(0, math.log10(T), most, dtype=torch.float64)
+    indices: Tensor = (spaced.round().long() - 1).clamp(0, T - 1).unique()
+    return indices
+
+
+def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Bounds of a share of which `right` in `count` were seen, at z standard deviations."""
+    share, extra = right / count, z**2 / count
+    centre = share + extra / 2
+    spread = z * math.sqrt(share * (1 - share) / count + extra / (4 * count))
+    return max(0.0, (centre - spread) / (1 + extra)), min(1.0, (centre + spread) / (1 + extra))

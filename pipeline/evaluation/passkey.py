@@ -5,7 +5,6 @@ Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami 
 
 import csv
 import itertools
-import math
 import random
 import re
 from collections import defaultdict
@@ -18,7 +17,7 @@ import torch
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
 from longhaul.pipeline.decoding import Sampling, Session, decode
-from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
+from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
 from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, metric_prefix
 from longhaul.pipeline.evaluation.windows import TOKENS_AT_ONCE
 from longhaul.pipeline.load import TrainedModel
@@ -230,11 +229,3 @@ def draw_depths(path: Path, found: dict[tuple[int, float], list[bool]], title: s
         axes.set_xlabel("length of the prompt (tokens)")
         axes.set_ylabel("depth of the key (%)")
         axes.figure.colorbar(image, ax=axes, label="passkeys told (share)")
-
-
-def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Bounds of a share of which `right` in `count` were seen, at z standard deviations."""
-    share, extra = right / count, z**2 / count
-    centre = share + extra / 2
-    spread = z * math.sqrt(share * (1 - share) / count + extra / (4 * count))
-    return max(0.0, (centre - spread) / (1 + extra)), min(1.0, (centre + spread) / (1 + extra))

@@ -1,18 +1,24 @@
 """Loss at every position of the context."""
 
 import csv
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float64
 from torch import Tensor
 from torchmetrics import Metric
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, GREEN, VERMILLION, figure, tokens_axis
+from longhaul.pipeline.evaluation.figures import (
+    BLUE,
+    GREEN,
+    VERMILLION,
+    figure,
+    shown_positions,
+    tokens_axis,
+)
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, metric_prefix
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows, tokens_at_once
@@ -114,7 +120,7 @@ def draw(
     of all positions up to there.
     """
     mean, error = (values.cpu() for values in metric.compute()[:2])
-    shown = shown_positions(len(mean))
+    shown = shown_positions(len(mean), _DOTS)
     positions = (shown + 1).tolist()
     with figure(path, title) as axes:
         low, high = (mean - 2 * error)[shown].tolist(), (mean + 2 * error)[shown].tolist()
@@ -132,15 +138,6 @@ def draw(
         tokens_axis(axes, "position in the context (tokens)")
         axes.set_ylabel("loss (nats a token)")
         axes.legend(frameon=False)
-
-
-def shown_positions(T: int, most: int = _DOTS) -> Int64[Tensor, "shown"]:
-    """Indices, from 0, of positions to draw, evenly on a log axis."""
-    if most >= T:
-        return torch.arange(T)
-    spaced = torch.logspace(0, math.log10(T), most, dtype=torch.float64)
-    indices: Tensor = (spaced.round().long() - 1).clamp(0, T - 1).unique()
-    return indices
 
 
 def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, figure
-from longhaul.pipeline.evaluation.passkey import wilson_interval
+from longhaul.pipeline.evaluation.figures import BLUE, figure, wilson_interval
 from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, metric_prefix
 from longhaul.pipeline.evaluation.windows import TOKENS_AT_ONCE, read_windows
 from longhaul.pipeline.load import TrainedModel

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.configs import RunConfig
+from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.loaders import HeldOut
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.held_out import held_out
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.load import TrainedModel
 
@@ -64,16 +64,23 @@ class CutWindows:
             yield {"input": tokens, "target": target, "index": samples}
 
 
-def read_windows(
-    trained: TrainedModel, options: Options, context: int
-) -> CutWindows | BatchLoader | list[Batch]:
+def held_out(config: RunConfig) -> BatchLoader:
+    """All validation samples of a run."""
+    data = config.data
+    if data.validation_manifest is None:
+        raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
+    read = HeldOut(data, load_manifest(data.manifest), data.validation_manifest)
+    return read.loader(config.trainer.micro_batch)
+
+
+def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWindows | BatchLoader:
     """All windows of the texts that the options name, or validation samples of the run.
 
     Of these as many tokens as in training.
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return held_out(config).val_dataloader()
+        return held_out(config)
     manifest = load_manifest(config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     texts = []

@@ -5,8 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from longhaul.pipeline.evaluation.passkey import wilson_interval
-from longhaul.pipeline.evaluation.positions import shown_positions
+from longhaul.pipeline.evaluation.figures import shown_positions, wilson_interval
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table, YAxis
 from longhaul.pipeline.reporting.runs import Evaluated, Run
 from longhaul.pipeline.reporting.variants import CELLS, Named

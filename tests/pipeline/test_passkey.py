@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longhaul.datamodules.tokenizer import build_tokenizer
+from longhaul.pipeline.evaluation.figures import wilson_interval
 from longhaul.pipeline.evaluation.passkey import (
     DEPTHS,
     Prompt,
@@ -20,7 +21,6 @@ from longhaul.pipeline.evaluation.passkey import (
     make_prompt,
     make_prompts,
     score,
-    wilson_interval,
     write_table,
 )
 
