@@ -1,11 +1,17 @@
-"""Triton's kernels run in its interpreter, on any machine, wherever a test asks for them."""
+"""What holds for all tests: where Triton's kernels run, how processes start, what is first."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-# Before anything imports Triton: many packages do, and what it decorates is then compiled for good.
+# Triton's kernels run in its interpreter, on any machine, wherever a test asks for them. Before
+# anything imports Triton: many packages do, and what it decorates is then compiled for good.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Processes that tests start leave out imports that nothing uses.
+_PATHS = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 
 _FIRST = ("slurm", "pipeline")
 

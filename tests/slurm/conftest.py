@@ -93,7 +93,6 @@ class Cluster:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         self.environment = kept | {
             "SLURM_CONF": str(self.root / "slurm.conf"),
-            "PYTHONPATH": str(Path(__file__).parent / "startup"),
         }
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self._namespaces: dict[str, int] = {}  # open, so that no other gets the same number

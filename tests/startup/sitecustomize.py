@@ -1,7 +1,7 @@
-"""Python runs this at the start of every process of a test's cluster, before anything else.
+"""Python runs this at the start of every process that tests start, before anything else.
 
 torchmetrics imports these for metrics that nothing here uses, if they are there: a third of what it
-takes a job to start, and these tests start a hundred. What they do not look for works as ever.
+takes a rank to start, and tests start hundreds. Who just imports them finds them as ever.
 """
 
 import importlib.metadata as metadata
