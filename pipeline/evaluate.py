@@ -129,26 +129,43 @@ def main(args: argparse.Namespace) -> int:
 
 def _check_input(args: argparse.Namespace) -> None:
     """Raise for what can be told without a model, before several processes would."""
-    check_tasks(args.tasks.split(","), "--tasks")
-    _options(args)
+    names = args.tasks.split(",")
+    check_tasks(names, "--tasks")
+    _check_read(names, _options(args))
     find_checkpoint(args.run)
 
 
 def _measure(ranks: Ranks, args: argparse.Namespace) -> None:
     names, options = args.tasks.split(","), _options(args)
-    for name in names if options.text else []:
-        if "text" not in TASKS[name].decided_by:
-            raise ValueError(f"--text: found with {name}, which reads none; wanted other tasks")
     trained = dataclasses.replace(load_named_model(args), ranks=ranks)
     if "positions" in names:
-        _check_scaled(trained, args.context)
-    trained = _with_context(trained, args.context)
+        _check_scaled(trained, options.context)
+    if options.context is not None:
+        config = with_context(trained.config, options.context)
+        trained = dataclasses.replace(trained, config=config)
     evaluate(trained, names, options, again=args.again)
 
 
+def _check_read(names: Sequence[str], options: Options) -> None:
+    """ValueError for an option that tasks would pass over."""
+    for field in dataclasses.fields(Options):
+        if getattr(options, field.name) == field.default:
+            continue
+        others = [name for name in names if field.name not in TASKS[name].decided_by]
+        # The results of all tasks are named by the text and the context.
+        if len(others) == len(names) or (others and field.name in ("text", "context")):
+            option = "--" + field.name.replace("_", "-")
+            raise ValueError(
+                f"{option}: found with {others[0]}, which does not read it; wanted other tasks"
+            )
+
+
 def _options(args: argparse.Namespace) -> Options:
+    if args.context is not None and args.context < 1:
+        raise ValueError(f"--context: found {args.context}, wanted 1 or more")
     return Options(
         text=tuple(args.text),
+        context=args.context,
         contexts=_contexts(args.contexts),
         stride=args.stride,
         lengths=args.lengths,
@@ -239,15 +256,6 @@ def _check_scaled(trained: TrainedModel, context: int | None) -> None:
             f"--context: found {context or positions.context} with dynamic_ntk, which changes "
             f"nothing up to the training context; wanted more than {positions.context}"
         )
-
-
-def _with_context(trained: TrainedModel, context: int | None) -> TrainedModel:
-    """The model with a config whose windows have another length, about as many tokens at a time."""
-    if context is None:
-        return trained
-    if context < 1:
-        raise ValueError(f"--context: found {context}, wanted 1 or more")
-    return dataclasses.replace(trained, config=with_context(trained.config, context))
 
 
 def _log(

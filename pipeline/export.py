@@ -66,8 +66,7 @@ def export(
         write_tokenizer(folder, tokenizer)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         write_card(folder, run, config, checkpoint, progress, manifest, parameters)
-        names = sorted(file.name for file in folder.iterdir())
-    return [Path(destination) / name for name in names]
+    return sorted(Path(destination).iterdir())
 
 
 def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTensor]:

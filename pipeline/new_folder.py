@@ -1,5 +1,6 @@
 """A folder that appears whole or not at all, and never over anything."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -29,20 +30,32 @@ def appearing(target: Path) -> Iterator[Path]:
         target: from `free_folder`.
 
     Raises:
-        OSError: it could not be written, or something was put into the target meanwhile.
+        OSError: it could not be written, another process writes it, or something was put into the
+            target meanwhile.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.unfinished")
-    try:
-        # What a process left that was killed.
-        if temporary.exists():
-            shutil.rmtree(temporary)
-        temporary.mkdir()
-        yield temporary
-        for path in (*sorted(temporary.iterdir()), temporary):
-            sync_folder(path)  # which flushes a file likewise
-        os.rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    temporary.mkdir(parents=True, exist_ok=True)
+    lock = temporary / ".lock"
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(
+                f"{target}: found another process that writes it, wanted one at a time"
+            ) from None
+        try:
+            # What a process left that was killed.
+            for entry in temporary.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry != lock:
+                    entry.unlink()
+            yield temporary
+            lock.unlink()
+            for path in (*sorted(temporary.iterdir()), temporary):
+                sync_folder(path)  # which flushes a file likewise
+            os.rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     sync_folder(target.parent)

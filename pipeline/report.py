@@ -89,8 +89,7 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
             write_csv(folder / f"{table.name}.csv", table.columns, table.rows)
         write_runs(folder / "runs.csv", named)
         write_page(folder, experiment, uri, named, figures, tables, left_out)
-        names = sorted(file.name for file in folder.iterdir())
-    return [Path(destination) / name for name in names]
+    return sorted(Path(destination).iterdir())
 
 
 def write_runs(path: Path, named: Named) -> None:

@@ -153,7 +153,7 @@ TASK = Task(
     f"mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first "
     f"window (at most {LONGEST} tokens)",
     is_shared=False,
-    decided_by=("text",),
+    decided_by=("text", "context"),
 )
 
 

@@ -77,5 +77,5 @@ TASK = Task(
     _measure,
     "loss of a bigram model counted on the same training text",
     is_shared=False,
-    decided_by=("text",),
+    decided_by=("text", "context"),
 )

@@ -39,7 +39,6 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     bos_id = load_manifest(trained.config.data.manifest).bos_id
     found: dict[int, PositionLoss] = {}
     with trained.ranks.progress(num_tokens * len(contexts), "context") as progress:
-        progress.show(0)
         for context in contexts:
             side_by_side = max(1, TOKENS_AT_ONCE // context)
             found[context] = measure_positions(

@@ -99,5 +99,5 @@ TASK = Task(
     _measure,
     "tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval",
     is_shared=False,
-    decided_by=("lm_eval_tasks",),
+    decided_by=("context", "lm_eval_tasks"),
 )

@@ -148,7 +148,6 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     found: dict[tuple[int, float], list[bool]] = {}
     total = sum(length + ANSWER_TOKENS for length in lengths) * options.prompts
     with trained.ranks.progress(total, "passkey") as progress:
-        progress.show(0)
         for length in lengths:
             prompts = make_prompts(tokenizer, length, options.prompts)
             answers = ask(list(trained.ranks.share(prompts)), answer)

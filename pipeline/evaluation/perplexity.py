@@ -17,6 +17,7 @@ from longhaul.pipeline.evaluation.windows import (
     TOKENS_AT_ONCE,
     read_documents,
     read_losses,
+    shifted,
     tokens_at_once,
 )
 from longhaul.pipeline.load import TrainedModel
@@ -57,8 +58,7 @@ def sliding_loss(
     for start in range(0, len(pieces), side_by_side):
         group = pieces[start : start + side_by_side]
         target = torch.cat([document[:, end - window : end] for end, _ in group])
-        bos = torch.full_like(target[:, :1], bos_id)
-        tokens = torch.cat([bos, target[:, :-1]], dim=1)
+        tokens = shifted(target, bos_id)
         at_once = tokens_at_once(model, window)
         losses = read_losses(model, tokens, target, precision, at_once, progress).double()
         for row, (_, scored) in zip(losses, group, strict=True):
@@ -80,7 +80,6 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     work = sum(window * len(list(sliding_windows(length, window, stride))) for window in windows)
     losses: dict[int, float] = {}
     with trained.ranks.progress(work * len(documents), "perplexity") as progress:
-        progress.show(0)
         for window in windows:
             of_documents = [
                 sliding_loss(

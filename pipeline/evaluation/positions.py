@@ -146,7 +146,6 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     batches = read_windows(trained, options, context)
     work = len(batches) * config.trainer.micro_batch * context
     with trained.ranks.progress(work, "positions") as progress:
-        progress.show(0)
         metric = measure_positions(
             trained.model,
             trained.ranks.share(batches),
@@ -175,7 +174,7 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
 TASK = Task(
     _measure,
     "loss at each position of the context, and its mean over all positions up to 1, 2, 4, ...",
-    decided_by=("text",),
+    decided_by=("text", "context"),
 )
 
 

@@ -52,7 +52,9 @@ class Ranks:
 
     def progress(self, total: int, what: str) -> TokenProgress:
         """Shown by the first process alone, which takes the others to be as fast as it is."""
-        return TokenProgress(total, what, times=self.count if self.is_first else 0)
+        progress = TokenProgress(total, what, times=self.count if self.is_first else 0)
+        progress.show(0)
+        return progress
 
 
 ALONE = Ranks()

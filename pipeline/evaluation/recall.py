@@ -16,7 +16,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, wilson_interval
 from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, metric_prefix
-from longhaul.pipeline.evaluation.windows import TOKENS_AT_ONCE, read_windows
+from longhaul.pipeline.evaluation.windows import TOKENS_AT_ONCE, read_windows, shifted
 from longhaul.pipeline.load import TrainedModel
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -68,8 +68,7 @@ def recall_accuracy(
     """Queries whose likeliest next token is the value, and all queries."""
     tokens, is_query = batch
     device = next(model.parameters()).device
-    bos = torch.full_like(tokens[:, :1], bos_id)
-    given = torch.cat([bos, tokens[:, :-1]], dim=1).to(device)
+    given = shifted(tokens, bos_id).to(device)
     # A query at t is the input at t + 1, from which the token at t + 1 is told.
     asked = is_query.roll(1, dims=1)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
@@ -90,7 +89,6 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         raise ValueError(f"recall: found {2 * len(keys)} ids in the text, wanted {2 * SIZES[0]}")
     found: dict[int, tuple[int, int]] = {}
     with trained.ranks.progress(4 * sum(sizes) * options.prompts, "recall") as progress:
-        progress.show(0)
         for size in sizes:
             batch = make_recall(
                 keys,

@@ -1,7 +1,8 @@
 """What a task of `longhaul evaluate` is given, and what it gives back."""
 
+import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -15,6 +16,9 @@ class Options:
 
     text: tuple[Path, ...] = ()
     """Text files to measure on; none means the run's validation shards."""
+
+    context: int | None = None
+    """Tokens of a window, about as many windows' tokens in all; None means as in training."""
 
     contexts: tuple[int, ...] | None = None
     """Lengths of windows, tokens, ascending; None means some around the training context."""
@@ -63,10 +67,16 @@ def scaling(trained: TrainedModel, options: Options) -> list[str]:
     if positions.name != "none":
         found.append(f"{positions.name}-{positions.factor:g}")
     if options.text:
-        first, *others = options.text
-        more = f"_and_{len(others)}" if others else ""
-        found.append("text-" + re.sub(r"[^\w.-]", "_", first.stem) + more)
+        found.append("text-" + _text_name(options.text))
     return found
+
+
+def _text_name(files: Sequence[Path]) -> str:
+    """The first file's name, how many others there are, and a digest of what is in them."""
+    first, *others = files
+    name = re.sub(r"[^\w.-]", "_", first.stem) + (f"_and_{len(others)}" if others else "")
+    parts = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    return f"{name}-{hashlib.sha256(parts).hexdigest()[:8]}"
 
 
 def metric_prefix(trained: TrainedModel, options: Options) -> str:
@@ -93,7 +103,7 @@ class Label:
     """Of rotary positions, such as linear-4, or empty."""
 
     text: str
-    """Name of the files, or empty for the validation shards."""
+    """Name and digest of the files, or empty for the validation shards."""
 
 
 def read_label(text: str) -> Label | None:

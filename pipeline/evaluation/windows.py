@@ -36,6 +36,11 @@ def with_context(config: RunConfig, context: int) -> RunConfig:
     return dataclasses.replace(config, data=data, trainer=trainer, optim=optim)
 
 
+def shifted(target: Int[Tensor, "B T"], bos_id: int) -> Int[Tensor, "B T"]:
+    """What a model reads to tell these tokens: the bos id, and all but the last."""
+    return torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
+
+
 class CutWindows:
     """Batches of consecutive windows of tokens, as a run's loader makes them of shards.
 
@@ -59,8 +64,7 @@ class CutWindows:
             self._windows.split(self._micro_batch), index.split(self._micro_batch), strict=True
         )
         for target, samples in pairs:
-            bos = torch.full_like(target[:, :1], self._bos_id)
-            tokens = torch.cat([bos, target[:, :-1]], dim=1)
+            tokens = shifted(target, self._bos_id)
             yield {"input": tokens, "target": target, "index": samples}
 
 

@@ -98,7 +98,7 @@ def loss_in_windows(named: Named) -> Iterator[Figure]:
             "loss_in_windows",
             [_curve(one.evaluated.rows, "context", "loss_nats") for one in group.members],
             title="Loss in windows of each length",
-            caption="The same tokens, cut into windows.",
+            caption=f"Tokens a run: {_told(group, 'tokens')}, the same in windows of all lengths.",
             x_label="window (tokens)",
             y_label="loss (nats a token)",
         )
@@ -109,16 +109,13 @@ def perplexity(named: Named) -> Iterator[Figure]:
     for group in _groups(named, "perplexity"):
         curves = [_curve(one.evaluated.rows, "window", "perplexity") for one in group.members]
         values = [value for curve in curves for value in curve.y]
-        strides = sorted(
-            {int(row["stride"]) for one in group.members for row in one.evaluated.rows}
-        )
         yield _figure(
             named,
             group,
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {', '.join(map(str, strides))} tokens.",
+            caption=f"Stride: {_told(group, 'stride')} tokens.",
             x_label="sliding window (tokens)",
             y_label="perplexity (a token)",
             y_axis="log" if max(values) > _FAR * min(values) else "linear",
@@ -165,8 +162,11 @@ def ntk_tables(named: Named) -> Iterator[Table]:
                 name=group.name(f"ntk_{task}"),
                 title=f"{title}, {group.where}",
                 caption="Columns are lengths of the "
-                + ("window" if task == "perplexity" else "prompt")
-                + ", tokens",
+                + (
+                    f"window, tokens; stride: {_told(group, 'stride')}"
+                    if task == "perplexity"
+                    else "prompt, tokens"
+                ),
                 columns=["run", "variant", "step", "positions", *map(str, lengths)],
                 rows=[
                     [
@@ -190,6 +190,12 @@ def _groups(named: Named, task: str) -> Iterator[_Group]:
     for (context, text), members in sorted(found.items()):
         members.sort(key=lambda one: (named.label(one.run), one.run.name, one.scaling))
         yield _Group(context, text, members)
+
+
+def _told(group: _Group, column: str) -> str:
+    """All values of a column of whole numbers."""
+    found = {int(row[column]) for one in group.members for row in one.evaluated.rows}
+    return ", ".join(f"{value:,}" for value in sorted(found))
 
 
 def _figure(

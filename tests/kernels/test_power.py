@@ -41,8 +41,8 @@ def has_backward(how: dict[str, Any]) -> bool:
 class Case:
     T: int
     B: int = 2
-    H: int = 4
-    G: int = 2
+    H: int = 2
+    G: int = 1
     K: int = 5
     V: int = 3
     degree: int = 2
@@ -147,9 +147,9 @@ def expected(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
 
 CASES = {
     "one token": Case(T=1),
-    "T 63": Case(T=63),
-    "T 100, one group": Case(T=100, G=1),
-    "T 257, no groups": Case(T=257, G=4),
+    "T 63": Case(T=63, H=4, G=2),
+    "T 100": Case(T=100),
+    "T 257, no groups": Case(T=257, H=4, G=4),
     "three heads": Case(T=63, H=3, G=3),
     "no gates": Case(T=100, gates="none"),
     "gates of 0 and 1": Case(T=257, gates="hard"),
@@ -161,13 +161,13 @@ CASES = {
     "degree 1, gates of 0 and 1": Case(T=100, degree=1, gates="hard"),
     "degree 1, not normalised": Case(T=100, degree=1, normalize=False, K=16, V=8),
     "degree 4": Case(T=63, degree=4),
-    "degree 4, two tiles and more": Case(T=63, H=2, G=1, degree=4, K=9),
+    "degree 4, two tiles and more": Case(T=63, degree=4, K=9),
     "degree 6": Case(T=40, H=2, G=2, degree=6, K=3, V=2),
     "degree 8": Case(T=40, H=2, G=2, degree=8, K=3, V=2),
     "several tiles": Case(T=63, K=20, V=17),
     "arbitrary state": Case(T=63, K=20, state="arbitrary"),
     "arbitrary state, degree 1": Case(T=63, degree=1, state="arbitrary"),
-    "arbitrary state, degree 4": Case(T=40, H=2, G=1, degree=4, K=9, state="arbitrary"),
+    "arbitrary state, degree 4": Case(T=40, degree=4, K=9, state="arbitrary"),
 }
 ATTENTION, CHUNKED_16, CHUNKED_50, RECURRENT = TRITON
 # The attention form with a state is the chunked form with a single chunk.
@@ -178,19 +178,19 @@ TRITON_CASES = [
         Case(T=1, normalize=False, gates="none", state="none"),
         (ATTENTION,),
     ),
-    ("T 63", Case(T=63), (ATTENTION,)),
-    ("T 63, one row", Case(T=63, B=1), (CHUNKED_16,)),
+    ("T 63, two groups", Case(T=63, H=4, G=2), (ATTENTION,)),
+    ("T 40, two groups", Case(T=40, B=1, H=4, G=2), (CHUNKED_16,)),
     ("T 63, three heads", Case(T=63, B=1, H=3, G=3), (CHUNKED_50,)),
-    ("T 100, one group", Case(T=100, H=2, G=1), (CHUNKED_50,)),
-    ("no gates", Case(T=100, B=1, gates="none"), (CHUNKED_16,)),
-    ("no gates, no state", Case(T=100, B=1, gates="none", state="none"), (ATTENTION, CHUNKED_50)),
-    ("no state", Case(T=100, B=1, G=1, state="none"), (ATTENTION, CHUNKED_16)),
-    ("gates of 0 and 1", Case(T=100, B=1, gates="hard"), (ATTENTION, CHUNKED_16, CHUNKED_50)),
-    ("gates of 0 and 1, no state", Case(T=100, B=1, gates="hard", state="none"), (ATTENTION,)),
-    ("not normalised", Case(T=100, B=1, normalize=False), (CHUNKED_16, CHUNKED_50)),
+    ("T 100", Case(T=100), (CHUNKED_50,)),
+    ("no gates", Case(T=63, B=1, gates="none"), (CHUNKED_16,)),
+    ("no gates, no state", Case(T=63, B=1, gates="none", state="none"), (ATTENTION, CHUNKED_50)),
+    ("no state", Case(T=63, B=1, state="none"), (ATTENTION, CHUNKED_16)),
+    ("gates of 0 and 1", Case(T=63, B=1, gates="hard"), (ATTENTION, CHUNKED_16, CHUNKED_50)),
+    ("gates of 0 and 1, no state", Case(T=63, B=1, gates="hard", state="none"), (ATTENTION,)),
+    ("not normalised", Case(T=63, B=1, normalize=False), (CHUNKED_16, CHUNKED_50)),
     (
         "not normalised, gates of 0 and 1",
-        Case(T=100, B=1, G=4, normalize=False, gates="hard"),
+        Case(T=63, B=1, H=4, G=4, normalize=False, gates="hard"),
         (CHUNKED_50,),
     ),
     (
@@ -198,8 +198,8 @@ TRITON_CASES = [
         Case(T=63, B=1, normalize=False, gates="hard", state="none"),
         (ATTENTION, CHUNKED_16),
     ),
-    ("degree 1", Case(T=100, B=1, degree=1), (CHUNKED_16,)),
-    ("degree 1, gates of 0 and 1", Case(T=100, B=1, degree=1, gates="hard"), (CHUNKED_50,)),
+    ("degree 1", Case(T=63, B=1, degree=1), (CHUNKED_16,)),
+    ("degree 1, gates of 0 and 1", Case(T=63, B=1, degree=1, gates="hard"), (CHUNKED_50,)),
     (
         "degree 1, not normalised",
         Case(T=63, B=1, degree=1, normalize=False, K=16, V=8, state="none"),
@@ -207,27 +207,23 @@ TRITON_CASES = [
     ),
     # More than one block of features, and of values.
     ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=70), (CHUNKED_16,)),
-    ("wide values", Case(T=20, B=1, H=2, G=1, V=130), (ATTENTION, CHUNKED_16)),
-    ("degree 4", Case(T=40, B=1, degree=4), (CHUNKED_16,)),
-    ("degree 4, two tiles and more", Case(T=33, B=1, H=2, G=1, degree=4, K=9), (CHUNKED_16,)),
+    ("wide values", Case(T=20, B=1, V=130), (ATTENTION, CHUNKED_16)),
+    ("degree 4", Case(T=20, B=1, degree=4), (CHUNKED_16,)),
+    ("degree 4, two tiles and more", Case(T=33, B=1, degree=4, K=9), (CHUNKED_16,)),
     ("degree 4, no state", Case(T=40, B=1, degree=4, state="none"), (ATTENTION,)),
     ("degree 6", Case(T=40, H=2, G=2, degree=6, K=3, V=2, state="none"), (ATTENTION,)),
     ("degree 8", Case(T=40, H=2, G=2, degree=8, K=3, V=2, state="none"), (ATTENTION,)),
-    ("K 8, whole tiles", Case(T=63, B=1, H=2, G=1, K=8, V=16), (CHUNKED_16,)),
-    ("K 16", Case(T=100, B=1, H=2, G=1, K=16), (CHUNKED_50,)),
-    ("several tiles", Case(T=63, B=1, H=2, G=1, K=20, V=17), (ATTENTION, CHUNKED_16)),
-    ("arbitrary state", Case(T=63, B=1, H=2, G=1, K=20, state="arbitrary"), (CHUNKED_16,)),
+    ("K 8, whole tiles", Case(T=63, B=1, K=8, V=16), (CHUNKED_16,)),
+    ("K 16", Case(T=100, B=1, K=16), (CHUNKED_50,)),
+    ("several tiles", Case(T=63, B=1, K=20, V=17), (ATTENTION, CHUNKED_16)),
+    ("arbitrary state", Case(T=40, B=1, K=20, state="arbitrary"), (CHUNKED_16,)),
     (
         "arbitrary state, gates of 0 and 1, not normalised",
-        Case(T=63, B=1, H=2, G=1, K=9, gates="hard", normalize=False, state="arbitrary"),
+        Case(T=63, B=1, K=9, gates="hard", normalize=False, state="arbitrary"),
         (ATTENTION, CHUNKED_50),
     ),
     ("arbitrary state, degree 1", Case(T=63, B=1, degree=1, state="arbitrary"), (CHUNKED_16,)),
-    (
-        "arbitrary state, degree 4",
-        Case(T=20, B=1, H=2, G=1, degree=4, K=9, state="arbitrary"),
-        (CHUNKED_16,),
-    ),
+    ("arbitrary state, degree 4", Case(T=20, B=1, degree=4, K=9, state="arbitrary"), (CHUNKED_16,)),
     ("some tokens", Case(T=10, K=20, V=17), (RECURRENT,)),
     ("some tokens, degree 1", Case(T=10, degree=1, gates="hard", state="none"), (RECURRENT,)),
     ("some tokens, degree 4", Case(T=10, H=2, G=2, degree=4, normalize=False), (RECURRENT,)),
@@ -280,7 +276,7 @@ def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
     monkeypatch.setattr(features, "_tiles_at_once", lambda *_: 2)
     monkeypatch.setattr(chunked, "tiles_of", tiles_of)
     assert tiles_of(16, 2, torch.device("cpu"), torch.float32).table.shape == (4, 3)
-    case = Case(T=40, B=1, H=2, G=1, K=K, state="arbitrary")
+    case = Case(T=40, B=1, K=K, state="arbitrary")
     case.check(torch.float32, **TRITON[CHUNKED_16])
 
 
@@ -297,7 +293,7 @@ def test_sixteen_bits_accumulate_in_float32(how: dict[str, Any], dtype: torch.dt
 
 def test_auto_is_right_where_it_takes_chunks() -> None:
     assert choose_form(1200, 8, 8, 2) == "chunked"
-    Case(T=1200, H=2, G=1, K=8, V=8, state="none").check(torch.float32)
+    Case(T=1200, K=8, V=8, state="none").check(torch.float32)
 
 
 def test_attention_form_with_several_blocks_of_queries() -> None:
@@ -305,7 +301,7 @@ def test_attention_form_with_several_blocks_of_queries() -> None:
 
 
 def test_gradcheck() -> None:
-    case = Case(T=6, B=1, H=2, G=1, K=2, V=2)
+    case = Case(T=6, B=1, K=2, V=2)
     inputs = [x.double().requires_grad_() for x in case.inputs(torch.float64).values()]
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, kv: Tensor, norm: Tensor) -> Any:
@@ -327,7 +323,7 @@ DIFFERENTIABLE = FORMS | {name: how for name, how in TRITON.items() if has_backw
 def test_only_the_gradients_asked_for(how: dict[str, Any], has_state: bool) -> None:
     """Each alone is what it is among all."""
     state = "of some past" if has_state else "none"
-    inputs = Case(T=20, B=1, H=2, G=1, state=state).inputs(torch.float32)
+    inputs = Case(T=20, B=1, state=state).inputs(torch.float32)
     every = gradients(inputs, list(inputs), how)
     for name, wanted in every.items():
         found = gradients(inputs, [name], how)
@@ -374,7 +370,7 @@ def test_steps_equal_the_definition(
     backend: Backend, dtype: torch.dtype, degree: int, V: int
 ) -> None:
     case = Case(
-        T=12, K=3, V=V, degree=degree, normalize=degree > 1, state="none", gates="hard"
+        T=12, H=4, G=2, K=3, V=V, degree=degree, normalize=degree > 1, state="none", gates="hard"
     )  # fmt: skip
     inputs = {name: x.to(dtype) for name, x in case.inputs(torch.float64).items()}
     settings: dict[str, Any] = {"degree": degree, "normalize": case.normalize}
@@ -450,7 +446,7 @@ EVERY_FORM = FORMS | TRITON
 
 @pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
 def test_strided_inputs(how: dict[str, Any]) -> None:
-    case = Case(T=20 if has_backward(how) else 5, H=2, G=2, K=8, V=8)
+    case = Case(T=20 if has_backward(how) else 5, B=1, H=2, G=2, K=8, V=8)
     dense = case.inputs(torch.float32)
     # Time runs fastest, then nothing does, then heads; states have their last dimensions swapped.
     strided = {
@@ -470,7 +466,7 @@ def test_strided_inputs(how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
 def test_inputs_and_state_are_left_alone(how: dict[str, Any]) -> None:
-    case = Case(T=63 if "backend" not in how else 20 if has_backward(how) else 4, B=1, H=2, G=1)
+    case = Case(T=63 if "backend" not in how else 20 if has_backward(how) else 4, B=1)
     inputs = case.inputs(torch.float32)
     before = {name: x.clone() for name, x in inputs.items()}
     case.run(inputs, torch.float32, **how)

@@ -30,8 +30,8 @@ EVERYTHING = (True, True, True, True)
 class Case:
     T: int
     B: int = 1
-    H: int = 4
-    G: int = 2
+    H: int = 2
+    G: int = 1
     K: int = 5
     V: int = 3
     degree: int = 2
@@ -122,8 +122,8 @@ def check(case: Case) -> None:
 CASES = {
     "one token": Case(T=1, normalize=False, gates="none"),
     "T 63, two rows": Case(T=63, B=2),
-    "T 100, one group": Case(T=100, G=1),
-    "T 150, no groups": Case(T=150, G=4),
+    "T 100, two groups": Case(T=100, H=4, G=2),
+    "T 150, no groups": Case(T=150, G=2),
     "three heads": Case(T=33, H=3, G=3),
     "no gates": Case(T=100, gates="none"),
     "gates of 0 and 1": Case(T=150, gates="hard"),
@@ -161,7 +161,7 @@ def test_a_first_token_reads_its_own_value() -> None:
 
 
 def test_strided_inputs() -> None:
-    case = Case(T=63)
+    case = Case(T=40, H=4, G=2)
     inputs, _, _ = expected(case)
     dense = run(case, inputs, case.dout())
 
@@ -182,13 +182,14 @@ def test_strided_inputs() -> None:
     actual = run(case, strided, spread(case.dout()))
     for name, wanted in dense.items():
         assert torch.equal(actual[name], wanted), name  # type: ignore[arg-type]
-    ones = torch.ones(()).expand(1, 63, 4, 3)
+    ones = torch.ones(()).expand(1, 40, 4, 3)
+    expanded = run(case, inputs, ones)
     for name, wanted in run(case, inputs, ones.contiguous()).items():
-        assert torch.equal(run(case, inputs, ones)[name], wanted), name  # type: ignore[arg-type]
+        assert torch.equal(expanded[name], wanted), name  # type: ignore[arg-type]
 
 
 def test_only_the_gradients_asked_for() -> None:
-    case = Case(T=40)
+    case = Case(T=40, H=1)
     inputs, _, _ = expected(case)
     whole = run(case, inputs, case.dout())
     names = ("dq", "dk", "dv", "dlog_g")
@@ -207,7 +208,7 @@ def test_outputs_ignore_the_future_to_the_bit(degree: int) -> None:
     out, inverse, is_live = attention_forward(case.call, *inputs, None)  # type: ignore[arg-type]
     assert inverse is not None
     assert is_live is not None
-    for t in (1, 33, 64, 99):
+    for t in (33, 64):
         changed = [x.clone() for x in inputs if x is not None]
         for x in changed[:3]:
             x[:, t:] = 1e4 * torch.randn_like(x[:, t:])

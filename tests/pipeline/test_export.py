@@ -1,5 +1,6 @@
 """`longhaul export`: what is in the folder, what is refused, and the way back into training."""
 
+import fcntl
 import json
 import os
 import re
@@ -120,6 +121,12 @@ def test_what_cannot_be_exported_is_refused(
     refused(try_export("small", "exported/folder"), full)
     refused(try_export("small", "small.yaml"), "small.yaml: found a file, wanted a new or empty")
     refused(try_export("nowhere", "new"), "nowhere: found no config.yaml, wanted a run folder")
+    (base.path / ".new.unfinished").mkdir()
+    with (base.path / ".new.unfinished" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        busy = try_export("small", "new")
+    assert busy.returncode == 1
+    assert "new: found another process that writes it, wanted one at a time" in busy.stderr
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
     with pytest.raises(ValueError, match="mounted: found a mount point, wanted a new or empty"):
         export(base.path / "small", tmp_path / "mounted")
@@ -260,6 +267,7 @@ def test_a_checkpoint_of_two_ranks_is_exported(
 MEASURE = """
 import sys, threading, psutil, tokenizers
 from longhaul.pipeline.export import export
+export(sys.argv[3], sys.argv[4])  # which loads what is imported where it is first needed
 process, peak, done = psutil.Process(), 0, False
 def watch():
     global peak
@@ -291,8 +299,9 @@ def test_memory_is_that_of_a_shard(base: Run, tmp_path: Path) -> None:
     assert sum(4 * tensor.numel() for tensor in tensors.values()) > 100_000_000
     store.start(3, tensors, {"progress": {"step": 3, "tokens": 1}})
     store.wait()
+    exports = [str(run), str(tmp_path / "new"), str(base.path / "small"), str(tmp_path / "small")]
     result = subprocess.run(
-        [sys.executable, "-P", "-c", MEASURE, str(run), str(tmp_path / "new")],
+        [sys.executable, "-P", "-c", MEASURE, *exports],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -69,9 +69,9 @@ def test_every_token_is_scored_once_with_enough_before_it() -> None:
         assert scored == list(range(length))
 
 
-def values_of(run: Run, *arguments: str, label: str = "") -> tuple[dict[str, float], Path]:
+def values_of(run: Run, *arguments: str) -> tuple[dict[str, float], Path]:
     run.longhaul("evaluate", "small", *arguments)
-    folder = run.path / "small" / "evaluation" / f"step-000000030{label}"
+    folder = run.path / "small" / "evaluation" / "step-000000030"
     return json.loads((folder / "results.json").read_text()), folder
 
 
@@ -106,7 +106,8 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
     text = tmp_path / "t.txt"
     text.write_text("abc def\n" * 40)  # 320 bytes: two windows of 128, and a rest of two of 32
     arguments = ("--tasks", "context", "--contexts", "32,128", "--text", str(text))
-    _, folder = values_of(uninterrupted, *arguments, label="-text-t")
+    uninterrupted.longhaul("evaluate", "small", *arguments)
+    (folder,) = (uninterrupted.path / "small" / "evaluation").glob("*-text-t-*")
     rows = list(csv.DictReader((folder / "context.csv").open()))
     assert [int(row["tokens"]) for row in rows] == [256, 256]
 
@@ -117,6 +118,9 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
         (["--tasks", "context", "--contexts", "48,64"], "--contexts: found 48 with 64, wanted div"),
         (["--tasks", "context", "--contexts", "a"], "--contexts: found 'a', wanted numbers"),
         (["--tasks", "context", "--contexts", "0,4"], "--contexts: found '0,4', wanted numbers"),
+        (["--tasks", "positions,recall", "--context", "9"], "--context: found with recall, which"),
+        (["--tasks", "passkey", "--text", "t"], "--text: found with passkey, which does not read"),
+        (["--stride", "9"], "--stride: found with positions, which does not read it; wanted other"),
         (["--tasks", "perplexity", "--stride", "0"], "--stride: found 0, wanted 1 to 64"),
         (["--tasks", "perplexity", "--stride", "256"], "--stride: found 256, wanted 1 to 64"),
     ],

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,16 @@ def test_a_text_longer_than_a_document_is_read_through_the_state(
 ) -> None:
     context = 2 * windows.TOKENS_AT_ONCE
     text = tmp_path / "a book.txt"
-    text.write_text("def f(x): return x\n" * 500)
+    content = b"def f(x): return x\n" * 500
+    text.write_bytes(content)
     arguments = ("evaluate", "small", "--text", str(text), "--context", str(context))
     uninterrupted.longhaul(*arguments)
-    label = f"step-000000030-context-{context}-text-a_book"
+    # Another text of that name has results of its own.
+    name = f"text-a_book-{sha256(sha256(content).digest()).hexdigest()[:8]}"
+    label = f"step-000000030-context-{context}-{name}"
     folder = uninterrupted.path / "small" / "evaluation" / label
     values = json.loads((folder / "results.json").read_text())
-    prefix = f"evaluation/context-{context}/text-a_book"
+    prefix = f"evaluation/context-{context}/{name}"
     assert f"{prefix}/loss_up_to_008192" in values
     assert len((folder / "positions.csv").read_text().splitlines()) == context + 1
     trained = load_trained_model(uninterrupted.path / "small")
