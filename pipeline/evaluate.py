@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import hashlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +24,9 @@ from longhaul.pipeline.evaluation import (
 )
 from longhaul.pipeline.evaluation.ranks import Ranks, measure_together
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options, Task, label
+from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, results_folder
 from longhaul.pipeline.evaluation.windows import with_context
+from longhaul.pipeline.journal import EXIT_BUSY, JournalBusyError
 from longhaul.pipeline.load import (
     TrainedModel,
     add_model_arguments,
@@ -123,12 +125,19 @@ def main(args: argparse.Namespace) -> int:
             "GPUs that are here"
         )
     _check_input(args)
-    measure_together(args.devices, _measure, args)
+    try:
+        measure_together(args.devices, _measure, args)
+    except JournalBusyError as error:
+        print(f"longhaul: {error}", file=sys.stderr)
+        return EXIT_BUSY
     return 0
 
 
 def _check_input(args: argparse.Namespace) -> None:
     """Raise for what can be told without a model, before several processes would."""
+    for file in args.text:
+        if not file.is_file():
+            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
     names = args.tasks.split(",")
     check_tasks(names, "--tasks")
     _check_read(names, _options(args))
@@ -203,7 +212,6 @@ def evaluate(
     `tracker` is its own.
     """
     ranks = trained.ranks
-    folder = trained.folder.path / "evaluation" / label(trained, options)
     if not ranks.is_first:
         (missing,) = ranks.gather(list[list[str]]())
         for name in missing:
@@ -211,8 +219,7 @@ def evaluate(
                 with tempfile.TemporaryDirectory() as scratch:
                     TASKS[name].measure(trained, options, Path(scratch))
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    results = Results(folder, _held_out(trained.config))
+    results = Results(results_folder(trained, options), _held_out(trained.config))
     wanted = {name: task for name, task in TASKS.items() if name in names}
     known = {n: None if again else results.known(n, task, options) for n, task in wanted.items()}
     ranks.gather([[name for name, found in known.items() if found is None]])
@@ -221,9 +228,9 @@ def evaluate(
         if found is not None:
             print(f"{name}: found earlier, and not repeated without --again")
         else:
-            results.forget(name)
-            found = task.measure(trained, options, folder)
-            results.add(found)
+            # What was found before stays until there is something else.
+            with tempfile.TemporaryDirectory() as scratch:
+                found = results.take(name, task.measure(trained, options, Path(scratch)))
             _log(trained, options, found, results.summary, tracker)
             # Last: what is known is not logged again.
             results.record(name, task, options, found)

@@ -108,12 +108,16 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--top-k: found {args.top_k}, wanted 1 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         raise ValueError(f"--top-p: found {args.top_p}, wanted more than 0, and 1 at most")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed: found {args.seed}, wanted 0 to 2**63 - 1")
     if "" in args.stop:
         raise ValueError("--stop: found an empty text, wanted a character or more")
     if args.save_state is not None and len(args.prompt) > 1:
         raise ValueError(
             f"--save-state: found {len(args.prompt)} prompts, wanted one: a file holds one state"
         )
+    if args.save_state is not None and args.save_state.is_dir():
+        raise ValueError(f"--save-state: found the folder {args.save_state}, wanted a file")
     if args.save_state is not None and not args.save_state.absolute().parent.is_dir():
         raise ValueError(f"--save-state: found no folder {args.save_state.parent}, wanted one")
 

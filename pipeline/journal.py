@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 4 << 20
 # A file server may take the lock of a node that crashed for held until it misses that node.
 _SECONDS_TO_LOCK_AGAIN = 120.0
+EXIT_BUSY = 73
+"""Another process writes the journal. What it does is not this one's to tell of."""
+
 _KIND = re.compile("[a-z_]+")  # It becomes part of names that MLflow is particular about.
 
 

@@ -12,6 +12,8 @@ from longhaul.pipeline.checkpoint_files import sync_folder
 
 def free_folder(destination: str | Path) -> Path:
     """The real path of a folder that is not there yet, or empty; ValueError for anything else."""
+    if not str(destination):
+        raise ValueError("DST: found an empty name, wanted a new or empty folder")
     target = Path(os.path.realpath(destination))
     if target.exists() and not target.is_dir():
         raise ValueError(f"{destination}: found a file, wanted a new or empty folder")

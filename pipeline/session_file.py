@@ -41,6 +41,7 @@ def save_session(path: Path, session: Session, of: str) -> None:
         for key, part in flat
     }
     described = {"format": _FORMAT, "of": of, "unread": session.unread}
+    described["sha256"] = _digest(tensors, session.unread)
     write_atomically(path, save(tensors, {_KEY: json.dumps(described)}))
 
 
@@ -53,13 +54,16 @@ def load_session(path: Path, model: LanguageModel, of: str) -> Session:
         with safe_open(path, "pt") as file:
             described = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            written, origin, unread = (described[key] for key in ("format", "of", "unread"))
+            keys = ("format", "of", "unread", "sha256")
+            written, origin, unread, digest = (described[key] for key in keys)
     except (KeyError, TypeError):
         raise ValueError(f"--state: found other tensors in {path}, wanted a saved state") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"--state: found {path}, wanted a saved state: {error}") from None
     if written != _FORMAT:
         raise ValueError(f"--state: found format {written} in {path}, wanted {_FORMAT}")
+    if _digest(tensors, unread) != digest:
+        raise ValueError(f"--state: found {path} damaged, wanted it as it was saved")
     if origin != of:
         raise ValueError(f"--state: found a state of {origin}, wanted one of {of}")
     device = next(model.parameters()).device
@@ -68,3 +72,12 @@ def load_session(path: Path, model: LanguageModel, of: str) -> Session:
     flat, structure = pytree.tree_flatten_with_path(some)
     parts = [tensors[pytree.keystr(key)].to(device) for key, _ in flat]
     return Session(unread, pytree.tree_unflatten(parts, structure))
+
+
+def _digest(tensors: dict[str, torch.Tensor], unread: list[int]) -> str:
+    """Of all names and bytes."""
+    found = hashlib.sha256(json.dumps(unread).encode())
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(tensors[name].view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()

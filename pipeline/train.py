@@ -22,7 +22,7 @@ from longhaul.pipeline.blocks import prepare_blocks
 from longhaul.pipeline.books import Books
 from longhaul.pipeline.environment import source_commit
 from longhaul.pipeline.evaluate import check_tasks
-from longhaul.pipeline.journal import JournalBusyError
+from longhaul.pipeline.journal import EXIT_BUSY, JournalBusyError
 from longhaul.pipeline.load import load_start
 from longhaul.pipeline.run_folder import Finished, RunFolder, anchored
 from longhaul.pipeline.stop import EXIT_CHECKPOINTED, StopRequests
@@ -31,9 +31,6 @@ from longhaul.pipeline.tracking import Status, Tracker
 from longhaul.pipeline.updates import Updates
 
 logger = logging.getLogger(__name__)
-
-EXIT_BUSY = 73
-"""Another process trains the run. The steps that it makes are not this one's."""
 
 # A server that is away when a run ends gets this long; what is left is sent at the next start.
 _SECONDS_TO_DRAIN = 30.0

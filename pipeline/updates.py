@@ -279,7 +279,7 @@ class Updates(Callback):
             self.config.trainer.precision,
         )
         module.model.split_sequence(self._parts)
-        values = summarise(metric.compute()[0], "validation")
+        values = summarise(metric.by_position()[0], "validation")
         if self.books is not None:
             self.books.record_validation(module.progress, values)
 

@@ -20,7 +20,14 @@ from longhaul.pipeline.evaluation.figures import (
     tokens_axis,
 )
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options, Task, label, metric_prefix
+from longhaul.pipeline.evaluation.task import (
+    Measured,
+    Options,
+    Task,
+    label,
+    metric_prefix,
+    results_folder,
+)
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows, tokens_at_once
 from longhaul.pipeline.load import TrainedModel
 
@@ -55,6 +62,11 @@ class PositionLoss(Metric):
         mean = self.loss_sum / self.samples
         variance = (self.square_sum / self.samples - mean.square()).clamp_min(0)
         return mean, (variance / (self.samples - 1).clamp_min(1)).sqrt(), int(self.samples)
+
+    def by_position(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"], int]:
+        """As `compute`, of which Metric makes numbers without a dimension where T is 1."""
+        mean, error, samples = self.compute()
+        return mean.view(-1), error.view(-1), samples
 
 
 def measure_positions(
@@ -99,7 +111,7 @@ def average_prefixes(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float
 
 def write_table(path: Path, metric: PositionLoss) -> None:
     """CSV with a row for each position, counted from 1."""
-    mean, error, samples = metric.compute()
+    mean, error, samples = metric.by_position()
     columns = [column.cpu() for column in (mean, _average_before(mean), error)]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -119,7 +131,7 @@ def draw(
     grow with the position (an eighth of it); the band is that of single positions. Dots are means
     of all positions up to there.
     """
-    mean, error = (values.cpu() for values in metric.compute()[:2])
+    mean, error = (values.cpu() for values in metric.by_position()[:2])
     shown = shown_positions(len(mean), _DOTS)
     positions = (shown + 1).tolist()
     with figure(path, title) as axes:
@@ -157,7 +169,7 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
             is_shared=trained.ranks.count > 1,
         )
     prefix = metric_prefix(trained, options)
-    mean = metric.compute()[0]
+    mean = metric.by_position()[0]
     table, picture = folder / "positions.csv", folder / "positions.png"
     write_table(table, metric)
     draw(
@@ -165,7 +177,9 @@ def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         metric,
         f"{config.name}, {label(trained, options)}",
         trained_at=trained.positions.context,
-        baseline=Results(folder, "").values().get(f"{prefix}/bigram_loss"),
+        baseline=Results(results_folder(trained, options), "")
+        .values()
+        .get(f"{prefix}/bigram_loss"),
     )
     values = summarise(mean, prefix) | average_prefixes(mean, prefix)
     return Measured(values, (table, picture))

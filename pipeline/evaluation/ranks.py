@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -80,8 +81,11 @@ def measure_together(
             )
             for rank in range(1, count)
         ]
+        # They leave Ctrl-C to this process, which ends them, and print no tracebacks of theirs.
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for process in others:
             process.start()
+        signal.signal(signal.SIGINT, interrupt)
         has_failed = threading.Event()
         threading.Thread(target=_watch, args=(others, has_failed), daemon=True).start()
         try:

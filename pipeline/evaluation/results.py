@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.evaluation.task import Measured, Options, Task
+
+logger = logging.getLogger(__name__)
 
 
 class Results:
@@ -19,34 +22,37 @@ class Results:
         self.summary = folder / "results.json"
 
     def values(self) -> dict[str, float]:
-        """Of all tasks done so far."""
-        return json.loads(self.summary.read_text()) if self.summary.exists() else {}
+        """Of all tasks whose results are known."""
+        records = map(_read, sorted(self.folder.glob("*.json")))
+        return {
+            name: value for found in records if found for name, value in found["values"].items()
+        }
 
     def known(self, name: str, task: Task, options: Options) -> Measured | None:
         """What a task found earlier under the same options; None if it did not, or files went."""
         path = self._record(name)
         if not path.exists():
             return None
-        record = json.loads(path.read_text())
+        record = _read(path)
+        if record is None:
+            logger.warning("%s is damaged: what it told is measured again", path)
+            return None
         files = tuple(self.folder / file for file in record["files"])
         if record["options"] != self._deciding(task, options) or not all(map(Path.exists, files)):
             return None
         return Measured(record["values"], files)
 
-    def forget(self, name: str) -> None:
-        """Drop what a task found, before its files are written anew."""
-        path = self._record(name)
-        if path.exists():
-            gone = json.loads(path.read_text())["values"]
-            _write(self.summary, {k: v for k, v in self.values().items() if k not in gone})
-            path.unlink()
-
-    def add(self, found: Measured) -> None:
-        """Put what a task found among the values of all."""
+    def take(self, name: str, found: Measured) -> Measured:
+        """Put what a task found, files and all, in the place of what it found before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._record(name).unlink(missing_ok=True)
+        for file in found.files:
+            write_atomically(self.folder / file.name, file.read_bytes())
         _write(self.summary, self.values() | found.values)
+        return Measured(found.values, tuple(self.folder / file.name for file in found.files))
 
     def record(self, name: str, task: Task, options: Options, found: Measured) -> None:
-        """What was added is known from now on, and its files are there."""
+        """What was taken is known from now on."""
         _write(
             self._record(name),
             {
@@ -55,6 +61,7 @@ class Results:
                 "files": [file.name for file in found.files],
             },
         )
+        _write(self.summary, self.values())
 
     def _record(self, name: str) -> Path:
         return self.folder / f"{name}.json"
@@ -69,6 +76,16 @@ class Results:
                 value = value or self._held_out
             found[name] = list(value) if isinstance(value, tuple) else value
         return found
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A task's record; None for any other file."""
+    try:
+        record = json.loads(path.read_bytes())
+        is_record = isinstance(record["values"], dict) and isinstance(record["files"], list)
+        return record if is_record and "options" in record else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -89,6 +89,11 @@ def label(trained: TrainedModel, options: Options) -> str:
     return "-".join([trained.checkpoint.name, *scaling(trained, options)])
 
 
+def results_folder(trained: TrainedModel, options: Options) -> Path:
+    """Where results so labelled lie."""
+    return trained.folder.path / "evaluation" / label(trained, options)
+
+
 @dataclass(frozen=True)
 class Label:
     """What a label tells of how results were measured."""

@@ -149,8 +149,10 @@ def _evaluation(run: RunFolder, checkpoint: Path) -> str:
             continue
         try:
             values = flatten(json.loads(file.read_bytes()))
-        except (OSError, ValueError, AttributeError):
-            continue
+        except (ValueError, AttributeError):
+            raise ValueError(
+                f"{file}: found no JSON object, wanted what longhaul evaluate wrote; run it again"
+            ) from None
         for name, value in values.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 lines.append(f"| {_cell(label)} | {_cell(name)} | {value:.6g} |")

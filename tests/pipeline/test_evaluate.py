@@ -124,6 +124,33 @@ def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     assert "found earlier" not in again.stdout
 
 
+def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> None:
+    given = ("evaluate", "small", "--tasks", "perplexity", "--contexts", "32")
+    evaluated.longhaul(*given)
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    before = json.loads((folder / "results.json").read_text())
+    assert "evaluation/perplexity_000032" in before
+    assert evaluated.longhaul(*given, "--stride", "0", check=False).returncode == 2
+    assert json.loads((folder / "results.json").read_text()) == before
+    (folder / "results.json").write_text("{bro")
+    refused = evaluated.longhaul("export", "small", "new", check=False)
+    assert refused.returncode == 2
+    assert "results.json: found no JSON object, wanted what" in refused.stderr
+    assert not (evaluated.path / "new").exists()
+    (folder / "perplexity.json").write_text("[]")
+    again = evaluated.longhaul(*given)
+    assert "perplexity.json is damaged: what it told is measured again" in again.stderr
+    assert json.loads((folder / "results.json").read_text()) == before
+
+
+def test_windows_may_have_one_token(evaluated: Run) -> None:
+    evaluated.longhaul("evaluate", "small", "--context", "1")
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030-context-1"
+    (row,) = csv.DictReader((folder / "positions.csv").open())
+    found = json.loads((folder / "results.json").read_text())
+    assert float(row["loss_nats"]) == pytest.approx(found["evaluation/context-1/loss"], abs=1e-6)
+
+
 def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     results, text = Results(tmp_path, "held out"), tmp_path / "a.txt"
     text.write_text("one")
@@ -131,8 +158,7 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     options = Options(text=(text,), stride=3)
 
     def keep(name: str, found: Measured) -> None:
-        results.add(found)
-        results.record(name, task, options, found)
+        results.record(name, task, options, results.take(name, found))
 
     keep("x", Measured({"x/a": 1.0, "x/b": 2.0}))
     keep("y", Measured({"y/a": 3.0}))
@@ -142,12 +168,15 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     text.write_text("two")
     assert results.known("x", task, options) is None
     # Interrupted from here on, nobody takes files of two attempts for one result.
-    results.forget("x")
-    assert results.values() == {"y/a": 3.0}
+    results.take("x", Measured({"x/b": 5.0}))
     text.write_text("one")
     assert results.known("x", task, options) is None
     keep("x", Measured({"x/b": 5.0}))
     assert results.values() == {"y/a": 3.0, "x/b": 5.0}
+    for damage in ("{bro", "[]", '{"values": {}, "files": 3, "options": {}}', ""):
+        (tmp_path / "y.json").write_text(damage)
+        assert results.known("y", task, options) is None
+        assert results.values() == {"x/b": 5.0}
     # Without a text of their own they are of the held-out one, which may become another.
     plain = dataclasses.replace(options, text=())
     results.record("x", task, plain, Measured({}))
@@ -159,6 +188,7 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["evaluate", "small", "--tasks", "positons"], "--tasks: found 'positons'"),
+        (["evaluate", "small", "--text", "no"], "--text: found no file no, wanted text in UTF-8"),
         (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
     ],
 )

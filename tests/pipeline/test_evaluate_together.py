@@ -2,9 +2,13 @@
 
 import csv
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
@@ -43,6 +47,17 @@ def test_two_devices_find_what_one_does(uninterrupted: Run) -> None:
             # The same sums in another order, printed with six digits.
             assert one == pytest.approx(two, abs=2e-6)
     assert result.stdout.count("evaluation/bigram_loss") == 1
+
+
+def test_an_interrupt_is_one_line(uninterrupted: Run) -> None:
+    process = uninterrupted.start("evaluate", "small", "--devices", "2", "--again")
+    while not psutil.Process(process.pid).children():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    status, said = process.end()
+    assert status == 130
+    assert said == "longhaul: interrupted\n"
 
 
 def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:

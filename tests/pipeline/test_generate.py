@@ -366,6 +366,11 @@ def test_what_does_not_belong_together_is_refused(base: Run) -> None:
     content = (base.path / "older").read_bytes()
     for name, damaged, told in (
         ("short", content[:-9], "found short, wanted a saved state: "),
+        (
+            "flipped",
+            content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+            "found flipped damaged",
+        ),
         ("text", b"no tensors", "found text, wanted a saved state: "),
         ("other", (Path(older) / "model-00000-000.safetensors").read_bytes(), "found other "),
     ):
@@ -389,6 +394,8 @@ def test_what_does_not_belong_together_is_refused(base: Run) -> None:
         (["--prompt", "a", "--top-p", "nan"], "--top-p: found nan, wanted more than 0, and 1 at"),
         (["--prompt", "a", "--stop", ""], "--stop: found an empty text, wanted a character or"),
         (["--prompt", "a", "--prompt", "b", "--save-state", "s"], "--save-state: found 2 prompts"),
+        (["--prompt", "a", "--seed", "-1"], "--seed: found -1, wanted 0 to 2"),
+        (["--prompt", "a", "--save-state", "."], "--save-state: found the folder ., wanted a file"),
         (["--prompt", "a", "--save-state", "no/s"], "--save-state: found no folder no, wanted one"),
     ],
 )
