@@ -73,15 +73,20 @@ def loss_by_position(named: Named) -> Iterator[Figure]:
         for one in group.members:
             rows = one.evaluated.rows
             shown = [rows[index] for index in shown_positions(len(rows), _DOTS).tolist()]
-            curves.append(_curve(shown, "position", "loss_nats", "mean_up_to_here"))
-        is_beyond = max(curve.x[-1] for curve in curves) > group.context
+            curve = _curve(shown, "position", "loss_nats", "mean_up_to_here")
+            # One of another length has other text at its positions.
+            window = {"position": curve.x, "window": [len(rows)] * len(shown)}
+            curves.append(_Curve(window | dict(curve.columns)))
+        windows = sorted({len(one.evaluated.rows) for one in group.members})
+        is_beyond = windows[-1] > group.context
         yield _figure(
             named,
             group,
             "loss_by_position",
             curves,
             title="Loss by position",
-            caption="Mean loss of all positions up to there."
+            caption="Mean loss of all positions up to there. Windows: "
+            f"{', '.join(f'{window:,}' for window in windows)} tokens."
             + ("" if is_beyond else " None was read beyond its training context."),
             x_label="position in the context (tokens)",
             y_label="mean loss up to there (nats a token)",
@@ -107,7 +112,9 @@ def loss_in_windows(named: Named) -> Iterator[Figure]:
 def perplexity(named: Named) -> Iterator[Figure]:
     """Figure 4 of CoCA."""
     for group in _groups(named, "perplexity"):
-        curves = [_curve(one.evaluated.rows, "window", "perplexity") for one in group.members]
+        curves = [
+            _curve(one.evaluated.rows, "window", "stride", "perplexity") for one in group.members
+        ]
         values = [value for curve in curves for value in curve.y]
         yield _figure(
             named,
@@ -248,7 +255,10 @@ def _figure(
 def _curve(rows: Sequence[Mapping[str, str]], x: str, *others: str) -> _Curve:
     """These columns of an evaluation's table."""
     columns: dict[str, Sequence[int] | Sequence[float]] = {x: [int(row[x]) for row in rows]}
-    return _Curve(columns | {name: [float(row[name]) for row in rows] for name in others})
+    for name in others:
+        read = int if name == "stride" else float
+        columns[name] = [read(row[name]) for row in rows]
+    return _Curve(columns)
 
 
 def _passkeys(one: _One) -> dict[int, tuple[int, int]]:

@@ -332,13 +332,15 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     assert [float(row["loss_nats"]) for row in curve] == [one["train/loss"] for one in train]
     assert [int(row["tokens"]) for row in curve] == [one["train/tokens"] for one in train]
     assert own.final_loss == logged[-1]["values"]["validation/loss"]
-    (folder,) = (run.path / "small" / "evaluation").iterdir()
-    wanted = rows(folder / "positions.csv")
+    folder = run.path / "small" / "evaluation"
+    wanted = rows(folder / "step-000000003-context-128" / "positions.csv")
     found = rows(report / "loss_by_position_000064.csv")
     assert [row["mean_up_to_here"] for row in wanted] == [
         f"{float(row['mean_up_to_here']):.6f}" for row in found
     ]
-    assert len(rows(report / "loss_in_windows_000064.csv")) == len(rows(folder / "context.csv"))
+    assert {row["window"] for row in found} == {"128"}
+    windows = rows(folder / "step-000000003" / "context.csv")
+    assert len(rows(report / "loss_in_windows_000064.csv")) == len(windows)
 
 
 @pytest.mark.soak
