@@ -135,12 +135,12 @@ def main(args: argparse.Namespace) -> int:
 
 def _check_input(args: argparse.Namespace) -> None:
     """Raise for what can be told without a model, before several processes would."""
-    for file in args.text:
-        if not file.is_file():
-            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
     names = args.tasks.split(",")
     check_tasks(names, "--tasks")
     _check_read(names, _options(args))
+    for file in args.text:
+        if not file.is_file():
+            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
     find_checkpoint(args.run)
 
 
