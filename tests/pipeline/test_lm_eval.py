@@ -94,7 +94,7 @@ def test_the_harness_finds_what_a_plain_loop_finds(
     for metric, count in right.items():
         assert record["values"][f"{prefix}/{metric}"] == count / len(PAIRS), metric
     assert f"{prefix}/acc" in result.stdout
-    assert record["options"] == {"lm_eval_tasks": ["longhaul_pairs"]}
+    assert record["options"] == {"context": context, "lm_eval_tasks": ["longhaul_pairs"]}
     harness = json.loads((folder / "lm-eval-results.json").read_text())
     assert harness["n-samples"]["longhaul_pairs"]["effective"] == len(PAIRS)
     assert "found earlier" in base.longhaul(*given).stdout
