@@ -208,7 +208,7 @@ def test_outputs_ignore_the_future_to_the_bit(degree: int) -> None:
     out, inverse, is_live = attention_forward(case.call, *inputs, None)  # type: ignore[arg-type]
     assert inverse is not None
     assert is_live is not None
-    for t in (33, 64):
+    for t in (1, 33, 64, 99):
         changed = [x.clone() for x in inputs if x is not None]
         for x in changed[:3]:
             x[:, t:] = 1e4 * torch.randn_like(x[:, t:])
