@@ -227,6 +227,7 @@ def evaluate(
         found = known[name]
         if found is not None:
             print(f"{name}: found earlier, and not repeated without --again")
+            results.summarise()  # which may be damaged, or not there
         else:
             # What was found before stays until there is something else.
             with tempfile.TemporaryDirectory() as scratch:

@@ -61,6 +61,10 @@ class Results:
                 "files": [file.name for file in found.files],
             },
         )
+        self.summarise()
+
+    def summarise(self) -> None:
+        """Write results.json anew from what each task left."""
         _write(self.summary, self.values())
 
     def _record(self, name: str) -> Path:

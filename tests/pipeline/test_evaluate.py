@@ -137,6 +137,8 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert refused.returncode == 2
     assert "results.json: found no JSON object, wanted what" in refused.stderr
     assert not (evaluated.path / "new").exists()
+    assert "found earlier" in evaluated.longhaul(*given).stdout
+    assert json.loads((folder / "results.json").read_text()) == before
     (folder / "perplexity.json").write_text("[]")
     again = evaluated.longhaul(*given)
     assert "perplexity.json is damaged: what it told is measured again" in again.stderr
