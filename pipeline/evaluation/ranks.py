@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -81,19 +81,22 @@ def measure_together(
             )
             for rank in range(1, count)
         ]
-        # They leave Ctrl-C to this process, which ends them, and print no tracebacks of theirs.
-        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for process in others:
-            process.start()
-        signal.signal(signal.SIGINT, interrupt)
         has_failed = threading.Event()
-        threading.Thread(target=_watch, args=(others, has_failed), daemon=True).start()
+        # Started first, since its start would unblock the interrupt.
+        resource_tracker.ensure_running()
         try:
+            # They leave Ctrl-C to this process, which ends them, and print no tracebacks of theirs.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            for process in others:
+                process.start()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            threading.Thread(target=_watch, args=(others, has_failed), daemon=True).start()
             _join(measure, 0, count, meeting_place, args, kwargs)
         except BaseException:
             has_failed.set()
             for process in others:
-                process.terminate()
+                if process.pid is not None:
+                    process.terminate()
             raise
 
 

@@ -4,7 +4,7 @@ import csv
 import json
 import os
 import signal
-import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,19 @@ def test_two_devices_find_what_one_does(uninterrupted: Run) -> None:
     assert result.stdout.count("evaluation/bigram_loss") == 1
 
 
+def _lines_of_children(pid: int) -> list[str]:
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return found
+
+
 def test_an_interrupt_is_one_line(uninterrupted: Run) -> None:
     process = uninterrupted.start("evaluate", "small", "--devices", "2", "--again")
-    while not psutil.Process(process.pid).children():
+    # In the moment in which the other process starts, where an interrupt would be lost most easily.
+    while not any("spawn_main" in line for line in _lines_of_children(process.pid)):
         assert process.poll() is None
-        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     status, said = process.end()
     assert status == 130
