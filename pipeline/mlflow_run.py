@@ -14,6 +14,7 @@ Found by trying mlflow 3.17.2, on sqlite and through `mlflow server`, and relied
 import fcntl
 import getpass
 import importlib
+import logging
 import os
 import re
 import threading
@@ -30,6 +31,8 @@ from longhaul.pipeline.mlflow_names import one_line
 if TYPE_CHECKING:
     from mlflow.entities import Run
     from mlflow.tracking import MlflowClient
+
+logger = logging.getLogger(__name__)
 
 KEY_TAG = "longhaul.run_key"
 _SQLITE = "sqlite:///"
@@ -105,7 +108,7 @@ def open_run(
 
     Its id is kept in `RUN/mlflow_run_id`. A key made before MLflow knows of the run is kept in the
     folder and in a tag, so that a process killed between creating the run and noting its id does
-    not create a second one.
+    not create a second one. The copy of a folder gets a run of its own.
 
     Args:
         run_dir: the run folder.
@@ -218,10 +221,29 @@ def _make_sqlite(path: Path, key: str) -> None:
 
 
 def _run_key(run_dir: Path) -> str:
-    path = run_dir / "logs" / "run_key"
-    if not path.exists():
-        write_atomically(path, f"{uuid.uuid4().hex}\n")
-    return path.read_text().strip()
+    """The folder's key. A folder that was moved keeps it, one that was copied gets its own."""
+    path, folder = run_dir / "logs" / "run_key", str(run_dir.absolute())
+    key = uuid.uuid4().hex
+    if path.exists():
+        known, before = path.read_text().splitlines()
+        if before == folder:
+            return known
+        if _is_copy(path, Path(before) / "logs" / "run_key"):
+            logger.warning("%s is a copy of %s: it gets an MLflow run of its own", folder, before)
+            (run_dir / "mlflow_run_id").unlink(missing_ok=True)
+        else:
+            key = known
+    write_atomically(path, f"{key}\n{folder}\n")
+    return key
+
+
+def _is_copy(path: Path, original: Path) -> bool:
+    try:
+        # One file under two paths, of a link or another mount, is one folder.
+        is_another = original.stat().st_ino != path.stat().st_ino
+        return is_another and original.read_text() == path.read_text()
+    except OSError:
+        return False
 
 
 def _user() -> str:

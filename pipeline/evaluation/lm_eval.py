@@ -27,8 +27,8 @@ _OF_RANKS = re.compile(
 def _measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
-            "--tasks: found lm-eval, and lm_eval is not installed; wanted it from pip install "
-            "lm_eval==0.4.13 accelerate transformers"
+            "--tasks: found lm-eval, and lm_eval is not installed; wanted it from "
+            "pip install -c constraints.txt -e '.[lm-eval]'"
         )
     if trained.positions.name != "none":
         raise ValueError(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,31 @@ def test_another_store_gets_the_whole_history(
         tracker.log("train", step, {"loss": float(step)})
         assert tracker.finish("FINISHED", timeout_s=30)
     assert _history(other, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+TO_ANOTHER_PATH: dict[str, Callable[[Path, Path], object]] = {
+    "copied": shutil.copytree,
+    "moved": Path.rename,
+    "linked": lambda folder, other: other.symlink_to(folder),
+}
+
+
+@pytest.mark.parametrize("how", TO_ANOTHER_PATH)
+def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: str) -> None:
+    def log(folder: Path, step: int) -> str | None:
+        tracker = _tracker(folder, store)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+        return tracker.run_id
+
+    first = log(run_dir, 1)
+    other = run_dir.with_name("other")
+    TO_ANOTHER_PATH[how](run_dir, other)
+    assert (log(other, 2) == first) == (how != "copied")
+    assert _history(store, other, "loss") == [(1, 1.0), (2, 2.0)]
+    if how == "copied":
+        assert log(run_dir, 3) == first
+        assert _history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
 
 
 def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
