@@ -81,9 +81,19 @@ def measure_together(
             )
             for rank in range(1, count)
         ]
-        has_failed = threading.Event()
+        has_failed, is_interrupted = threading.Event(), False
+
+        def interrupt(number: int, frame: object) -> None:
+            # Python drops what is raised within a destructor. Then this process goes on until it
+            # misses the others.
+            nonlocal is_interrupted
+            is_interrupted = True
+            _terminate(others)
+            raise KeyboardInterrupt
+
         # Started first, since its start would unblock the interrupt.
         resource_tracker.ensure_running()
+        before = signal.signal(signal.SIGINT, interrupt)
         try:
             # They leave Ctrl-C to this process, which ends them, and print no tracebacks of theirs.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -94,10 +104,18 @@ def measure_together(
             _join(measure, 0, count, meeting_place, args, kwargs)
         except BaseException:
             has_failed.set()
-            for process in others:
-                if process.pid is not None:
-                    process.terminate()
+            _terminate(others)
+            if is_interrupted:
+                raise KeyboardInterrupt from None
             raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _terminate(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.terminate()
 
 
 def _join(
@@ -148,6 +166,5 @@ def _watch(others: Sequence[Any], has_failed: threading.Event) -> None:
                 rank = others.index(process) + 1
                 line = f"longhaul: rank {rank} ended with status {process.exitcode}, wanted 0\n"
                 os.write(2, line.encode())
-                for other in others:
-                    other.terminate()
+                _terminate(others)
                 os._exit(1)

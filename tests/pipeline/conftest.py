@@ -57,6 +57,7 @@ _IMPORTED = [
     "longhaul.pipeline.evaluate",
     "longhaul.pipeline.generate",
     "longhaul.pipeline.prepare",
+    "matplotlib.pyplot",
     "mlflow.tracking",
     "mlflow.store.tracking.sqlalchemy_store",
     "sqlalchemy.dialects.sqlite",

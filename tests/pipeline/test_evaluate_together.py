@@ -63,9 +63,7 @@ def test_an_interrupt_is_one_line(uninterrupted: Run) -> None:
     while not any("spawn_main" in line for line in _lines_of_children(process.pid)):
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    status, said = process.end()
-    assert status == 130
-    assert said == "longhaul: interrupted\n"
+    assert process.end() == (130, "longhaul: interrupted\n")
 
 
 def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:

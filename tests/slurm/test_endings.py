@@ -10,7 +10,9 @@ Cluster = Any  # conftest.Cluster: modules of tests cannot import each other
 Work = Any
 Fault = Callable[[str, str], None]
 
-ONE_TASK = ["trainer.nodes=1", "trainer.devices=1", "trainer.strategy=single"]
+ONE_TASK = [
+    *("trainer.nodes=1", "trainer.devices=1", "trainer.strategy=single", "trainer.micro_batch=8")
+]
 
 
 def test_a_job_that_fails_at_once_is_not_queued_again_and_nothing_follows(

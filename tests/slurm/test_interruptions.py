@@ -9,6 +9,7 @@ import torch
 Work = Any  # conftest.Work: modules of tests cannot import each other
 
 NUM_UPDATES = 40
+ONE_TASK_A_NODE = ("trainer.devices=1", "trainer.micro_batch=4")
 
 
 def test_two_nodes_of_two_tasks_train_to_the_end(work: Work) -> None:
@@ -28,7 +29,7 @@ def test_every_kind_of_interruption_leads_to_the_same_weights(
     make_work: Callable[[], Work], work: Work, fault: Callable[[str, str], None]
 ) -> None:
     undisturbed = make_work()
-    undisturbed.run("trainer.devices=1")
+    undisturbed.run(*ONE_TASK_A_NODE)
     # Each start waits within a backward pass for what ends it, and one rank sleeps on after that.
     start = "int(os.environ.get('SLURM_RESTART_COUNT', '0'))"
     fault(
@@ -42,7 +43,7 @@ def test_every_kind_of_interruption_leads_to_the_same_weights(
             if self.global_rank == 1 and {start} == 0:
                 time.sleep(4)""",
     )
-    work.submit("trainer.devices=1")
+    work.submit(*ONE_TASK_A_NODE)
     (job,) = work.jobs()
     cluster = work.cluster
 
