@@ -81,13 +81,13 @@ def measure_together(
             )
             for rank in range(1, count)
         ]
-        has_failed, is_interrupted = threading.Event(), False
+        has_failed = threading.Event()
+        interrupts: list[int] = []
 
         def interrupt(number: int, frame: object) -> None:
-            # Python drops what is raised within a destructor. Then this process goes on until it
-            # misses the others.
-            nonlocal is_interrupted
-            is_interrupted = True
+            # Python drops what is raised within a destructor. Then this process goes on until it,
+            # or its watch, misses the others.
+            interrupts.append(number)
             _terminate(others)
             raise KeyboardInterrupt
 
@@ -100,12 +100,14 @@ def measure_together(
             for process in others:
                 process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            threading.Thread(target=_watch, args=(others, has_failed), daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(others, has_failed, interrupts), daemon=True
+            ).start()
             _join(measure, 0, count, meeting_place, args, kwargs)
         except BaseException:
             has_failed.set()
             _terminate(others)
-            if is_interrupted:
+            if interrupts:
                 raise KeyboardInterrupt from None
             raise
         finally:
@@ -154,7 +156,7 @@ def _follow(
         os._exit(1)
 
 
-def _watch(others: Sequence[Any], has_failed: threading.Event) -> None:
+def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Sequence[int]) -> None:
     """End all processes when one of the others has failed: this one would wait for it."""
     running = {process.sentinel: process for process in others}
     while running:
@@ -164,7 +166,7 @@ def _watch(others: Sequence[Any], has_failed: threading.Event) -> None:
             # Where this process fails, the others do too, of what it leaves undone.
             if process.exitcode not in (0, 2) and not has_failed.wait(_SECONDS_TO_FAIL):
                 rank = others.index(process) + 1
-                line = f"longhaul: rank {rank} ended with status {process.exitcode}, wanted 0\n"
-                os.write(2, line.encode())
+                line = f"rank {rank} ended with status {process.exitcode}, wanted 0"
+                os.write(2, f"longhaul: {'interrupted' if interrupts else line}\n".encode())
                 _terminate(others)
-                os._exit(1)
+                os._exit(130 if interrupts else 1)
