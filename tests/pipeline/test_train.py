@@ -224,17 +224,21 @@ def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> Non
 def test_three_processes_with_two_workers_each_see_the_same_batches(
     make_run: Callable[..., Run],
 ) -> None:
-    one, three = make_run(), make_run()
-    common = ["optim.tokens_per_update=768", "trainer.micro_batch=2"]
-    one.longhaul("train", "small.yaml", *common, "data.workers=0")
+    one, reordered, three = make_run(), make_run(), make_run()
+    common = ["train", "small.yaml", "optim.tokens_per_update=768"]
+    one.longhaul(*common, "trainer.micro_batch=2", "data.workers=0")
+    reordered.longhaul(*common, "trainer.micro_batch=4", "data.workers=0")
     ranks = ["trainer.strategy=ddp", "trainer.devices=3", "data.workers=2"]
-    three.longhaul("train", "small.yaml", *common, *ranks)
+    three.longhaul(*common, "trainer.micro_batch=2", *ranks)
     seen = samples_of(three)
     assert seen == samples_of(one)
     assert sorted(seen) == [(index // 12, index) for index in range(0, 20 * 12, 2)]
-    found, wanted = final_weights(three), final_weights(one)
+    # As close as one process comes to itself when it adds up the same in another order.
+    found, other, wanted = map(final_weights, (three, reordered, one))
+    rounding = max((other[name] - wanted[name]).abs().max() for name in wanted)
+    assert 0 < rounding < 1e-4
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-5)
+        assert (found[name] - wanted[name]).abs().max() <= 2 * rounding, name
 
 
 def test_a_damaged_checkpoint_is_set_aside(run: Run) -> None:
