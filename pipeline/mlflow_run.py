@@ -225,7 +225,7 @@ def _run_key(run_dir: Path) -> str:
     path, folder = run_dir / "logs" / "run_key", str(run_dir.absolute())
     key = uuid.uuid4().hex
     if path.exists():
-        known, before = path.read_text().splitlines()
+        known, _, before = path.read_text().strip().partition("\n")
         if before == folder:
             return known
         if _is_copy(path, Path(before) / "logs" / "run_key"):

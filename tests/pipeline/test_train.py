@@ -224,21 +224,18 @@ def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> Non
 def test_three_processes_with_two_workers_each_see_the_same_batches(
     make_run: Callable[..., Run],
 ) -> None:
-    one, reordered, three = make_run(), make_run(), make_run()
-    common = ["train", "small.yaml", "optim.tokens_per_update=768"]
-    one.longhaul(*common, "trainer.micro_batch=2", "data.workers=0")
-    reordered.longhaul(*common, "trainer.micro_batch=4", "data.workers=0")
+    one, three = make_run(), make_run()
+    # The papers' rate: five times it makes the rounding of sums in another order as large as 5e-5.
+    common = ["optim.tokens_per_update=768", "trainer.micro_batch=2", "optim.learning_rate=6.0e-4"]
+    one.longhaul("train", "small.yaml", *common, "data.workers=0")
     ranks = ["trainer.strategy=ddp", "trainer.devices=3", "data.workers=2"]
-    three.longhaul(*common, "trainer.micro_batch=2", *ranks)
+    three.longhaul("train", "small.yaml", *common, *ranks)
     seen = samples_of(three)
     assert seen == samples_of(one)
     assert sorted(seen) == [(index // 12, index) for index in range(0, 20 * 12, 2)]
-    # As close as one process comes to itself when it adds up the same in another order.
-    found, other, wanted = map(final_weights, (three, reordered, one))
-    rounding = max((other[name] - wanted[name]).abs().max() for name in wanted)
-    assert 0 < rounding < 1e-4
+    found, wanted = final_weights(three), final_weights(one)
     for name in wanted:
-        assert (found[name] - wanted[name]).abs().max() <= 2 * rounding, name
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_damaged_checkpoint_is_set_aside(run: Run) -> None:
