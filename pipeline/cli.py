@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    module = importlib.import_module(f"longhaul.pipeline.{name}")
+    module = importlib.import_module(f"longhaul.pipeline.commands.{name}")
     parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
     module.add_arguments(parser)
     # Intermixed: values such as model.width=64 may stand before and behind options.

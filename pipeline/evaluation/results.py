@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from longhaul.pipeline.atomic import write_atomically
 from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,22 @@
-"""What a task of `longhaul evaluate` is given, and what it gives back."""
+"""What a task of `longhaul evaluate` is given, and what it returns.
 
-import hashlib
-import re
-from collections.abc import Callable, Sequence
+Without torch, which takes seconds to import: the command's help is made of this.
+"""
+
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from longhaul.pipeline.load import TrainedModel
+if TYPE_CHECKING:
+    from longhaul.pipeline.runs.trained_model import TrainedModel
+
+SHORTEST_PASSKEY = 256
+"""Tokens of the shortest passkey prompts."""
+
+PASSKEY_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the filler text that stand before the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,80 +53,25 @@ class Measured:
     files: tuple[Path, ...] = ()
 
 
-Measure: TypeAlias = Callable[[TrainedModel, Options, Path], Measured]
+Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], Measured]"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to measure: `measure` writes its files into the folder that it is given."""
+    """One thing to measure, by a module of longhaul.pipeline.evaluation.tasks."""
 
-    measure: Measure
+    module: str
+    """Its name there. Its function `measure` writes files into the folder that it is given."""
+
     help: str
     is_shared: bool = True
-    """Done by all ranks, each with its share of the work; otherwise by the first alone."""
+    """Done by all ranks, each with its share of the work; otherwise by the first rank alone."""
 
     decided_by: tuple[str, ...] = ()
-    """Fields of Options without which its result is not known."""
+    """The fields of Options that change its result."""
 
-
-def scaling(trained: TrainedModel, options: Options) -> list[str]:
-    """How it was read, such as [context-4096, linear-4]; nothing where it was as in training."""
-    positions, context = trained.positions, trained.config.data.context
-    found = [] if context == positions.context else [f"context-{context}"]
-    if positions.name != "none":
-        found.append(f"{positions.name}-{positions.factor:g}")
-    if options.text:
-        found.append("text-" + _text_name(options.text))
-    return found
-
-
-def _text_name(files: Sequence[Path]) -> str:
-    """The first file's name, how many others there are, and a digest of what is in them."""
-    first, *others = files
-    name = re.sub(r"[^\w.-]", "_", first.stem) + (f"_and_{len(others)}" if others else "")
-    parts = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
-    return f"{name}-{hashlib.sha256(parts).hexdigest()[:8]}"
-
-
-def metric_prefix(trained: TrainedModel, options: Options) -> str:
-    """What the names of a task's numbers begin with."""
-    return "/".join(["evaluation", *scaling(trained, options)])
-
-
-def label(trained: TrainedModel, options: Options) -> str:
-    """Checkpoint and positions, such as step-000000030-linear-4: results of each stay apart."""
-    return "-".join([trained.checkpoint.name, *scaling(trained, options)])
-
-
-def results_folder(trained: TrainedModel, options: Options) -> Path:
-    """Where results so labelled lie."""
-    return trained.folder.path / "evaluation" / label(trained, options)
-
-
-@dataclass(frozen=True)
-class Label:
-    """What a label tells of how results were measured."""
-
-    step: int
-    """Of the checkpoint."""
-
-    context: int | None
-    """Tokens of a window, None where it was as in training."""
-
-    scaling: str
-    """Of rotary positions, such as linear-4, or empty."""
-
-    text: str
-    """Name and digest of the files, or empty for the validation shards."""
-
-
-def read_label(text: str) -> Label | None:
-    """What `label` put together; None for any other name."""
-    found = re.fullmatch(
-        r"step-(\d+)(?:-context-(\d+))?(?:-((?:linear|dynamic_ntk)-[\d.e+]+))?(?:-text-([\w.-]+))?",
-        text,
-    )
-    if found is None:
-        return None
-    step, context, scaling, name = found.groups()
-    return Label(int(step), None if context is None else int(context), scaling or "", name or "")
+    @property
+    def measure(self) -> Measure:
+        name = f"longhaul.pipeline.evaluation.tasks.{self.module}"
+        measure: Measure = importlib.import_module(name).measure
+        return measure

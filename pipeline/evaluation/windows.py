@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -14,13 +13,9 @@ from longhaul.datamodules.loaders import HeldOut
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.task import Options
-from longhaul.pipeline.load import TrainedModel
-
-# Longer windows are read in pieces of so many tokens where a state carries the past.
-TOKENS_AT_ONCE = 4096
+from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
 def with_context(config: RunConfig, context: int) -> RunConfig:
@@ -115,24 +110,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: found {path}, wanted text in UTF-8: {error.reason}") from None
-
-
-def tokens_at_once(model: LanguageModel, T: int) -> int | None:
-    """Tokens of a window of T to read at a time, carrying the state; None: all of them.
-
-    All of them where a layer keeps no state of fixed size, where its state would cost more than
-    pairs of tokens do, and where its positions depend on the window's length.
-    """
-    if T <= TOKENS_AT_ONCE:
-        return None
-    backend = "triton" if next(model.parameters()).is_cuda else "torch"
-    for block in model.blocks:
-        attention = cast(Block, block).attention
-        if attention.rotary is not None and attention.rotary.depends_on_length:
-            return None
-        if not attention.form(T, backend).startswith("chunked"):
-            return None
-    return TOKENS_AT_ONCE
 
 
 @torch.no_grad()

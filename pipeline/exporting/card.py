@@ -7,7 +7,7 @@ from typing import Any
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.manifest import Manifest
-from longhaul.pipeline.run_folder import RunFolder
+from longhaul.pipeline.runs.folder import RunFolder
 
 _TEXT = """\
 ---

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longhaul.pipeline.checkpoint_files import CheckpointError
+from longhaul.pipeline.checkpoints.files import CheckpointError
+from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _BLOCK_BYTES = 8 << 20
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
@@ -105,14 +104,14 @@ def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: 
         if shards[-1] and used + tensor.num_bytes > shard_bytes:
             shards.append({})
         shards[-1][name] = tensor
-    names = [SINGLE]
+    names = [WEIGHTS]
     if len(shards) > 1:
         count = len(shards)
         names = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
         weight_map = {k: name for name, shard in zip(names, shards, strict=True) for k in shard}
         size = sum(tensor.num_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
     for name, shard in zip(names, shards, strict=True):
         _write_shard(folder / name, shard)
     return [folder / name for name in names]

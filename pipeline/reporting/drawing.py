@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from longhaul.pipeline.evaluation.figures import as_text, figure, tokens_axis
 from longhaul.pipeline.reporting.variants import Look
-from longhaul.pipeline.sizes import amount, in_bytes
+from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

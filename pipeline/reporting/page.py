@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
-from longhaul.pipeline.mlflow_names import without_secrets
 from longhaul.pipeline.reporting.drawing import Figure, Table
 from longhaul.pipeline.reporting.runs import Run
 from longhaul.pipeline.reporting.variants import Named
-from longhaul.pipeline.sizes import amount, in_bytes
+from longhaul.pipeline.terminal.numbers import amount, in_bytes
+from longhaul.pipeline.tracking.names import without_secrets
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
-from longhaul.pipeline.evaluation.task import Label, read_label
-from longhaul.pipeline.mlflow_names import one_line, without_secrets
-from longhaul.pipeline.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
-from longhaul.pipeline.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.evaluation.labels import Label, read_label
+from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.tracking.names import one_line, without_secrets
+from longhaul.pipeline.tracking.run import ENVIRONMENT, absolute_uri, load_mlflow
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun

@@ -15,7 +15,7 @@ from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 from longhaul.modules.pretraining import Pretraining, Skip
-from longhaul.pipeline.strategies import Single
+from longhaul.pipeline.training.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longhaul.pipeline.mlflow_run import _make_sqlite, load_mlflow
+from longhaul.pipeline.tracking.run import _make_sqlite, load_mlflow
 
 CHECKOUT = Path(__file__).parent.parent.parent
 TRACED = Path(__file__).parent / "traced_longhaul.py"
@@ -53,10 +53,10 @@ tracking:
 # does nothing else, and of which every command is a fork.
 _FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = [
-    "longhaul.pipeline.train",
-    "longhaul.pipeline.evaluate",
-    "longhaul.pipeline.generate",
-    "longhaul.pipeline.prepare",
+    "longhaul.pipeline.training.run",
+    "longhaul.pipeline.evaluation.run",
+    "longhaul.pipeline.generation.run",
+    "longhaul.pipeline.commands.prepare",
     "matplotlib.pyplot",
     "mlflow.tracking",
     "mlflow.store.tracking.sqlalchemy_store",

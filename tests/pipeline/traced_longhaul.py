@@ -64,13 +64,13 @@ def trace(file: Path) -> None:
 
     Pretraining.training_step = training_step  # type: ignore[method-assign]
     if os.environ.get("LONGHAUL_UNSAMPLED"):
-        from longhaul.pipeline import profiling
+        from longhaul.pipeline.training import profiling
 
         profiling._is_sampled = lambda number: False
 
 
 def mark_validation(file: Path) -> None:
-    from longhaul.pipeline import updates
+    from longhaul.pipeline.training import updates
 
     original = updates.measure_positions
 

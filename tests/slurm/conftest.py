@@ -25,7 +25,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoint import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
 
 LONGHAUL = [sys.executable, "-P", "-m", "longhaul.pipeline.cli"]
 

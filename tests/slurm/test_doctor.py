@@ -8,7 +8,7 @@ from typing import Any
 
 _CODE = """
 import os, sys
-from longhaul.pipeline import doctor, doctor_machine, doctor_nodes, doctor_run
+from longhaul.pipeline.doctor import machine, nodes, run
 from longhaul.pipeline.cli import main
 node = os.uname().nodename
 {change}
@@ -65,12 +65,12 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
 
 def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
     change = """
-manifest = doctor_run.load_manifest
+manifest = run.load_manifest
 def load_manifest(location):
     if node == 'node2':
         raise FileNotFoundError(f"{location}: no such manifest")
     return manifest(location)
-doctor_run.load_manifest = load_manifest
+run.load_manifest = load_manifest
 """
     both = ("trainer.nodes=2", "trainer.strategy=fsdp", "data.validation_manifest=null")
     done = _doctor(cluster, "run/demo.yaml", *both, f"data.manifest={corpus}", change=change)
@@ -80,8 +80,8 @@ doctor_run.load_manifest = load_manifest
 
 
 def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
-    change = "if node == 'node2': doctor_machine.source_commit = lambda: None"
-    done = _doctor(cluster, change=f"{change}\ndoctor_machine.source_checkout = lambda: '/'")
+    change = "if node == 'node2': machine.source_commit = lambda: None"
+    done = _doctor(cluster, change=f"{change}\nmachine.source_checkout = lambda: '/'")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "node2: warning  commit    git does not tell" in done.stdout
 
@@ -97,7 +97,7 @@ def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
 
 
 def test_a_node_with_other_code_is_named(cluster: Any) -> None:
-    done = _doctor(cluster, change="doctor_machine.source_commit = lambda: f'commit-of-{node}'")
+    done = _doctor(cluster, change="machine.source_commit = lambda: f'commit-of-{node}'")
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
     assert _failures(done.stdout) == ["node1: commits"]
     assert "node2 has commit-of-node2, the others commit-of-node1" in done.stdout
@@ -105,7 +105,7 @@ def test_a_node_with_other_code_is_named(cluster: Any) -> None:
 
 def test_an_absent_node_is_named_in_time(cluster: Any) -> None:
     for absent, present in (("node2", "node1"), ("node1", "node2")):
-        bound = "doctor_nodes.SECONDS_TO_MEET = 4"
+        bound = "nodes.SECONDS_TO_MEET = 4"
         change = f"{bound}\nif node == {absent!r}: sys.exit(0)"
         done = _doctor(cluster, change=change)
         assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"

@@ -1,0 +1,67 @@
+"""Training in plain PyTorch, in as little code as it takes: what the trainer is compared with."""
+
+import math
+import time
+
+import torch
+from lightning.pytorch import seed_everything
+from torch import nn
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.modules.optim import learning_rate_factor
+from longhaul.pipeline.training.run import build_module
+
+
+def now(device: torch.device) -> float:
+    """The clock, when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class BareLoop:
+    """The updates that `longhaul train` would make of a config, for one process."""
+
+    def __init__(self, config: RunConfig) -> None:
+        seed_everything(config.trainer.seed, verbose=False)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.config = config
+        module = build_module(config)
+        self.model = module.model.to(self.device)
+        self.optimizer = module.configure_optimizers()
+        data = TokenDataModule(
+            config.data,
+            seed=config.trainer.seed,
+            samples_per_update=config.samples_per_update,
+            micro_batch=config.trainer.micro_batch,
+            rank=0,
+            world_size=1,
+            pin_memory=torch.cuda.is_available(),
+        )
+        self._batches = iter(data.train_dataloader())
+        self._tokens = 0
+        self.loss = torch.zeros(())
+
+    def update(self) -> None:
+        config = self.config
+        factor = learning_rate_factor(
+            config.optim.schedule, self._tokens, config.trainer.max_tokens
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.optim.learning_rate * factor
+        self.loss = torch.zeros((), device=self.device)
+        for _ in range(config.accumulation):
+            batch = next(self._batches)
+            tokens, target = (
+                batch[name].to(self.device, non_blocking=True) for name in ("input", "target")
+            )
+            is_half = config.trainer.precision == "bf16-mixed"
+            with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_half):
+                loss = self.model.loss(tokens, target) / config.accumulation
+            loss.backward()
+            self.loss += loss.detach()
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.gradient_clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._tokens += config.optim.tokens_per_update

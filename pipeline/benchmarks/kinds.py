@@ -1,0 +1,269 @@
+"""Every attention kind trained on the same data, with the same optimiser and budget: one table.
+
+Before it come measurements of the trainer itself, of the same config (trainer.py).
+"""
+
+import math
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.modules.attention import registered_variants
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.benchmarks import trainer
+from longhaul.pipeline.benchmarks.bare_loop import now
+from longhaul.pipeline.evaluation.tasks.bigram import bigram_loss, count_bigrams
+from longhaul.pipeline.evaluation.windows import held_out
+from longhaul.pipeline.planning.sizes import (
+    allocated_bytes,
+    attentions,
+    state_bytes,
+    without_memory,
+)
+from longhaul.pipeline.runs.folder import RunFolder, anchored
+from longhaul.pipeline.system.environment import describe_environment
+from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.terminal.numbers import in_bytes
+from longhaul.pipeline.tracking.journal import read_lines
+
+_DEFAULTS = ("root=runs/bench", "tracking.experiment=bench")
+_DECIDED_HERE = {
+    "name": "none, since every row has its own",
+    "trainer.max_tokens": "--updates",
+    "model.attention.kind": "--kinds",
+}
+# What rows of one table must have in common with a run that lies there from an earlier call.
+_COMPARED = ("model.", "data.", "optim.", "trainer.")
+# Not the script `longhaul`: it need not be on the PATH, nor be this checkout's.
+_LONGHAUL = "import sys; from longhaul.pipeline.cli import main; sys.exit(main())"
+_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An ordinary run, whose attention is the kind and options of `text`."""
+
+    text: str
+    arguments: list[str]  # of `longhaul train`
+    config: RunConfig  # what they load to
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.of(self.config)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How a row's training went."""
+
+    loss: float  # on the validation samples after the last update, nats a token
+    verdict: str  # "below" the bigram model's loss, without a value that was not finite; or not
+
+
+def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, updates: int) -> None:
+    """Measure the trainer; train what is not trained yet, print the table, write it to the root.
+
+    Args:
+        kinds: the rows, each `kind:option=value,...`; None means all kinds.
+        updates: of every row.
+
+    Raises:
+        RuntimeError: a row had a value that was not finite, or did not beat the bigram model.
+    """
+    kinds = registered_variants() if kinds is None else kinds
+    rows = _rows(path, overrides, kinds, updates)
+    own = anchored(load_run_config(path, [*_DEFAULTS, *overrides]))
+    if not rows:
+        trainer.run(own)
+        return
+    config = rows[0].config
+    baseline = _bigram_loss(config)  # first, since it also finds data that is not there
+    if own.trainer.strategy == "single":
+        trainer.run(own)
+    for number, row in enumerate(rows, start=1):
+        print(f"row {number} of {len(rows)}: {row.folder.path}", flush=True)
+        _train(row)
+    outcomes = [_outcome(row, baseline) for row in rows]
+    header = _header([path, *overrides], config, updates, baseline)
+    table = f"{header}\n\n{_table(rows, outcomes, _speeds(rows))}\n"
+    file = Path(config.root) / f"TABLE-{config.trainer.precision}.md"
+    write_atomically(file, table)
+    print(f"\n{table}\nwritten: {file}", flush=True)
+    failed = [
+        f"{row.text} ({outcome.verdict})"
+        for row, outcome in zip(rows, outcomes, strict=True)
+        if outcome.verdict != "below"
+    ]
+    if failed:
+        raise RuntimeError(
+            f"{len(failed)} of {len(rows)} rows are not below the bigram: {', '.join(failed)}"
+        )
+
+
+def _rows(path: str, overrides: Sequence[str], kinds: Sequence[str], updates: int) -> list[_Row]:
+    """All rows, checked before the first of them is trained."""
+    if updates < 1:
+        raise ValueError(f"--updates: found {updates}, wanted 1 or more")
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key in _DECIDED_HERE and (kinds or key != "model.attention.kind"):
+            raise ValueError(f"{key}: found {override!r}, wanted {_DECIDED_HERE[key]}")
+    rows = [_row(path, overrides, text, updates) for text in dict.fromkeys(kinds)]
+    for row in rows:
+        _check_same_budget(row)
+    return rows
+
+
+def _row(path: str, overrides: Sequence[str], text: str, updates: int) -> _Row:
+    kind, colon, options = text.partition(":")
+    chosen = [f"kind={kind}", *(options.split(",") if colon else [])]
+    arguments = [path, *_DEFAULTS, *overrides, *(f"model.attention.{each}" for each in chosen)]
+    config = load_run_config(path, arguments[1:])
+    name = "-".join(["bench", *re.split("[:,=]", text), config.trainer.precision])
+    max_tokens = updates * config.optim.tokens_per_update
+    arguments += [f"name={name}", f"trainer.max_tokens={max_tokens}"]
+    return _Row(text, arguments, anchored(load_run_config(path, arguments[1:])))
+
+
+def _check_same_budget(row: _Row) -> None:
+    """Refuse a run that an earlier call left under another budget, or on other data."""
+    file = row.folder.config_file
+    if not file.exists():
+        return
+    before, now = (flatten(to_dict(config)) for config in (load_run_config(file), row.config))
+    for key in sorted(before.keys() | now.keys()):
+        if key.startswith(_COMPARED) and before.get(key) != now.get(key):
+            raise ConfigError(
+                f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in {file}; for "
+                "another table give another root=FOLDER"
+            )
+
+
+def _bigram_loss(config: RunConfig) -> float:
+    return bigram_loss(count_bigrams(config.data), held_out(config))
+
+
+def _train(row: _Row) -> None:
+    """Train a row to its end in a process of its own: each starts with the same memory and RNG."""
+    finished = row.folder.finished()
+    if finished is not None and finished.is_tracked:
+        return
+    process = subprocess.Popen([sys.executable, "-P", "-c", _LONGHAUL, "train", *row.arguments])
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        # A terminal's Ctrl-C reached the run as well, which puts its books in order.
+        process.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    # 1 is a run that failed, such as one whose gradients were not finite: that is a result, too.
+    if status not in (0, 1):
+        raise RuntimeError(f"{row.folder.path}: training ended with status {status}, wanted 0")
+
+
+def _outcome(row: _Row, baseline: float) -> _Outcome:
+    if row.folder.finished() is None:
+        return _Outcome(math.nan, "stopped")
+    losses: dict[str, float] = {}
+    skipped, is_finite = 0, True
+    for line in _journal(row.folder.path / "logs" / "metrics.jsonl"):
+        if line["kind"] in ("train", "validation"):
+            values = {name: float(value) for name, value in line["values"].items()}
+            losses[line["kind"]] = values[f"{line['kind']}/loss"]
+            is_finite = is_finite and all(map(math.isfinite, losses.values()))
+            skipped = int(values.get("train/skipped_updates", skipped))
+    loss = losses["validation"]
+    if skipped:
+        return _Outcome(loss, f"{skipped} updates skipped")
+    if not is_finite:
+        return _Outcome(loss, "not finite")
+    return _Outcome(loss, "below" if loss < baseline else "ABOVE")
+
+
+def _journal(path: Path) -> Iterator[dict[str, Any]]:
+    offset, end = -1, 0
+    while offset != end:
+        offset = end
+        lines, end = read_lines(path, offset)
+        yield from lines
+
+
+def _speeds(rows: Sequence[_Row]) -> list[float]:
+    """Tokens/s of forward + backward of one micro-batch, best of a few rounds.
+
+    The rows take turns, so that a noisy minute hits all of them: ratios mean more than the speeds.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = [LanguageModel(row.config.model).to(device) for row in rows]
+    best = [0.0] * len(rows)
+    for _ in range(_ROUNDS):
+        for index, (row, model) in enumerate(zip(rows, models, strict=True)):
+            best[index] = max(best[index], _speed(model, row.config, device))
+    return best
+
+
+def _speed(model: LanguageModel, config: RunConfig, device: torch.device) -> float:
+    shape = (config.trainer.micro_batch, config.data.context)
+    tokens, target = torch.randint(config.model.vocabulary, (2, *shape), device=device)
+    is_half = config.trainer.precision == "bf16-mixed"
+    before = now(device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half):
+        loss = model.loss(tokens, target)
+    loss.backward()
+    seconds = now(device) - before
+    model.zero_grad()  # Gradients of all rows at once would be as large as all models.
+    return math.prod(shape) / seconds
+
+
+def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: float) -> str:
+    environment = describe_environment()
+    machine = ", ".join(environment["accelerators"]) or environment["processor"]
+    return (
+        f"{machine}, {environment['threads']} threads, torch {torch.__version__}, "
+        f"{config.trainer.precision}, {' '.join(given)}: {updates:,} updates, "
+        f"{config.trainer.max_tokens:,} tokens. Loss in nats a token, on the validation samples; "
+        f"that of a bigram model is {baseline:.3f}. Tokens/s of forward + backward of a "
+        f"micro-batch, best of {_ROUNDS} rounds taken in turns; on a CPU only their ratio means "
+        f"much. State of a sequence of {config.data.context:,} tokens in bfloat16, without "
+        "padding and as allocated."
+    )
+
+
+def _table(rows: Sequence[_Row], outcomes: Sequence[_Outcome], speeds: Sequence[float]) -> str:
+    """Markdown, the lowest loss first."""
+    kinds = [row.config.model.attention.kind for row in rows]
+    peer = kinds.index("softmax") if "softmax" in kinds else 0
+    lines = [
+        f"| kind | loss | bigram | tokens/s | of {rows[peer].text} | state | allocated |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    order = sorted(range(len(rows)), key=lambda i: (math.isnan(outcomes[i].loss), outcomes[i].loss))
+    for i in order:
+        T, layers = rows[i].config.data.context, attentions(without_memory(rows[i].config.model))
+        cells = [
+            f"`{rows[i].text}`",
+            f"{outcomes[i].loss:.3f}",
+            outcomes[i].verdict,
+            f"{speeds[i]:,.0f}",
+            f"{speeds[i] / speeds[peer]:.2f}",
+            in_bytes(state_bytes(layers, T)),
+            in_bytes(allocated_bytes(layers, T)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)

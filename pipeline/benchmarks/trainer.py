@@ -1,0 +1,141 @@
+"""What the trainer costs beside a bare PyTorch loop, measured in turns."""
+
+import contextlib
+import dataclasses
+import io
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from longhaul.configs import ConfigError, RunConfig
+from longhaul.modules.pretraining import Pretraining
+from longhaul.pipeline.benchmarks import checkpoints
+from longhaul.pipeline.benchmarks.bare_loop import BareLoop, now
+from longhaul.pipeline.training.run import train
+
+_WARM_UP = 4  # updates, not counted; meanwhile MLflow is imported
+_UPDATES = 40
+_NEVER = 1 << 60  # tokens
+
+
+def run(config: RunConfig) -> None:
+    """Print the overhead of the trainer and the cost of checkpoints, for one process.
+
+    Raises:
+        ConfigError: a config of several ranks.
+    """
+    if config.trainer.strategy != "single":
+        raise ConfigError(
+            f"trainer.strategy: found {config.trainer.strategy}, wanted single, for which the "
+            "trainer is compared with a bare loop"
+        )
+    root = Path(config.root)
+    root.mkdir(parents=True, exist_ok=True)
+    # On the disk where runs are: checkpoints are written to it.
+    with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
+        config = _undisturbed(config, Path(folder))
+        print(_overhead(config), flush=True)
+        print(f"\n{checkpoints.table(config)}", flush=True)
+
+
+def _undisturbed(config: RunConfig, folder: Path) -> RunConfig:
+    """Nothing but updates, but for a checkpoint after the last one."""
+    tokens = config.optim.tokens_per_update * (_WARM_UP + _UPDATES)
+    return dataclasses.replace(
+        config,
+        root=str(folder),
+        data=dataclasses.replace(config.data, validation_manifest=None),
+        trainer=dataclasses.replace(config.trainer, max_tokens=tokens, start_from=None),
+        checkpoint=dataclasses.replace(config.checkpoint, every_tokens=_NEVER),
+        tracking=dataclasses.replace(config.tracking, uri=f"sqlite:///{folder}/mlflow.db"),
+    )
+
+
+class _BesideBareLoop(Callback):
+    """Makes an update of the bare loop after each of the trainer's, and times both.
+
+    In turns, update by update: a machine that gets slower, or has other work, slows both.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.ours: list[_Cost] = []
+        self.bare: list[_Cost] = []
+        self.mlflow: list[float] = []  # processor time of its thread so far
+        self._config = config
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loop = BareLoop(self._config)
+        self._began = _Cost.so_far(pl_module.device)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, Pretraining)
+        update = pl_module.last_update
+        if update is None:
+            return
+        # Of the trainer's this is what comes after its last update too: Updates is called later.
+        ours = _Cost.so_far(pl_module.device)
+        self._loop.update()
+        bare = _Cost.so_far(pl_module.device)
+        self.ours.append(ours - self._began)
+        self.bare.append(bare - ours)
+        self.mlflow.append(_mlflow_seconds())
+        loss = self._loop.loss.item()
+        # Later, differences of rounding have grown.
+        if len(self.ours) <= _WARM_UP and not abs(update.loss - loss) < 1e-3 * abs(loss):
+            raise RuntimeError(
+                f"the trainer's loss is {update.loss}, wanted the bare loop's {loss}"
+            )
+        self._began = _Cost.so_far(pl_module.device)
+
+
+class _Cost(NamedTuple):
+    wall: float
+    processor: float  # of all threads of this process
+
+    @classmethod
+    def so_far(cls, device: torch.device) -> "_Cost":
+        return cls(now(device), time.process_time())
+
+    def __sub__(self, other: "_Cost") -> "_Cost":
+        return _Cost(self.wall - other.wall, self.processor - other.processor)
+
+
+def _mlflow_seconds() -> float:
+    """Processor time of the thread that copies to MLflow: it works during updates of either."""
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflow")
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+
+def _overhead(config: RunConfig) -> str:
+    both = _BesideBareLoop(config)
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = train(config, both)
+    if status:
+        raise RuntimeError(f"training ended with status {status}, wanted 0")
+    # Before the checkpoints' turn: all of it together would be as large as many models.
+    shutil.rmtree(Path(config.root) / config.name)
+    rows = []
+    for what, field in (("time", 0), ("processor time, all threads", 1)):
+        pairs = [(a[field], b[field]) for a, b in zip(both.ours, both.bare, strict=True)]
+        ours, bare = (statistics.median(side) * 1e3 for side in zip(*pairs[_WARM_UP:], strict=True))
+        ratio = statistics.median(a / b for a, b in pairs[_WARM_UP:])
+        rows.append(f"| {what} | {ours:.4g} ms | {bare:.4g} ms | {ratio:.3f} |")
+    counted = both.ours[_WARM_UP:] + both.bare[_WARM_UP:]
+    mlflow = (both.mlflow[-1] - both.mlflow[_WARM_UP - 1]) / sum(cost.processor for cost in counted)
+    return (
+        f"Trainer, {_UPDATES} updates in turns with those of a bare PyTorch loop, medians:\n\n"
+        "| of an update | Trainer | bare loop | median ratio |\n|---|---|---|---|\n"
+        + "\n".join(rows)
+        + f"\n\nThe thread that copies to MLflow took {mlflow:.2%} of all that processor time, "
+        "during updates of either."
+    )

@@ -1,0 +1,200 @@
+"""How far the runs of a folder are.
+
+Whether one runs is asked of Slurm where `RUN/slurm/jobs.jsonl` names a job, and of the lock on the
+run's journal otherwise. Of a journal, which may be long, only the end is read.
+"""
+
+import fcntl
+import json
+import os
+import re
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
+from longhaul.pipeline.terminal.table import print_table
+
+_COLUMNS = ("name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError)
+# Hundreds of updates; the second where much else was written behind them.
+_TAIL_BYTES = (256 << 10, 8 << 20)
+_UPDATES = 20  # whose median is the speed
+_CHECKPOINT = re.compile(r"step-\d{9,}")
+_ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
+_FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, len, pid
+
+
+def print_status(roots: Sequence[str], experiment: str | None) -> None:
+    """Print a row for each run, or each run below a folder; of an experiment, unless it is None.
+
+    Raises:
+        ValueError: there is no such folder.
+    """
+    folders = {}
+    for root in map(Path, roots):
+        if not root.is_dir():
+            raise ValueError(f"{root}: found no such folder, wanted a run, or a folder of runs")
+        for folder in [root] if _is_run(root) else sorted(filter(_is_run, root.iterdir())):
+            if experiment is None or _experiment(folder) == experiment:
+                folders[folder.name if len(roots) == 1 else str(folder)] = folder
+    if not folders:
+        of_experiment = "" if experiment is None else f" of experiment {experiment}"
+        print(f"no runs{of_experiment} in {', '.join(roots)}")
+        return
+    ids = {name: training_jobs(folder) for name, folder in folders.items()}
+    all_ids = [job for some in ids.values() for job in some]
+    # Asked once: each question costs Slurm's controller as much as any.
+    jobs = slurm_jobs(all_ids) if all_ids else {}
+    if jobs is None:
+        text = "longhaul: Slurm does not answer, so states are what the run folders tell"
+        print(text, file=sys.stderr)
+    rows = [_row(name, folder, ids[name], jobs or {}) for name, folder in folders.items()]
+    print_table([_COLUMNS, *rows])
+
+
+def _is_run(folder: Path) -> bool:
+    # The folder of a sweep has jobs too, but none that trains it.
+    return (folder / "config.yaml").is_file() or bool(training_jobs(folder))
+
+
+def _row(
+    name: str, folder: Path, ids: Sequence[str], jobs: Mapping[str, SlurmJob]
+) -> Sequence[str]:
+    # Of the jobs that train the run the one that runs, else the first that waits, else the last.
+    alive = [each for each in ids if each in jobs and not jobs[each].is_over]
+    running = [each for each in alive if jobs[each].state != "PENDING"]
+    job_id = next(iter([*running, *alive, *reversed(ids)]), "-")
+    try:
+        return [name, job_id, *_describe(folder, jobs.get(job_id))]
+    except _UNREADABLE as error:
+        text = f"cannot be read: {type(error).__name__}"
+        return [name, job_id, text, *["-"] * (len(_COLUMNS) - 3)]
+
+
+def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
+    lines = _tail(folder / "logs" / "metrics.jsonl")
+    if job is None or job.is_over:
+        state = _folder_state(folder, lines)
+        # Slurm may know more: a time limit, a node that failed. Of a run that stopped and was not
+        # queued again it says FAILED.
+        is_told = state == "stopped" and job is not None and job.state == "FAILED"
+        if job is not None and state in ("died", "not started", "stopped") and not is_told:
+            state = job.state.lower()
+    else:
+        state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
+    updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
+    progress = _progress(folder, updates, is_running=state == "running")
+    return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
+
+
+def _experiment(folder: Path) -> str | None:
+    try:
+        return str(_config(folder)["tracking"]["experiment"])
+    except _UNREADABLE:
+        return None
+
+
+def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
+    if (folder / "DONE").exists():
+        return "finished"
+    journal = folder / "logs" / "metrics.jsonl"
+    if _is_locked(journal.with_name(f"{journal.name}.lock")):
+        return "running"
+    if not journal.exists():
+        return "not started"
+    statuses = [line["status"] for line in lines if line["kind"] == "status"]
+    # Without a last word it was killed, or its machine failed.
+    return _ENDS.get(statuses[-1] if statuses else "", "died")
+
+
+def _progress(
+    folder: Path, updates: Sequence[Mapping[str, Any]], *, is_running: bool
+) -> Sequence[str]:
+    """Step of total, loss, tokens/s, and time left of a run that runs."""
+    tokens_per_update, total = _budget(folder)
+    of_total = "" if total is None else f"/{total:,}"
+    if not updates:
+        return [f"0{of_total}", "-", "-", "-"]
+    step, values = int(updates[-1]["step"]), updates[-1]["values"]
+    rate = statistics.median(float(each["values"]["train/tokens_per_second"]) for each in updates)
+    left = "-"
+    if total is not None and is_running:
+        seconds = (total - step) * tokens_per_update / rate
+        left = str(timedelta(seconds=round(seconds)))
+    return [f"{step:,}{of_total}", f"{float(values['train/loss']):.4f}", f"{rate:,.0f}", left]
+
+
+def _budget(folder: Path) -> tuple[int, int | None]:
+    """Tokens of an update, and updates in all if the run's config is there."""
+    config = _config(folder)
+    if config is None:
+        return 0, None
+    tokens_per_update = int(config["optim"]["tokens_per_update"])
+    return tokens_per_update, -(-int(config["trainer"]["max_tokens"]) // tokens_per_update)
+
+
+def _config(folder: Path) -> Any:
+    """What the run is, or was submitted as; None where neither is there."""
+    # Not as a RunConfig: what that imports takes seconds.
+    paths = (folder / name for name in ("config.yaml", "slurm/config.yaml"))
+    path = next((path for path in paths if path.is_file()), None)
+    return None if path is None else yaml.safe_load(path.read_text())
+
+
+def _checkpoint(folder: Path) -> str:
+    """Step and age of the newest."""
+    paths = (folder / "checkpoints").glob("step-*")
+    path = max((path for path in paths if _CHECKPOINT.fullmatch(path.name)), default=None)
+    if path is None:
+        return "-"
+    age = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
+    return f"{int(path.name.removeprefix('step-')):,}, {age} ago"
+
+
+def _tail(path: Path) -> list[dict[str, Any]]:
+    """The last lines of a journal, updates among them if there are any near its end."""
+    lines: list[dict[str, Any]] = []
+    for size in _TAIL_BYTES if path.is_file() else ():
+        with path.open("rb") as file:
+            begin = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(begin)
+            content = file.read()
+        # The first line is half a one unless it is the file's.
+        lines = _parse(content.partition(b"\n")[2] if begin else content)
+        if begin == 0 or any(line["kind"] == "train" for line in lines):
+            break
+    return lines
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    """One object a line; what is damaged, or not yet whole, is left out."""
+    lines = []
+    for raw in content.splitlines():
+        try:
+            line = json.loads(raw)
+        except ValueError:
+            continue
+        if isinstance(line, dict) and "kind" in line:
+            lines.append(line)
+    return lines
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a process, on any node, holds the lock; asks without taking it for a moment."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+        except OSError:  # a file system without locks
+            return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -1,0 +1,248 @@
+"""Queues a run, or a sweep of runs, with Slurm."""
+
+import dataclasses
+import itertools
+import json
+import logging
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
+from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
+from longhaul.pipeline.planning import fit
+from longhaul.pipeline.planning.memory import Planner
+from longhaul.pipeline.runs.folder import RunFolder, anchored
+from longhaul.pipeline.system.devices import find_device
+from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.tracking.run import create_parent
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A script in the folder of a run or a sweep, and what kind of job it makes."""
+
+    kind: str
+    script: Path
+    text: str
+
+
+def submit(
+    path: str, overrides: Sequence[str], *, chain: int, after: str | None, dry_run: bool
+) -> None:
+    """Queue a job that trains a run, or print its script.
+
+    Args:
+        path, overrides: the config, as `load_run_config` takes it.
+        chain: follow-ups, each of which goes on if those before it did not finish the run.
+        after: the id of a job that has to end first.
+        dry_run: print the script, queue nothing.
+
+    Raises:
+        ConfigError: the run would fail where it is to run.
+        RuntimeError: there is no Slurm, or the run is queued already.
+    """
+    (config,) = _checked([load_run_config(path, overrides)], after, dry_run)
+    job = _training(config)
+    if dry_run:
+        print(job.text, end="")
+        return
+    folder = RunFolder.of(config)
+    finished = folder.finished()
+    if finished is not None and finished.tokens >= config.trainer.max_tokens:
+        print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+        return
+    _prepare(config, job)
+    ids = [_queue(folder.path, job, _after(after))]
+    for _ in range(chain):
+        # All before it, since afternotok also takes one that was cancelled. Where one of them
+        # finished the run, this one is cancelled too.
+        before = ",".join(f"afternotok:{one}" for one in ids)
+        ids.append(_queue(folder.path, job, ["--dependency", before]))
+    _queue_what_follows(config, "?".join(f"afterok:{one}" for one in ids))
+    print(f"log: {folder.path}/logs/job-{ids[0]}.log")
+    print(f"MLflow: {_tracked(config)}")
+
+
+def submit_sweep(
+    path: str,
+    overrides: Sequence[str],
+    sweep: Sequence[str],
+    *,
+    throttle: int,
+    after: str | None,
+    dry_run: bool,
+) -> None:
+    """Queue an array of jobs, a run for each combination of the sweep's values; see `submit`.
+
+    Args:
+        sweep: each `key.sub=A,B`.
+        throttle: runs at a time.
+    """
+    configs = _checked(_combinations(path, overrides, sweep), after, dry_run)
+    base = load_run_config(path, overrides)
+    # Not the base run's own: a run of that name may exist.
+    folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
+    scripts = [_training(config).script for config in configs]
+    text = sweep_script(configs, folder, scripts, throttle)
+    if dry_run:
+        print(text, end="")
+        return
+    tracking = configs[0].tracking
+    parent = create_parent(folder, tracking.uri, tracking.experiment, folder.name)
+    for config in configs:
+        nested = dataclasses.replace(config.tracking, parent_run_id=parent)
+        config = dataclasses.replace(config, tracking=nested)
+        _prepare(config, _training(config))
+    (folder / "slurm").mkdir(parents=True, exist_ok=True)
+    array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
+    write_atomically(array.script, array.text)
+    job_id = _queue(folder, array, _after(after))
+    for index, config in enumerate(configs):
+        run = RunFolder.of(config).path
+        _note(run, "train", f"{job_id}_{index}")
+        _queue_what_follows(config, f"afterok:{job_id}_{index}")
+    print(f"logs: {folder}/logs/job-{job_id}_*.log")
+    print(f"MLflow: {_tracked(configs[0])}, below {folder.name}")
+
+
+def _checked(configs: Iterable[RunConfig], after: str | None, dry_run: bool) -> list[RunConfig]:
+    """The runs, with paths that hold on every node, once nothing speaks against queueing them."""
+    settled = [_settled(config) for config in configs]
+    if not dry_run and shutil.which("sbatch") is None:
+        raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
+    for config in settled:
+        _refuse_what_cannot_run(config)
+    if not dry_run:
+        _refuse_what_is_queued(settled, after)
+    return settled
+
+
+def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Iterator[RunConfig]:
+    """A run for each combination of the sweep's values, which are part of its name."""
+    axes: list[list[str]] = []
+    for axis in sweep:
+        key, equals, values = axis.partition("=")
+        if not (key and equals and values):
+            raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    base = load_run_config(path, overrides)
+    names = set()
+    for combination in itertools.product(*axes):
+        pairs = [one.split("=", 1) for one in combination]
+        parts = [f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, value in pairs]
+        name = "-".join([base.name, *parts])
+        if name in names:
+            raise ConfigError(f"--sweep: found two runs {name!r}, wanted names that differ")
+        names.add(name)
+        # Not as an override: YAML would read more into a name than text.
+        yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
+
+
+def _settled(config: RunConfig) -> RunConfig:
+    """The config with all paths absolute, so that the script does not depend on where it runs."""
+    return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
+
+
+def _refuse_what_cannot_run(config: RunConfig) -> None:
+    folder = RunFolder.of(config)
+    if {"%", "\\"} & set(str(folder.path)):
+        raise ConfigError(
+            f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
+            "replaces in the names of logs"
+        )
+    folder.check_same_run(config)
+    if config.slurm.gpu is None:
+        return
+    device = find_device(config.slurm.gpu)
+    if device is None:
+        logger.info("memory was not checked: slurm.gpu %s is not known", config.slurm.gpu)
+        return
+    planner = Planner(config)
+    if not fit.fits(planner.plan(fit.own_choice(config)), device):
+        raise ConfigError(fit.verdict(config, device, planner))
+
+
+def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> None:
+    """A second job of a run, but behind its last, would find it being trained."""
+    known = None if after is None else slurm_jobs([after])
+    # An array is known by its tasks.
+    if known is not None and after not in {*known, *(one.partition("_")[0] for one in known)}:
+        raise ConfigError(f"--after: found {after}, wanted a job that Slurm knows")
+    for config in configs:
+        run = RunFolder.of(config).path
+        ids = training_jobs(run)
+        jobs = slurm_jobs(ids) if ids else None
+        alive = [one for one in ids if jobs and one in jobs and not jobs[one].is_over]
+        if alive and after != alive[-1]:
+            raise RuntimeError(
+                f"{run}: found job {alive[0]} in the queue, wanted none; scancel it first, or "
+                f"--after {alive[-1]}"
+            )
+
+
+def _training(config: RunConfig) -> _Job:
+    folder = RunFolder.of(config).path
+    script = folder / "slurm" / "train.sbatch"
+    return _Job("train", script, train_script(config, folder, folder / "slurm" / "config.yaml"))
+
+
+def _prepare(config: RunConfig, job: _Job) -> None:
+    """Write what a job reads; what an earlier one of the run found bad may have been mended."""
+    folder = job.script.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "logs").mkdir(exist_ok=True)
+    for note in (folder / "BAD", folder.parent / "STOPPED"):
+        note.unlink(missing_ok=True)
+    write_atomically(folder / "config.yaml", to_yaml(config))
+    write_atomically(job.script, job.text)
+
+
+def _queue_what_follows(config: RunConfig, dependency: str) -> None:
+    """Queue what slurm.then asks for, to begin when the training has ended well."""
+    if not config.slurm.then:
+        return
+    run = RunFolder.of(config).path
+    job = _Job("evaluate", run / "slurm" / "evaluate.sbatch", evaluate_script(config, run))
+    write_atomically(job.script, job.text)
+    _queue(run, job, ["--dependency", dependency])
+
+
+def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
+    """Give a script to sbatch; the job's id."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
+    # A site's own sbatch may say more; with several clusters it is ID;CLUSTER.
+    found = re.findall(r"^(\d+)(?:;.*)?$", result.stdout, re.MULTILINE)
+    if not found:
+        raise RuntimeError(
+            f"sbatch: found {result.stdout!r}, wanted a job's number; it may be queued"
+        )
+    job_id: str = found[-1]
+    _note(folder, job.kind, job_id)
+    after = f", {' '.join(options)}" if options else ""
+    print(f"job {job_id}: {job.kind} {folder}{after}", flush=True)
+    return job_id
+
+
+def _note(folder: Path, kind: str, job_id: str) -> None:
+    entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
+    with open(folder / JOBS_FILE, "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _after(job: str | None) -> list[str]:
+    return [] if job is None else ["--dependency", f"afterany:{job}"]
+
+
+def _tracked(config: RunConfig) -> str:
+    return f"{config.tracking.uri}, experiment {config.tracking.experiment}, run {config.name}"

@@ -1,0 +1,18 @@
+"""`longhaul doctor`: what this machine or allocation can run, and why not."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="also check what this run needs")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+
+
+def main(args: argparse.Namespace) -> int:
+    from longhaul.configs import load_run_config
+    from longhaul.pipeline.doctor.diagnosis import diagnose
+    from longhaul.pipeline.runs.folder import anchored
+
+    if args.config is None:
+        return diagnose(None)
+    return diagnose(anchored(load_run_config(args.config, args.overrides)))

@@ -1,0 +1,16 @@
+"""`longhaul export`: a checkpoint as a folder that transformers loads without longhaul."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+    parser.add_argument("destination", metavar="DST", help="a folder that is not there, or empty")
+
+
+def main(args: argparse.Namespace) -> int:
+    from longhaul.pipeline.exporting.folder import export
+
+    for file in export(args.run, args.destination):
+        print(f"written: {file}")
+    return 0

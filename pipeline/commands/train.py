@@ -1,0 +1,23 @@
+"""`longhaul train`: start the run that a config names, or resume it."""
+
+import argparse
+import sys
+
+from longhaul.pipeline.tracking.journal import EXIT_BUSY, JournalBusyError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+
+
+def main(args: argparse.Namespace) -> int:
+    from longhaul.configs import load_run_config
+    from longhaul.pipeline.runs.folder import anchored
+    from longhaul.pipeline.training.run import train
+
+    try:
+        return train(anchored(load_run_config(args.config, args.overrides)))
+    except JournalBusyError as error:
+        print(f"longhaul: {error}", file=sys.stderr)
+        return EXIT_BUSY

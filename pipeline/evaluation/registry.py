@@ -1,0 +1,60 @@
+"""The tasks of `longhaul evaluate`, by name. They run in this order."""
+
+from collections.abc import Sequence
+
+from longhaul.pipeline.evaluation.task import Task
+
+TASKS: dict[str, Task] = {
+    # Before positions, whose figure shows the bigram's loss.
+    "bigram": Task(
+        "bigram",
+        "loss of a bigram model counted on the same training text",
+        is_shared=False,
+        decided_by=("text", "context"),
+    ),
+    "positions": Task(
+        "positions",
+        "loss at each position of the context, and its mean over all positions up to 1, 2, 4, ...",
+        decided_by=("text", "context"),
+    ),
+    "context": Task(
+        "context",
+        "loss at each of --contexts, on the same tokens",
+        decided_by=("text", "contexts"),
+    ),
+    "perplexity": Task(
+        "perplexity",
+        "perplexity through a window of each of --contexts that slides by --stride",
+        decided_by=("text", "contexts", "stride"),
+    ),
+    "passkey": Task(
+        "passkey",
+        "share of the keys, hidden in texts of up to --lengths tokens, that the model repeats",
+        decided_by=("lengths", "prompts"),
+    ),
+    "recall": Task(
+        "recall",
+        "share of values recalled from 4 to 128 key-value pairs, --prompts sequences of each size",
+        decided_by=("text", "prompts"),
+    ),
+    "attention": Task(
+        "attention",
+        "mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first "
+        "window (at most 1024 tokens)",
+        is_shared=False,
+        decided_by=("text", "context"),
+    ),
+    "lm-eval": Task(
+        "lm_eval",
+        "tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval",
+        is_shared=False,
+        decided_by=("context", "lm_eval_tasks"),
+    ),
+}
+
+
+def check_tasks(names: Sequence[str], where: str) -> None:
+    """Raise ValueError, which names the key or option `where`, for a name that is no task."""
+    for name in names:
+        if name not in TASKS:
+            raise ValueError(f"{where}: found {name!r}, wanted some of {','.join(TASKS)}")

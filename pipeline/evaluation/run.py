@@ -1,0 +1,171 @@
+"""Measures a checkpoint, on held-out text or on tasks made for it."""
+
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.pipeline.evaluation.labels import label, results_folder
+from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
+from longhaul.pipeline.evaluation.results import Results
+from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.windows import with_context
+from longhaul.pipeline.runs.ranks import Ranks, measure_together
+from longhaul.pipeline.runs.trained_model import (
+    NamedModel,
+    TrainedModel,
+    find_checkpoint,
+    load_trained_model,
+)
+from longhaul.pipeline.tracking.tracker import Tracker
+
+
+def evaluate_checkpoint(
+    named: NamedModel, names: Sequence[str], options: Options, *, devices: int, again: bool
+) -> None:
+    """Load a checkpoint on so many devices, a process each, and run the tasks together.
+
+    Args:
+        again: repeat tasks whose results are known.
+
+    Raises:
+        ValueError: there is no such checkpoint, task or file, or an option is of no use.
+        OSError: the checkpoint is damaged, or results could not be written.
+        RuntimeError: another of the processes failed.
+    """
+    if torch.cuda.is_available() and devices > torch.cuda.device_count():
+        raise ValueError(
+            f"--devices: found {devices}, wanted at most {torch.cuda.device_count()}, the "
+            "GPUs that are here"
+        )
+    check_tasks(names, "--tasks")
+    _check_read(names, options)
+    for file in options.text:
+        if not file.is_file():
+            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
+    find_checkpoint(named.run_or_checkpoint)
+    measure_together(devices, _load_and_evaluate, named, names, options, again)
+
+
+def _check_read(names: Sequence[str], options: Options) -> None:
+    """ValueError for an option that the tasks do not read."""
+    for field in dataclasses.fields(Options):
+        if getattr(options, field.name) == field.default:
+            continue
+        others = [name for name in names if field.name not in TASKS[name].decided_by]
+        # The results of all tasks are named by the text and the context.
+        if len(others) == len(names) or (others and field.name in ("text", "context")):
+            option = "--" + field.name.replace("_", "-")
+            raise ValueError(
+                f"{option}: found with {others[0]}, which does not read it; wanted other tasks"
+            )
+
+
+def _load_and_evaluate(
+    ranks: Ranks, named: NamedModel, names: Sequence[str], options: Options, again: bool
+) -> None:
+    trained = dataclasses.replace(load_trained_model(*named), ranks=ranks)
+    if "positions" in names:
+        _check_scaled(trained, options.context)
+    if options.context is not None:
+        config = with_context(trained.config, options.context)
+        trained = dataclasses.replace(trained, config=config)
+    evaluate(trained, names, options, again=again)
+
+
+def evaluate(
+    trained: TrainedModel,
+    names: Sequence[str],
+    options: Options,
+    tracker: Tracker | None = None,
+    *,
+    again: bool = False,
+) -> None:
+    """Run the tasks; keep what each found, and show it in MLflow with the checkpoint, at once.
+
+    All of `trained.ranks` call it alike. The first has the books; where the run is being trained,
+    `tracker` is its own.
+    """
+    ranks = trained.ranks
+    if not ranks.is_first:
+        (missing,) = ranks.gather(list[list[str]]())
+        for name in missing:
+            if TASKS[name].is_shared:
+                with tempfile.TemporaryDirectory() as scratch:
+                    TASKS[name].measure(trained, options, Path(scratch))
+        return
+    results = Results(results_folder(trained, options), _held_out(trained.config))
+    wanted = {name: task for name, task in TASKS.items() if name in names}
+    known = {n: None if again else results.known(n, task, options) for n, task in wanted.items()}
+    ranks.gather([[name for name, found in known.items() if found is None]])
+    for name, task in wanted.items():
+        found = known[name]
+        if found is not None:
+            print(f"{name}: found earlier, and not repeated without --again")
+            results.summarise()  # which may be damaged, or not there
+        else:
+            # What was found before stays until there is something else.
+            with tempfile.TemporaryDirectory() as scratch:
+                found = results.take(name, task.measure(trained, options, Path(scratch)))
+            _log(trained, options, found, results.summary, tracker)
+            # Last: what is known is not logged again.
+            results.record(name, task, options, found)
+        _show(found)
+
+
+def _held_out(config: RunConfig) -> str:
+    """Tells held-out texts apart: by their shards, and how much of them is read."""
+    if config.data.validation_manifest is None:
+        return ""
+    shards = load_manifest(config.data.validation_manifest).shards
+    digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+    return f"{config.data.validation_tokens} tokens of {digest}"
+
+
+def _show(found: Measured) -> None:
+    width = max(map(len, found.values), default=0)
+    for name, value in found.values.items():
+        unit = " nats a token" if "loss" in name.rpartition("/")[2] else ""
+        print(f"{name:<{width}}  {value:.4f}{unit}")
+    for file in found.files:
+        print(f"written: {file}")
+
+
+def _check_scaled(trained: TrainedModel, context: int | None) -> None:
+    """ValueError where windows are too short for what was asked of positions to show."""
+    positions = trained.positions
+    if positions.name == "dynamic_ntk" and (context or positions.context) <= positions.context:
+        raise ValueError(
+            f"--context: found {context or positions.context} with dynamic_ntk, which changes "
+            f"nothing up to the training context; wanted more than {positions.context}"
+        )
+
+
+def _log(
+    trained: TrainedModel,
+    options: Options,
+    found: Measured,
+    summary: Path,
+    tracker: Tracker | None,
+) -> None:
+    """The results in MLflow: files with the run, numbers with the checkpoint they belong to."""
+    folder, tracking = trained.folder, trained.config.tracking
+    own = tracker or Tracker(
+        folder.path,
+        uri=tracking.uri,
+        experiment=tracking.experiment,
+        run_name=trained.config.name,
+        is_training=False,
+    )
+    if tracker is None:
+        own.start()
+    own.log_checkpoint(trained.checkpoint, trained.step, found.values)
+    for file in (summary, *found.files):
+        own.log_artifact(file, f"evaluation/{label(trained, options)}")
+    if tracker is None:
+        own.finish(None, timeout_s=60.0)

@@ -1,0 +1,206 @@
+"""How a model attends to a text: mixing matrices, their outliers, and how long layers remember."""
+
+import csv
+import math
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from longhaul.modules.attention import Attention
+from longhaul.modules.attention.power import PowerAttention
+from longhaul.modules.block import Block
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure
+from longhaul.pipeline.evaluation.labels import label, metric_prefix
+from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.runs.trained_model import TrainedModel
+
+LONGEST = 1024
+"""Tokens of text: a layer's matrices have as many rows and columns."""
+
+
+class HeadReport(NamedTuple):
+    """What one mixing matrix of a layer shows; the sizes of its weights, from the middle on."""
+
+    layer: int
+    matrix: int
+    """Of the layer: its head, or its channel where every channel has one."""
+    largest: float
+    """Largest weight."""
+    first_token_share: float
+    """Mean over tokens of the share of all weight that lies on the first token."""
+    kurtosis: float
+    """Fourth moment over the square of the second, both about the mean: 3 for a Gaussian."""
+    half_life: float
+    """Tokens after which the mean log gate has halved a memory; inf without a gate, or none."""
+    rotation: float
+    """Mean of beta, tokens of fixed rotation a token; 1 where it is fixed, NaN without any."""
+    rotation_spread: float
+    """Standard deviation of beta over the text."""
+
+
+def weight_statistics(weights: Shaped[Tensor, "T T"]) -> tuple[float, float, float]:
+    """Largest weight, share on the first token, and kurtosis, of the last half of the rows.
+
+    The first rows have so few tokens to look at that all their weights are large.
+    """
+    sizes = weights.abs().double().tril()[weights.shape[0] // 2 :]
+    least = torch.finfo(torch.float64).tiny
+    past = sizes[torch.ones_like(weights, dtype=torch.bool).tril()[weights.shape[0] // 2 :]]
+    share = (sizes[:, 0] / sizes.sum(dim=1).clamp_min(least)).mean().item()
+    centred = past - past.mean()
+    spread = centred.square().mean().square().clamp_min(least)
+    return past.max().item(), share, ((centred**4).mean() / spread).item()
+
+
+def half_life(log_g: Float[Tensor, "T"]) -> float:
+    """Tokens after which gates as they are on average leave half of what was there."""
+    # Before the first token nothing was there, and the gates of softmaxes over keys are zero.
+    mean = log_g[1:].double().mean().item()
+    return math.inf if mean == 0 else math.log(0.5) / mean
+
+
+@torch.no_grad()
+def attention_inputs(
+    model: LanguageModel, tokens: Int[Tensor, "1 T"]
+) -> list[Float[Tensor, "1 T D"]]:
+    """What the attention of each layer is given."""
+    found: list[Tensor] = []
+    handles = [
+        cast(Block, block).attention_norm.register_forward_hook(
+            lambda module, given, out: found.append(out)
+        )
+        for block in model.blocks
+    ]
+    try:
+        model(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+@torch.no_grad()
+def report_layer(
+    attention: Attention, x: Float[Tensor, "1 T D"], layer: int
+) -> tuple[list[HeadReport], Shaped[Tensor, "W T T"]]:
+    """The statistics of every mixing matrix of a layer, and the matrices."""
+    weights = attention.weights(x)[0]
+    gates: Tensor | None = None
+    if isinstance(attention, PowerAttention):
+        # Of several reads the first that forgets.
+        gated = [read.log_g for read in attention.operands(x).reads if read.log_g is not None]
+        gates = gated[0][0] if gated else None  # (T, H)
+    rate = getattr(attention, "rate", None)
+    beta = None if rate is None else rate(x)[0].double()
+    fixed = math.nan if attention.rotary is None else 1.0
+    lives = [math.inf] * attention.num_heads
+    if gates is not None:
+        lives = [half_life(log_g) for log_g in gates.T]
+    reports = [
+        HeadReport(
+            layer,
+            number,
+            *weight_statistics(matrix),
+            # Kinds with a matrix for each channel have the gates of the channel's head.
+            half_life=lives[number * attention.num_heads // len(weights)],
+            rotation=fixed if beta is None else beta.mean().item(),
+            rotation_spread=0.0 if beta is None else beta.std().item(),
+        )
+        for number, matrix in enumerate(weights)
+    ]
+    return reports, weights
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    context = min(trained.config.data.context, LONGEST)
+    batch = next(iter(read_windows(trained, options, context)))
+    tokens = batch["input"][:1].to(trained.device)
+    reports: list[HeadReport] = []
+    maps: list[Tensor] = []
+    for layer, x in enumerate(attention_inputs(trained.model, tokens)):
+        attention = cast(Block, trained.model.blocks[layer]).attention
+        of_layer, weights = report_layer(attention, x, layer)
+        reports += of_layer
+        maps.append(weights.abs().mean(dim=0).float().cpu())
+    table, picture = folder / "attention.csv", folder / "attention.png"
+    memory = folder / "attention_memory.png"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HeadReport._fields)
+        for report in reports:
+            writer.writerow([report.layer, report.matrix, *(f"{x:.6g}" for x in report[2:])])
+    title = f"{trained.config.name}, {label(trained, options)}"
+    draw_maps(picture, maps, title)
+    draw_memory(memory, reports, title, context)
+    prefix = metric_prefix(trained, options)
+    values = {
+        f"{prefix}/attention_largest": max(report.largest for report in reports),
+        f"{prefix}/attention_first_token_share": _mean([r.first_token_share for r in reports]),
+        f"{prefix}/attention_kurtosis": _mean([r.kurtosis for r in reports]),
+    }
+    lives = [report.half_life for report in reports if math.isfinite(report.half_life)]
+    if lives:
+        values[f"{prefix}/attention_longest_half_life"] = max(lives)
+    return Measured(values, (table, picture, memory))
+
+
+def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
+    """PNG of each layer's weights, the mean over heads of their sizes, on a log scale."""
+    columns = min(4, len(maps))
+    rows = -(-len(maps) // columns)
+    T = maps[0].shape[0]
+    # One picture of all: layers side by side, rows of them below each other.
+    canvas = torch.full((rows * T, columns * T), math.nan)
+    for layer, weights in enumerate(maps):
+        row, column = divmod(layer, columns)
+        shown = weights.clamp_min(1e-6).log10()
+        shown[torch.ones(T, T, dtype=torch.bool).triu(1)] = math.nan
+        canvas[row * T : (row + 1) * T, column * T : (column + 1) * T] = shown
+    with figure(path, title, width=7, height=1 + 1.6 * rows) as axes:
+        image = axes.imshow(canvas.numpy(), vmin=-6, vmax=0, cmap="cividis")
+        middles = [(column + 0.5) * T for column in range(columns)]
+        axes.set_xticks(middles, [f"1 to {T:,} tokens"] * columns)
+        axes.set_yticks(
+            [(r + 0.5) * T for r in range(rows)],
+            [
+                f"layers {r * columns} to {min((r + 1) * columns, len(maps)) - 1}"
+                for r in range(rows)
+            ],
+        )
+        axes.figure.colorbar(image, ax=axes, shrink=0.7, label="log10 of the weight, mean of heads")
+
+
+def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int) -> None:
+    """PNG of every head's half-life, and of how fast its layer turns."""
+    with figure(path, title) as axes:
+        gated = [report for report in reports if math.isfinite(report.half_life)]
+        lives = [report.half_life for report in gated]
+        axes.plot([r.layer for r in gated], lives, "o", color=BLUE, label="half-life of a head")
+        axes.axhline(context, color="black", linestyle=":", label="length of the text")
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(sorted({report.layer for report in reports}))
+        axes.set_xlabel("layer")
+        axes.set_ylabel("half-life (tokens)")
+        turning = axes.twinx()
+        turning.spines["top"].set_visible(False)
+        layers = {report.layer: report for report in reports if not math.isnan(report.rotation)}
+        turning.errorbar(
+            [layer + 0.2 for layer in layers],  # beside the half-lives
+            [report.rotation for report in layers.values()],
+            [report.rotation_spread for report in layers.values()],
+            fmt="s",
+            color=ORANGE,
+            label="rotation rate β",
+        )
+        turning.set_ylim(-0.05, 2.05)
+        turning.set_ylabel("rotation rate β (tokens a token)")
+        axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,74 @@
+"""A bigram model counted on the training text: the loss that any language model must beat."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.loaders import open_store
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.pipeline.evaluation.labels import metric_prefix
+from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.runs.trained_model import TrainedModel
+
+LARGEST_VOCABULARY = 4096
+"""A dense table of counts; beyond this it would not fit, nor would most pairs be seen."""
+
+
+class Bigram:
+    """p(b | a) = (count(a, b) + s p(b)) / (count(a) + s), with p(b) counted too and s = 1."""
+
+    def __init__(self, vocabulary: int) -> None:
+        if vocabulary > LARGEST_VOCABULARY:
+            raise ValueError(
+                f"bigram: found a vocabulary of {vocabulary}, wanted at most {LARGEST_VOCABULARY}"
+            )
+        self.counts = np.zeros((vocabulary, vocabulary), dtype=np.int64)
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Count the pairs of one run of text."""
+        vocabulary = len(self.counts)
+        pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
+        self.counts += np.bincount(pairs, minlength=vocabulary**2).reshape(self.counts.shape)
+
+    def log_probabilities(self) -> Float64[Tensor, "V V"]:
+        """log p(b | a) as [a, b], nats."""
+        counts = torch.from_numpy(self.counts).double()
+        single = counts.sum(0) + 1
+        single = single / single.sum()
+        return ((counts + single) / (counts.sum(1, keepdim=True) + 1)).log()
+
+
+def count_bigrams(data: DataConfig) -> Bigram:
+    """The model of all training documents."""
+    manifest = load_manifest(data.manifest)
+    bigram = Bigram(manifest.vocab_size)
+    store = open_store(data, manifest)
+    for position in range(len(manifest.shards)):
+        shard = store[position]
+        for start in shard.starts:
+            bigram.add(shard.tokens[start : start + manifest.document_tokens])
+    return bigram
+
+
+def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
+    """Mean loss over the same validation samples a model is measured on, nats a token."""
+    table = bigram.log_probabilities()
+    total, count = 0.0, 0
+    for batch in batches:
+        real = batch["index"] >= 0
+        losses = -table[batch["input"][real], batch["target"][real]]
+        total += losses.sum().item()
+        count += losses.numel()
+    return total / count
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    bigram = count_bigrams(trained.config.data)
+    loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
+    return Measured({f"{metric_prefix(trained, options)}/bigram_loss": loss})

@@ -1,0 +1,96 @@
+"""Tasks of EleutherAI's lm_eval, run on the checkpoint as it is exported."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from longhaul.pipeline.evaluation.labels import metric_prefix
+from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.tasks import lm_eval_task
+from longhaul.pipeline.exporting.folder import export
+from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
+from longhaul.pipeline.runs.trained_model import TrainedModel
+from longhaul.pipeline.system.files import write_atomically
+
+BUNDLED = "longhaul_pairs"
+# The harness would take itself for one of the ranks that train.
+_OF_RANKS = re.compile(
+    r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NTASKS)"
+)
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(
+            "--tasks: found lm-eval, and lm_eval is not installed; wanted it from "
+            "pip install -c constraints.txt -e '.[lm-eval]'"
+        )
+    if trained.positions.name != "none":
+        raise ValueError(
+            f"--positions: found {trained.positions.name} with lm-eval, wanted none: exported "
+            "models read positions as in training"
+        )
+    with tempfile.TemporaryDirectory() as temporary:
+        exported, report = Path(temporary, "model"), Path(temporary, "found.json")
+        export(trained.checkpoint, exported)
+        context = trained.config.data.context
+        work = {
+            "tasks": options.lm_eval_tasks,
+            "model_args": {
+                "pretrained": str(exported),
+                "trust_remote_code": True,
+                "add_bos_token": True,
+                "dtype": "float32",
+                "max_length": context,
+                "device": str(trained.device),
+            },
+            "batch_size": max(1, TOKENS_AT_ONCE // context),
+            "found": str(report),
+        }
+        # Code of a folder that goes away is not kept for later ones.
+        environment = {
+            **{key: value for key, value in os.environ.items() if not _OF_RANKS.fullmatch(key)},
+            "HF_MODULES_CACHE": str(Path(temporary, "modules")),
+        }
+        module = f"{lm_eval_task.__name__}.run"
+        status = subprocess.run(
+            [sys.executable, "-P", "-m", module, json.dumps(work)],
+            cwd=Path(lm_eval_task.__file__).parent,
+            env=environment,
+        ).returncode
+        if status:
+            raise RuntimeError(f"lm-eval: ended with status {status}, for the reason above")
+        text = report.read_text()
+    found = json.loads(text)
+    if unknown := found.get("unknown"):
+        raise ValueError(
+            f"--lm-eval-tasks: found {', '.join(unknown)}, wanted {BUNDLED} or tasks that lm_eval "
+            "knows (lm_eval ls tasks)"
+        )
+    file = folder / "lm-eval-results.json"
+    write_atomically(file, text)
+    return Measured(
+        {
+            f"{metric_prefix(trained, options)}/lm-eval/{name}": value
+            for name, value in _numbers(found["results"]).items()
+        },
+        (file,),
+    )
+
+
+def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """All metrics as TASK/METRIC, or TASK/METRIC/FILTER where answers were filtered first."""
+    found = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            metric, _, how = key.partition(",")
+            if how and isinstance(value, (int, float)):
+                name = f"{task}/{metric}" if how == "none" else f"{task}/{metric}/{how}"
+                found[name] = float(value)
+    return found

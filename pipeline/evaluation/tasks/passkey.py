@@ -1,0 +1,220 @@
+"""Passkey retrieval: a number hidden in a long, repetitive text, to be told at its end.
+
+Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023).
+"""
+
+import csv
+import itertools
+import random
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
+from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
+from longhaul.pipeline.evaluation.labels import label, metric_prefix
+from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Measured, Options
+from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, Sampling, Session, decode
+from longhaul.pipeline.runs.trained_model import TrainedModel
+
+ANSWER_TOKENS = 64
+
+_TASK_LINE = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+_FILLER = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
+_KEY_LINE = "The pass key is {key}. Remember it. {key} is the pass key."
+_QUESTION = "What is the pass key?"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text with a key in it."""
+
+    length: int
+    """The length asked for, tokens; `ids` are a little more."""
+
+    depth: float
+    key: str
+    text: str
+    ids: Ids
+
+
+Answer = Callable[[Sequence[Prompt]], list[str]]
+"""What a model says after each of some prompts of equally many tokens."""
+
+
+def passkey_text(key: str, fillers: int, before: int) -> str:
+    """The prompt with so many repeated fillers, and so many of them before the key."""
+    lines = [_FILLER] * fillers
+    lines.insert(before, _KEY_LINE.format(key=key))
+    return "\n".join([_TASK_LINE, *lines, _QUESTION])
+
+
+def make_prompt(tokenizer: Tokenizer, length: int, depth: float, key: str) -> Prompt:
+    """With the fewest fillers that make the prompt longer than `length` tokens."""
+
+    def build(fillers: int) -> tuple[str, Ids]:
+        text = passkey_text(key, fillers, round(depth * fillers))
+        return text, tokenizer.encode(text)
+
+    none, some = (len(build(fillers)[1]) for fillers in (0, 8))
+    # What a filler takes may differ by its neighbours: from just below the estimate upwards.
+    fillers = max(0, int((length - none) / ((some - none) / 8)) - 2)
+    text, ids = build(fillers)
+    while len(ids) <= length:
+        fillers += 1
+        text, ids = build(fillers)
+    return Prompt(length, depth, key, text, ids)
+
+
+def make_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[Prompt]:
+    """The same ones every time: keys from 10,000 to 99,999, depths in turn."""
+    draw = random.Random(f"passkey {length}")
+    keys = [str(draw.randint(10_000, 99_999)) for _ in range(count)]
+    depths = itertools.cycle(PASSKEY_DEPTHS)
+    return [make_prompt(tokenizer, length, next(depths), key) for key in keys]
+
+
+def is_right(key: str, answer: str) -> bool:
+    """Whether the key stands in the answer, as a number of its own."""
+    return re.search(rf"(?<!\d){key}(?!\d)", answer) is not None
+
+
+def score(prompts: Sequence[Prompt], answers: Sequence[str]) -> dict[tuple[int, float], list[bool]]:
+    """Right or wrong, by length and depth."""
+    found: dict[tuple[int, float], list[bool]] = defaultdict(list)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        found[prompt.length, prompt.depth].append(is_right(prompt.key, answer))
+    return dict(found)
+
+
+def ask(prompts: Sequence[Prompt], answer: Answer) -> list[str]:
+    """Answers in the order of the prompts; those of equally many tokens are asked together."""
+    found: dict[int, str] = {}
+    for group in _batches(prompts):
+        for index, text in zip(group, answer([prompts[i] for i in group]), strict=True):
+            found[index] = text
+    return [found[index] for index in range(len(prompts))]
+
+
+def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
+    alike: dict[int, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        alike[len(prompt.ids)].append(index)
+    for tokens, indices in alike.items():
+        at_once = max(1, TOKENS_AT_ONCE // tokens)
+        yield from (indices[i : i + at_once] for i in range(0, len(indices), at_once))
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    longest = options.lengths or max(SHORTEST_PASSKEY, 4 * trained.positions.context)
+    lengths = [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
+    if not lengths:
+        raise ValueError(f"--lengths: found {longest}, wanted {SHORTEST_PASSKEY} or more")
+    if options.prompts < len(PASSKEY_DEPTHS):
+        raise ValueError(
+            f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, one a depth"
+        )
+    manifest = load_manifest(trained.config.data.manifest)
+    tokenizer = tokenizer_of(manifest)
+    sampling = Sampling(vocabulary=manifest.vocab_size)
+
+    def answer(group: Sequence[Prompt]) -> list[str]:
+        sessions = [Session([manifest.bos_id, *prompt.ids.tolist()]) for prompt in group]
+        found: list[list[int]] = [[] for _ in group]
+        device = trained.device.type
+        is_rounded = trained.config.trainer.precision == "bf16-mixed"
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=is_rounded):
+            for index, token in decode(
+                trained.model, sessions, num_tokens=ANSWER_TOKENS, sampling=sampling
+            ):
+                found[index].append(token)
+        progress.add(sum(len(prompt.ids) + 1 + ANSWER_TOKENS for prompt in group))
+        return [tokenizer.decode(ids) for ids in found]
+
+    found: dict[tuple[int, float], list[bool]] = {}
+    total = sum(length + ANSWER_TOKENS for length in lengths) * options.prompts
+    with trained.ranks.progress(total, "passkey") as progress:
+        for length in lengths:
+            prompts = make_prompts(tokenizer, length, options.prompts)
+            answers = ask(list(trained.ranks.share(prompts)), answer)
+            found |= score(prompts, trained.ranks.gather(answers))
+    table = folder / "passkey.csv"
+    write_table(table, found)
+    curve, depths = folder / "passkey.png", folder / "passkey_depth.png"
+    title = f"{trained.config.name}, {label(trained, options)}"
+    draw_curve(curve, found, title, trained.positions.context)
+    draw_depths(depths, found, title)
+    prefix = metric_prefix(trained, options)
+    values = {
+        f"{prefix}/passkey_{length:06d}": right / count
+        for length, (right, count) in by_length(found).items()
+    }
+    return Measured(values, (table, curve, depths))
+
+
+def by_length(found: dict[tuple[int, float], list[bool]]) -> dict[int, tuple[int, int]]:
+    """Right answers and prompts of each length, at all depths."""
+    lengths = sorted({length for length, _ in found})
+    sums = {}
+    for length in lengths:
+        answers = [right for (of, _), some in found.items() if of == length for right in some]
+        sums[length] = sum(answers), len(answers)
+    return sums
+
+
+def write_table(path: Path, found: dict[tuple[int, float], list[bool]]) -> None:
+    """CSV with a row for each length and depth."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["length", "depth", "prompts", "right", "accuracy"])
+        for (length, depth), answers in sorted(found.items()):
+            accuracy = f"{sum(answers) / len(answers):.4f}"
+            writer.writerow([length, depth, len(answers), sum(answers), accuracy])
+
+
+def draw_curve(
+    path: Path, found: dict[tuple[int, float], list[bool]], title: str, trained_at: int
+) -> None:
+    """PNG of accuracy against length, with Wilson's interval of 95 %."""
+    sums = by_length(found)
+    lengths = list(sums)
+    shares = [right / count for right, count in sums.values()]
+    low, high = zip(*(wilson_interval(*sums[length]) for length in lengths), strict=True)
+    with figure(path, title) as axes:
+        axes.fill_between(lengths, low, high, color=BLUE, alpha=0.15, linewidth=0)
+        axes.plot(lengths, shares, "o-", color=BLUE)
+        axes.axvline(trained_at, color="black", linestyle=":", label="training context")
+        axes.set_ylim(-0.02, 1.02)
+        tokens_axis(axes, "length of the prompt (tokens)", lengths)
+        axes.set_ylabel("passkeys told (share)")
+        axes.legend(frameon=False)
+
+
+def draw_depths(path: Path, found: dict[tuple[int, float], list[bool]], title: str) -> None:
+    """PNG of accuracy by length and depth."""
+    lengths = sorted({length for length, _ in found})
+    shares = [
+        [sum(found[length, depth]) / len(found[length, depth]) for length in lengths]
+        for depth in PASSKEY_DEPTHS
+    ]
+    with figure(path, title) as axes:
+        # cividis is read alike with and without colour vision.
+        image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        axes.tick_params(axis="x", rotation=45 if len(lengths) > 5 else 0)
+        axes.set_yticks(
+            range(len(PASSKEY_DEPTHS)), [f"{100 * depth:.0f}" for depth in PASSKEY_DEPTHS]
+        )
+        axes.set_xlabel("length of the prompt (tokens)")
+        axes.set_ylabel("depth of the key (%)")
+        axes.figure.colorbar(image, ax=axes, label="passkeys told (share)")

@@ -1,0 +1,111 @@
+"""Perplexity of documents read through a window that slides by a stride."""
+
+import csv
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
+from longhaul.pipeline.evaluation.labels import label, metric_prefix
+from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.windows import read_documents, read_losses, shifted
+from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
+from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
+    """Ends of the windows over a document, and how many of the last tokens of each are scored.
+
+    The first window scores all its tokens; every other one ends a stride later, or at the end of
+    the document, and scores what no earlier one has. So each token is scored once, and beyond the
+    first window with at least window - stride tokens before it.
+    """
+    scored = 0
+    for end in range(window, length + stride, stride):
+        end = min(end, length)
+        yield end, end - scored
+        scored = end
+        if end == length:
+            return
+
+
+def sliding_loss(
+    model: LanguageModel,
+    document: Int[Tensor, "1 T"],
+    *,
+    window: int,
+    stride: int,
+    bos_id: int,
+    precision: str,
+    progress: Callable[[int], None] = lambda tokens: None,
+) -> float:
+    """Sum of the losses of a document's tokens, nats; bos_id precedes every window."""
+    T = document.shape[1]
+    total = 0.0
+    pieces = list(sliding_windows(T, window, stride))
+    # All windows have the same length: as many go side by side as fit into one reading.
+    side_by_side = max(1, TOKENS_AT_ONCE // window)
+    for start in range(0, len(pieces), side_by_side):
+        group = pieces[start : start + side_by_side]
+        target = torch.cat([document[:, end - window : end] for end, _ in group])
+        tokens = shifted(target, bos_id)
+        at_once = tokens_at_once(model, window)
+        losses = read_losses(model, tokens, target, precision, at_once, progress).double()
+        for row, (_, scored) in zip(losses, group, strict=True):
+            total += row[window - scored :].sum().item()
+    return total
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+    trained_at = trained.positions.context
+    windows = options.contexts or tuple(trained_at * 2**power for power in range(3))
+    stride = min(256, *windows) if options.stride is None else options.stride
+    if not 1 <= stride <= min(windows):
+        raise ValueError(
+            f"--stride: found {stride}, wanted 1 to {min(windows)}, the shortest window"
+        )
+    length = max(windows)
+    documents = read_documents(trained, options, length)
+    bos_id = load_manifest(trained.config.data.manifest).bos_id
+    work = sum(window * len(list(sliding_windows(length, window, stride))) for window in windows)
+    losses: dict[int, float] = {}
+    with trained.ranks.progress(work * len(documents), "perplexity") as progress:
+        for window in windows:
+            of_documents = [
+                sliding_loss(
+                    trained.model,
+                    document[None].to(trained.device),
+                    window=window,
+                    stride=stride,
+                    bos_id=bos_id,
+                    precision=trained.config.trainer.precision,
+                    progress=progress.add,
+                )
+                for document in trained.ranks.share(documents)
+            ]
+            total = sum(trained.ranks.gather(of_documents))
+            losses[window] = total / (length * len(documents))
+    table, picture = folder / "perplexity.csv", folder / "perplexity.png"
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["window", "stride", "documents", "tokens", "loss_nats", "perplexity"])
+        for window, loss in losses.items():
+            tokens = length * len(documents)
+            row = [window, stride, len(documents), tokens, f"{loss:.6f}", f"{math.exp(loss):.6f}"]
+            writer.writerow(row)
+    with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
+        values = [math.exp(loss) for loss in losses.values()]
+        axes.plot(list(losses), values, "o-", color=BLUE)
+        axes.axvline(trained_at, color="black", linestyle=":", label="training context")
+        tokens_axis(axes, f"sliding window (tokens), stride {stride}", list(losses))
+        axes.set_ylabel("perplexity (a token)")
+        axes.legend(frameon=False)
+    prefix = metric_prefix(trained, options)
+    named = {f"{prefix}/perplexity_{w:06d}": math.exp(loss) for w, loss in losses.items()}
+    return Measured(named, (table, picture))

@@ -1,0 +1,77 @@
+"""Writes a checkpoint as a folder that transformers loads without longhaul."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.tokenizer import tokenizer_of
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.checkpoints.files import STATE, verify
+from longhaul.pipeline.checkpoints.store import CheckpointError
+from longhaul.pipeline.exporting.card import write_card
+from longhaul.pipeline.exporting.model_files import write_model_files
+from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
+from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
+from longhaul.pipeline.runs.folder import stored_config
+from longhaul.pipeline.runs.trained_model import find_checkpoint
+from longhaul.pipeline.system.new_folder import appearing, free_folder
+
+_SHARD_BYTES = 5_000_000_000
+
+
+def export(
+    run_or_checkpoint: str | Path, destination: str | Path, *, shard_bytes: int = _SHARD_BYTES
+) -> list[Path]:
+    """Write a checkpoint, or a run's newest, as a Hugging Face folder; it is there whole or not.
+
+    Args:
+        run_or_checkpoint: the path of either.
+        destination: a folder that is not there yet, or empty.
+        shard_bytes: largest file of weights, unless a tensor is larger.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: there is no such checkpoint, or the destination holds something.
+        OSError: the checkpoint is damaged, or the folder could not be written.
+    """
+    target = free_folder(destination)
+    run, checkpoint = find_checkpoint(run_or_checkpoint)
+    config = stored_config(run)
+    manifest = load_manifest(config.data.manifest)
+    tokenizer = tokenizer_of(manifest)
+    tensors = _weights(checkpoint, config.model)
+    progress: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())["progress"]
+
+    with appearing(target) as folder:
+        write_shards(folder, tensors, shard_bytes)
+        write_model_files(folder, config, manifest)
+        write_tokenizer(folder, tokenizer)
+        parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        write_card(folder, run, config, checkpoint, progress, manifest, parameters)
+    return sorted(Path(destination).iterdir())
+
+
+def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTensor]:
+    """Where the checkpoint has the tensors of such a model, in the model's order."""
+    found = saved_tensors(checkpoint, verify(checkpoint, only=("model",)), "model")
+    wanted = _shapes(model)
+    for name in sorted(found.keys() | wanted.keys()):
+        shape = found[name].shape if name in found else None
+        if shape != wanted.get(name):
+            raise CheckpointError(
+                f"checkpoint {checkpoint}: found shape {shape} for {name}, wanted "
+                f"{wanted.get(name)} as in its run's model"
+            )
+    return {name: found[name] for name in wanted}
+
+
+def _shapes(model: LanguageModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        state = LanguageModel(model).state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -1,0 +1,125 @@
+"""The tables of `longhaul plan`: what a model is made of and costs, from its config alone."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from longhaul.configs import RunConfig, load_run_config
+from longhaul.modules.attention import AttentionConfig
+from longhaul.modules.attention.sympow import Sympow, SympowConfig
+from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.planning.fit import find, on_ranks, rows, verdict
+from longhaul.pipeline.planning.memory import Planner
+from longhaul.pipeline.planning.sizes import (
+    HALF,
+    allocated_bytes,
+    attentions,
+    state_bytes,
+    without_memory,
+)
+from longhaul.pipeline.system.devices import Device
+from longhaul.pipeline.terminal.numbers import amount, digits, in_bytes
+from longhaul.pipeline.terminal.table import print_table
+
+_DEGREES = (2, 4, 6, 8)
+
+
+def print_plan(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    kinds: Sequence[str] | None,
+    contexts: Sequence[int] | None,
+    gpus: int | None,
+    device: str | None,
+) -> None:
+    """Print the tables of `longhaul plan`, whose help explains the arguments.
+
+    Raises:
+        ValueError: the config, a kind or the device is not known.
+    """
+    run = load_run_config(path, overrides)
+    fit = None
+    if gpus is not None or device is not None:
+        fit = on_ranks(path, overrides, run, gpus), find(device)
+    contexts = contexts or [run.data.context]
+    models = [run.model]
+    if kinds is not None:
+        models = [load_run_config(path, overrides, kind=kind).model for kind in kinds]
+    print("FLOPs: forward, a token, in the form that a GPU takes. State: a sequence's, in half")
+    print("precision without padding, and as it is allocated.\n")
+    print_table(_costs(models, contexts))
+    symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
+    if symmetric:
+        print("\nThe state of the symmetric-power layers at each degree:\n")
+        print_table(_states_by_degree(symmetric[0]))
+    if fit is not None:
+        _print_fit(*fit)
+
+
+def _print_fit(config: RunConfig, device: Device) -> None:
+    ranks = config.trainer.world_size
+    print(f"\nGB of one of {ranks} ranks where an update needs most, and GB that it sends")
+    print("in an update. Copies: parameters that are gathered or cast, buffers of collectives;")
+    print("workspace: inside of an op, if one runs then. All is traced from the step itself, but")
+    print(
+        "for DeepSpeed, where activations and workspace are, and the rest is computed.\n",
+        flush=True,
+    )
+    planner = Planner(config)
+    print_table(rows(config, device, planner))
+    print(f"\n{verdict(config, device, planner)}")
+
+
+def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> list[list[str]]:
+    """A row for every kind and context, below the names of the columns."""
+    names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
+    rows = [[*names, "state", "allocated", "form on GPU", "on CPU"]]
+    for config in models:
+        model = without_memory(config)
+        layers = attentions(model)
+        weights = model.weight_flops()
+        for T in contexts:
+            mixing = model.mixing_flops(T, "triton")
+            rows.append(
+                [
+                    ",".join(config.kinds),
+                    f"{T:,}",
+                    amount(model.num_parameters()),
+                    amount(weights),
+                    amount(mixing),
+                    digits(mixing / weights),
+                    in_bytes(state_bytes(layers, T)),
+                    in_bytes(allocated_bytes(layers, T)),
+                    *(
+                        ", ".join(dict.fromkeys(layer.form(T, backend) for layer in layers))
+                        for backend in ("triton", "torch")
+                    ),
+                ]
+            )
+    return rows
+
+
+def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
+    """A row for every degree, below the names of the columns."""
+    rows = [["degree", "symmetric power", "tensor power", "allocated"]]
+    for degree in _DEGREES:
+        others = {key: _of_degree(other, degree) for key, other in config.layer_attention.items()}
+        model = dataclasses.replace(
+            config, attention=_of_degree(config.attention, degree), layer_attention=others
+        )
+        layers = [layer for layer in attentions(without_memory(model)) if isinstance(layer, Sympow)]
+        rows.append(
+            [
+                f"{degree}",
+                in_bytes(state_bytes(layers, 1)),
+                in_bytes(sum(layer.tensor_power_size() * HALF.itemsize for layer in layers)),
+                in_bytes(allocated_bytes(layers, 1)),
+            ]
+        )
+    return rows
+
+
+def _of_degree(attention: AttentionConfig, degree: int) -> AttentionConfig:
+    if isinstance(attention, SympowConfig):
+        return dataclasses.replace(attention, degree=degree)
+    return attention

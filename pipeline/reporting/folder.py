@@ -1,0 +1,95 @@
+"""Writes an MLflow experiment as figures, tables and one page."""
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from longhaul.pipeline.reporting import evaluations, training
+from longhaul.pipeline.reporting.drawing import Figure, draw, write_csv
+from longhaul.pipeline.reporting.page import write_page
+from longhaul.pipeline.reporting.runs import read_runs
+from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.system.new_folder import appearing, free_folder
+
+logger = logging.getLogger(__name__)
+
+_FIGURES: dict[str, tuple[Callable[[Named], Iterable[Figure]], str]] = {
+    "Loss against training context": (training.loss_against_context, "no run was validated"),
+    "Loss against state": (training.loss_against_state, "no run was validated"),
+    "Speed against training context": (training.speed_against_context, "no run logged an update"),
+    "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
+    "Loss by position": (evaluations.loss_by_position, "longhaul evaluate RUN --context N"),
+    "Loss in windows of each length": (
+        evaluations.loss_in_windows,
+        "longhaul evaluate RUN --tasks context",
+    ),
+    "Perplexity of a sliding window": (
+        evaluations.perplexity,
+        "longhaul evaluate RUN --tasks perplexity",
+    ),
+    "Passkeys told": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
+}
+"""Each with what to say where there is none, or the command that would measure it."""
+
+
+def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
+    """Write figures, tables and index.html into a folder, which is there whole or not at all.
+
+    Args:
+        experiment: its name in MLflow.
+        destination: a folder that is not there yet, or empty.
+        uri: `sqlite:///FILE`, or the address of a server.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: there is no such store or experiment, no run has finished, or the destination
+            holds something.
+        RuntimeError: MLflow cannot be reached.
+        OSError: the folder could not be written.
+    """
+    target = free_folder(destination)
+    runs, unread = read_runs(uri, experiment)
+    for line in unread:
+        logger.warning("left out: run %s", line)
+    named = Named(runs)
+    figures, left_out = list[Figure](), [f"Run {line}" for line in unread]
+    for title, (make, reason) in _FIGURES.items():
+        found = list(make(named))
+        figures += found
+        if not found:
+            left_out.append(f"{title}: {reason}")
+    tables = list(evaluations.ntk_tables(named))
+    if not tables:
+        left_out.append(
+            "Tables of position scaling: longhaul evaluate RUN --tasks perplexity,passkey "
+            "--positions dynamic_ntk --factor N"
+        )
+    with appearing(target) as folder:
+        for figure in figures:
+            draw(figure, folder)
+        for table in tables:
+            write_csv(folder / f"{table.name}.csv", table.columns, table.rows)
+        write_runs(folder / "runs.csv", named)
+        write_page(folder, experiment, uri, named, figures, tables, left_out)
+    return sorted(Path(destination).iterdir())
+
+
+def write_runs(path: Path, named: Named) -> None:
+    """CSV with a row for each run."""
+    columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
+    rows = [
+        [
+            *named.cells(run),
+            run.tokens,
+            run.final_loss,
+            run.speed,
+            run.num_parameters,
+            run.state_bytes,
+            run.commit,
+            run.hardware,
+        ]
+        for run in named.runs
+    ]
+    write_csv(path, [*CELLS, *columns, "commit", "hardware"], rows)

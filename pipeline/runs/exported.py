@@ -1,0 +1,73 @@
+"""Reads the folder that `longhaul export` wrote: its model's shape, and its weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from longhaul.configs.loader import to_dict
+from longhaul.modules.language_model import LanguageModelConfig
+
+WEIGHTS = "model.safetensors"
+"""All weights, or of several files the stem of each."""
+
+WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
+"""Which of several files holds a tensor."""
+
+# Which changes how fast something is computed here, and nothing there.
+_NOT_WRITTEN = ("chunk_size",)
+
+
+def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
+    """What decides what a model's weights mean, by the names of the exported config.json.
+
+    Layers have numbers there, and each has all options of its kind.
+    """
+    attention = [to_dict(model.attention_of(layer)) for layer in range(model.layers)]
+    return {
+        "vocab_size": model.vocabulary,
+        "hidden_size": model.width,
+        "num_attention_heads": model.heads,
+        "attention": {
+            str(layer): {key: v for key, v in options.items() if key not in _NOT_WRITTEN}
+            for layer, options in enumerate(attention)
+        },
+    }
+
+
+def is_exported(path: str | Path) -> bool:
+    """Whether a folder holds an exported model, and not a run."""
+    return (Path(path) / "config.json").is_file()
+
+
+def exported_shape(folder: Path) -> dict[str, Any]:
+    """`shape_of` the model that an exported folder holds; ValueError where it is no such folder."""
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_bytes())
+        if values["model_type"] != "longhaul":
+            raise ValueError(f"model_type is {values['model_type']!r}, wanted 'longhaul'")
+        attention = {str(layer): one for layer, one in enumerate(values["attention"])}
+        sizes = ("vocab_size", "hidden_size", "num_attention_heads")
+        return {key: values[key] for key in sizes} | {"attention": attention}
+    except (ValueError, TypeError, KeyError) as error:
+        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: not of an exported model, {said}") from error
+
+
+def exported_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of an exported folder; ValueError where a shard is missing or damaged."""
+    try:
+        index = folder / WEIGHTS_INDEX
+        names = {WEIGHTS}
+        if index.is_file():
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        weights: dict[str, Tensor] = {}
+        for name in sorted(names):
+            weights |= load_file(folder / name)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise ValueError(f"{folder}: its weights cannot be read, {error}") from error
+    return weights

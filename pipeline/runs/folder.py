@@ -1,0 +1,143 @@
+"""The folder of one run, ROOT/NAME."""
+
+import dataclasses
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.pipeline.system.environment import describe_environment
+from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.tracking.run import absolute_uri
+
+# A resumed run may go on longer, elsewhere, and on other devices; what decides its numbers stays.
+# That the shards are the same is checked by their hashes, wherever they lie.
+_FIXED = (
+    "model.",
+    "data.context",
+    "data.shuffle_shards",
+    "optim.",
+    "trainer.precision",
+    "trainer.seed",
+    "trainer.start_from",
+    "trainer.train_only",
+)
+
+# Of these, what only decides how a run gets over bad updates.
+_FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What DONE says."""
+
+    step: int
+    tokens: int
+    is_tracked: bool  # everything is in MLflow
+
+
+class RunFolder:
+    """Paths of a run, its config, and its finished mark."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.yaml"
+        self.environment_file = path / "environment.json"
+        self.checkpoints = path / "checkpoints"
+        self.log_file = path / "logs" / "train.log"
+        self.done_file = path / "DONE"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "RunFolder":
+        return cls(Path(config.root) / config.name)
+
+    def check_same_run(self, config: RunConfig) -> None:
+        """Refuse a config that differs from the folder's in what decides the run's numbers."""
+        if not self.config_file.exists():
+            return
+        stored = load_run_config(self.config_file)
+        before, now = flatten(to_dict(stored)), flatten(to_dict(config))
+        for key in sorted(before.keys() | now.keys()):
+            is_fixed = key.startswith(_FIXED) and key not in _FREE
+            if is_fixed and before.get(key) != now.get(key):
+                raise ConfigError(
+                    f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in "
+                    f"{self.config_file}; give the new run another name"
+                )
+        orders = [list(each.model.layer_attention) for each in (config, stored)]
+        if orders[0] != orders[1]:
+            raise ConfigError(
+                f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
+                f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
+            )
+        if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
+            logger.warning(
+                "trainer.max_tokens: %d now, %d before; the learning rate's schedule ends with it",
+                now["trainer.max_tokens"],
+                before["trainer.max_tokens"],
+            )
+
+    def adopt(self, config: RunConfig) -> None:
+        """Write what the run is and runs on; the caller holds the journal, and so the folder."""
+        for note in (self.done_file, self.path / "STOPPED"):
+            note.unlink(missing_ok=True)
+        write_atomically(self.config_file, to_yaml(config))
+        environment = json.dumps(describe_environment(), indent=2)
+        write_atomically(self.environment_file, environment + "\n")
+
+    def finished(self) -> Finished | None:
+        """How the run ended, None while it has not."""
+        if not self.done_file.exists():
+            return None
+        return Finished(**json.loads(self.done_file.read_text()))
+
+    def mark_finished(self, finished: Finished) -> None:
+        write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
+
+
+def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
+    """The run folder that a path names, and the checkpoint if the path names one."""
+    path = Path(run_or_checkpoint).absolute()
+    if path.parent.name == "checkpoints" and path.is_dir():
+        folder, checkpoint = RunFolder(path.parent.parent), path
+    else:
+        folder, checkpoint = RunFolder(path), None
+    if not folder.config_file.is_file():
+        raise ValueError(
+            f"{run_or_checkpoint}: found no config.yaml, wanted a run folder or one of its "
+            "checkpoints"
+        )
+    return folder, checkpoint
+
+
+def stored_config(folder: RunFolder) -> RunConfig:
+    """The config of a run, as if it had been started where it lies now."""
+    config = load_run_config(folder.config_file)
+    return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
+
+
+def anchored(config: RunConfig) -> RunConfig:
+    """The config with local paths made absolute: the run can be read from any folder then."""
+    data, tracking, start_from = config.data, config.tracking, config.trainer.start_from
+    validation = data.validation_manifest
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(
+            data,
+            manifest=_absolute(data.manifest),
+            validation_manifest=None if validation is None else _absolute(validation),
+        ),
+        trainer=dataclasses.replace(
+            config.trainer, start_from=None if start_from is None else _absolute(start_from)
+        ),
+        tracking=dataclasses.replace(tracking, uri=absolute_uri(tracking.uri)),
+    )
+
+
+def _absolute(location: str) -> str:
+    return location if is_remote(location) else str(local_path(location).absolute())

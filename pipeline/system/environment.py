@@ -1,0 +1,59 @@
+"""What a run ran on: commit, packages, machine."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+
+def describe_environment() -> dict[str, Any]:
+    """Everything needed to say where numbers came from, as plain JSON."""
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "commit": source_commit(),
+        "python": platform.python_version(),
+        "packages": {
+            package.name: package.version
+            for package in sorted(importlib.metadata.distributions(), key=lambda one: one.name)
+        },
+        "machine": platform.machine(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "accelerators": devices,
+    }
+
+
+def source_checkout() -> Path | None:
+    """The checkout that the code runs from, None where it is installed."""
+    checkout = Path(__file__).resolve().parents[2]
+    return checkout if (checkout / ".git").exists() else None
+
+
+def source_commit() -> str | None:
+    """Commit of the checkout, "-dirty" when it was changed since; None where git does not tell."""
+    checkout = source_checkout()
+    if checkout is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

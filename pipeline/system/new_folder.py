@@ -1,0 +1,63 @@
+"""A folder that appears whole or not at all, and never over anything."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from longhaul.pipeline.system.files import flush
+
+
+def free_folder(destination: str | Path) -> Path:
+    """The real path of a folder that is not there yet, or empty; ValueError for anything else."""
+    if not str(destination):
+        raise ValueError("DST: found an empty name, wanted a new or empty folder")
+    target = Path(os.path.realpath(destination))
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{destination}: found a file, wanted a new or empty folder")
+    if target.exists() and (entries := len(list(target.iterdir()))):
+        raise ValueError(f"{destination}: found {entries} entries, wanted a new or empty folder")
+    if target.is_mount():
+        raise ValueError(f"{destination}: found a mount point, wanted a new or empty folder")
+    return target
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A folder beside the target to write files into, which gets its name when the block ends well.
+
+    Args:
+        target: from `free_folder`.
+
+    Raises:
+        OSError: it could not be written, another process writes it, or something was put into the
+            target meanwhile.
+    """
+    temporary = target.with_name(f".{target.name}.unfinished")
+    temporary.mkdir(parents=True, exist_ok=True)
+    lock = temporary / ".lock"
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(
+                f"{target}: found another process that writes it, wanted one at a time"
+            ) from None
+        try:
+            # What a process left that was killed.
+            for entry in temporary.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry != lock:
+                    entry.unlink()
+            yield temporary
+            lock.unlink()
+            for path in (*sorted(temporary.iterdir()), temporary):
+                flush(path)
+            os.rename(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    flush(target.parent)

@@ -1,0 +1,409 @@
+"""How a model is trained on its devices: a Lightning strategy for each value of trainer.strategy.
+
+Each also is a `Parallelism` (modules/pretraining.py): it says when gradients are exchanged, and
+makes the update. All of them run over gloo on CPUs as well as over NCCL on GPUs.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from longhaul.configs import RunConfig
+from longhaul.configs.schema import TrainerConfig
+from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.pretraining import Parallelism, Pretraining
+from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
+from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.training.blocks import shard
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+# Ranks end together; one that does not by then is killed.
+_SECONDS_TO_END = 30
+
+
+@runtime_checkable
+class Resumable(Parallelism, Protocol):
+    """What checkpoints and evaluation need of a strategy besides."""
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name; not copied."""
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        """Read back what `tensors` named, under this or any other strategy."""
+
+
+def resumable(trainer: Trainer) -> Resumable:
+    """The trainer's strategy as what `build_strategy` made it."""
+    return cast(Resumable, trainer.strategy)
+
+
+def build_strategy(config: RunConfig) -> Strategy:
+    """The strategy that the config names, for the devices that are here."""
+    gpu = torch.cuda.is_available()
+    # Checkpoints are written in the background over gloo, whatever carries the gradients.
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+    match config.trainer.strategy:
+        case "single":
+            return Single(torch.device("cuda:0" if gpu else "cpu"))
+        case "ddp":
+            return Replicated(process_group_backend=backend, gradient_as_bucket_view=True)
+        case "fsdp":
+            return Sharded(config.trainer, backend)
+        case _:
+            return Zero(config, backend)
+
+
+class _Plain:
+    """What holds where the optimizer's parameters and gradients are those of the module."""
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        value = norm.item()
+        applied = is_good and math.isfinite(value)
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        return value, applied
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        return training_tensors(model, optimizer)
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        restore_training(model, optimizer, saved)
+
+
+class _Launched(Strategy):
+    """Starts the other ranks of this machine, where no job scheduler does."""
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None  # type: ignore[attr-defined]
+        environment: ClusterEnvironment = self.cluster_environment  # type: ignore[attr-defined]
+        if not environment.creates_processes_externally:
+            self._launcher = _Launcher(environment, self.num_processes, self.num_nodes)  # type: ignore[attr-defined]
+
+
+class _Launcher(_SubprocessScriptLauncher):
+    """Lightning's, without its thread that kills rank 0 when another rank ends.
+
+    Rank 0 has books to close, and the watchdog ends what hangs.
+    """
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._call_children_scripts()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
+
+    def end(self) -> None:
+        """Wait until the other ranks of this machine have ended, or kill them."""
+        deadline = time.monotonic() + _SECONDS_TO_END
+        for process in self.procs:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def end_ranks(trainer: Trainer) -> None:
+    """Wait until the ranks that this process started have ended, or kill them."""
+    if isinstance(trainer.strategy.launcher, _Launcher):
+        trainer.strategy.launcher.end()
+
+
+class Single(_Plain, SingleDeviceStrategy):
+    """One process."""
+
+
+class Replicated(_Plain, _Launched, DDPStrategy):
+    """Every rank holds the whole model; gradients are averaged while the backward runs."""
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if is_last else self.block_backward_sync()
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """This rank's share of them: what is saved is copied to main memory first."""
+        every = super().tensors(model, optimizer)
+        return {name: every[name] for name in sorted(every)[self.global_rank :: self.world_size]}
+
+
+class Sharded(_Plain, _Launched, ModelParallelStrategy):
+    """FSDP2: every rank holds a part of each parameter, its gradient and its moments.
+
+    Blocks are gathered one at a time. `replicas` groups of ranks each hold the whole model.
+    """
+
+    def __init__(self, config: TrainerConfig, backend: str) -> None:
+        super().__init__(
+            data_parallel_size=config.world_size,
+            tensor_parallel_size=1,
+            process_group_backend=backend,
+        )
+        self._config = config
+
+    def setup(self, trainer: Trainer) -> None:
+        # The parent's leaves the sharding to a hook of the LightningModule, which knows no mesh.
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        module = cast(Pretraining, self.model)
+        _make_same(module.model.to(self.root_device))
+        self._shard(module.model)
+        self.model_to_device()
+        self.barrier()
+        self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        root = cast(FSDPModule, cast(Pretraining, self.model).model)
+        root.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def _shard(self, model: LanguageModel) -> None:
+        config = self._config
+        replicas = config.replicas
+        if model.num_parameters() < config.no_shard_below:
+            replicas = config.world_size
+        mesh = init_device_mesh(
+            self.root_device.type,
+            (replicas, config.world_size // replicas),
+            mesh_dim_names=("replicate", "shard"),
+        )
+        policy = MixedPrecisionPolicy()
+        if config.precision == "bf16-mixed":
+            # Inputs stay as they are: the residual stream between the blocks is float32.
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+        shard(model, mesh, policy)
+
+
+class Zero(_Launched, DeepSpeedStrategy):
+    """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
+
+    def __init__(self, config: RunConfig, backend: str) -> None:
+        trainer = config.trainer
+        # At every call, of functions that DeepSpeed uses and torch has other names for now.
+        warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
+        # Without a device DeepSpeed would look for one, and build an op in shared memory.
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        zero: dict[str, Any] = {
+            "stage": trainer.deepspeed_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": torch.cuda.is_available(),
+        }
+        if trainer.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        is_bf16 = trainer.precision == "bf16-mixed"
+        super().__init__(
+            process_group_backend=backend,
+            # A loader of ready batches has no batch size for the strategy to look up.
+            logging_batch_size_per_gpu=trainer.micro_batch,
+            config={
+                "train_micro_batch_size_per_gpu": trainer.micro_batch,
+                # An update is over when Pretraining says so, not after a fixed number of calls.
+                "managed_gradient_accumulation": False,
+                "gradient_clipping": config.optim.gradient_clip or 0.0,
+                "zero_optimization": zero,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "bf16": {"enabled": is_bf16, "check_grad_overflow": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "communication_data_type": "fp32",
+            },
+        )
+
+    def setup_environment(self) -> None:
+        # The parent refuses everything but CUDA.
+        super(DeepSpeedStrategy, self).setup_environment()
+
+    def setup_distributed(self) -> None:
+        # The parent also checks the index of the device, which a CPU has none of.
+        reset_seed()
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _init_deepspeed_distributed(self) -> None:
+        from deepspeed import ops
+
+        # It would compile an op for collectives on one machine, which takes a C++ compiler.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        super()._init_deepspeed_distributed()
+
+    def _setup_model_and_optimizer(
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
+    ) -> Any:
+        # Heavy, and only this strategy needs it.
+        import deepspeed
+
+        _make_same(model.to(self.root_device))
+        engine, optimizer, _, _ = deepspeed.initialize(
+            args=argparse.Namespace(device_rank=self.local_rank),
+            config=self.config,
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            optimizer=optimizer,
+            dist_init_required=False,
+        )
+        return engine, optimizer
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+        """As _Plain.update; the engine has max_norm from its config."""
+        engine = cast(Any, self.model)
+        if not is_good:
+            self._drop_gradients(engine)
+            return math.nan, False
+        engine.step()
+        norm = engine.get_global_grad_norm()
+        value = norm.item() if isinstance(norm, Tensor) else float(norm)
+        return value, bool(engine.was_step_applied())
+
+    def _drop_gradients(self, engine: Any) -> None:
+        """Make the engine do what it does where gradients have overflown; it has no norm then."""
+        zero = engine.optimizer
+        check = "_overflow_check_and_loss_scale_update" if self.zero_stage_3 else "check_overflow"
+        setattr(zero, check, lambda *args, **kwargs: setattr(zero, "overflow", True))
+        if not self.zero_stage_3:
+            is_checked, zero.check_grad_overflow = zero.check_grad_overflow, True
+        engine.step()
+        delattr(zero, check)
+        if not self.zero_stage_3:
+            zero.check_grad_overflow = is_checked
+        assert not engine.was_step_applied()
+
+    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Whole tensors, gathered one by one, of which each rank keeps its share."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        zero = cast(Any, optimizer)
+        states = list(zero.optimizer.state.values())
+        if states and not self.zero_stage_3:
+            # Linked after the first group's first step, when the other groups have no moments yet.
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+        kept: dict[str, Tensor] = {}
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            found: dict[str, Tensor] = {}
+            if not parameter.requires_grad:
+                with self._gathered(parameter):
+                    found[f"model/{name}"] = parameter.detach().clone()
+            else:
+                found[f"model/{name}"] = safe_get_full_fp32_param(parameter)
+                if states:
+                    for key in _MOMENTS:
+                        value = safe_get_full_optimizer_state(parameter, key)
+                        found[f"optimizer/{name}/{key}"] = value
+                    found[f"optimizer/{name}/step"] = states[0]["step"]
+            if number % self.world_size == self.global_rank:
+                kept |= {name: value.detach().cpu().clone() for name, value in found.items()}
+        return kept
+
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+        zero = cast(Any, optimizer)
+        has_state = any(name.startswith("optimizer/") for name in saved.tensors)
+        if has_state and not zero.optimizer.state:
+            # Made by hand: it appears at the first step.
+            for flat in self._flat_parameters(zero):
+                moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
+                step = torch.zeros((), device=flat.device)
+                zero.optimizer.state[flat] = {"step": step, **moments}
+            if not self.zero_stage_3:
+                zero._lazy_init_hp_params_optimizer_state()
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                with self._gathered(parameter, is_written=True):
+                    parameter.data.copy_(saved.read_one(f"model/{name}"))
+                continue
+            wanted: dict[str | None, str] = {None: f"model/{name}"}
+            if has_state:
+                wanted |= {key: f"optimizer/{name}/{key}" for key in _MOMENTS}
+            values = {key: saved.empty(full_name) for key, full_name in wanted.items()}
+            saved.read({wanted[key]: value for key, value in values.items()})
+            for key, value in values.items():
+                self._put(zero, parameter, value, key)
+        if has_state:
+            # Every parameter has made the same steps.
+            names = [name for name in saved.tensors if name.endswith("/step")]
+            for state in zero.optimizer.state.values():
+                state["step"].copy_(saved.read_one(names[0]))
+        if self.zero_stage_3:
+            for group in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(group)
+            if zero.persistent_parameters:
+                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        else:
+            zero.update_lp_params()
+
+    def _flat_parameters(self, zero: Any) -> list[Tensor]:
+        """This rank's part of the parameters in float32, as the optimizer inside has it."""
+        if self.zero_stage_3:
+            return list(zero.fp32_partitioned_groups_flat)
+        return list(zero.single_partition_of_fp32_groups)
+
+    def _put(self, zero: Any, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
+        """Write this rank's part of a parameter, or of one of its moments."""
+        if not self.zero_stage_3:
+            from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+            if key is None:
+                safe_set_full_fp32_param(parameter, value)
+            else:
+                safe_set_full_optimizer_state(parameter, value, key)
+            return
+        # DeepSpeed's function of this name fails where a parameter does not divide by the ranks.
+        part, _ = zero._get_fp32_opt_state_partition(parameter, False, key)
+        mine = value.flatten()[part.numel() * self.global_rank :][: part.numel()]
+        part.data[: mine.numel()].copy_(mine)
+
+    def _gathered(
+        self, parameter: nn.Parameter, *, is_written: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Within it a parameter is whole; what is written stays only if that is said."""
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
+            [parameter], modifier_rank=0 if is_written else None, enabled=self.zero_stage_3
+        )
+
+
+def _make_same(model: nn.Module) -> None:
+    """Give all ranks rank 0's weights, as DDP does.
+
+    Ranks that begin with another run's weights may have found different checkpoints of it.
+    """
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)

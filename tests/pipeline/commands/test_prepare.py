@@ -1,0 +1,188 @@
+import argparse
+import gzip
+import json
+import resource
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+
+from longhaul.pipeline.commands import prepare
+from longhaul.pipeline.terminal import progress
+
+ROWS, COLUMNS = 200, 128
+SHARDS = 13
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("store") / "train.zarr"
+    array = zarr.create_array(
+        store=str(path),
+        shape=(ROWS, COLUMNS),
+        chunks=(32, 64),
+        dtype="<u2",
+        zarr_format=2,
+        fill_value=0,
+        compressors=numcodecs.Blosc(cname="lz4", clevel=5, shuffle=numcodecs.Blosc.SHUFFLE),
+    )
+    array[:] = np.random.default_rng(0).integers(0, 50_257, (ROWS, COLUMNS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("records") / "some.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        for number in range(500):
+            file.write(json.dumps({"text": f"record {number} " * (number % 17)}) + "\n")
+    return path
+
+
+def command(*words: object) -> int:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    return prepare.main(parser.parse_args([str(word) for word in words]))
+
+
+def killed_at(tokens: int, *words: object) -> int:
+    """Run the command in a process that is killed when it reports this many tokens."""
+    script = f"""
+        import argparse, os, signal, sys
+        from longhaul.pipeline.commands import prepare
+
+        def show(self, done):
+            if done >= {tokens}:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        prepare.TokenProgress.show = show
+        parser = argparse.ArgumentParser()
+        prepare.add_arguments(parser)
+        prepare.main(parser.parse_args(sys.argv[1:]))
+    """
+    line = [sys.executable, "-P", "-c", textwrap.dedent(script), *map(str, words)]
+    return subprocess.run(line, check=False, timeout=100).returncode
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("kind", ["longcrawl64", "text"])
+def test_a_killed_preparation_goes_on_where_it_was(
+    kind: str, store: Path, records: Path, tmp_path: Path
+) -> None:
+    options = {
+        "longcrawl64": [store, "--docs-per-shard", 16],
+        "text": [records, "--docs-per-shard", 16, "--doc-tokens", COLUMNS],
+    }[kind]
+
+    def words(folder: Path) -> list[object]:
+        return [kind, options[0], folder, *options[1:]]
+
+    assert command(*words(tmp_path / "whole")) == 0
+    expected = contents(tmp_path / "whole")
+    folder = tmp_path / "killed"
+    # In the first shard, in the middle, and again at once: the second start reports what is there.
+    finished: dict[Path, tuple[int, int]] = {}
+    for documents, shards in ((7, 0), (100, 6), (101, 6)):
+        assert killed_at(documents * COLUMNS, *words(folder)) == -9
+        now = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("*.tar")}
+        assert len(now) == shards
+        assert finished.items() <= now.items()
+        assert not (folder / "manifest.json").exists()
+        finished = now
+    assert command(*words(folder)) == 0
+    now = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("*.tar")}
+    assert finished.items() <= now.items()
+    assert contents(folder) == expected
+
+
+def test_a_finished_preparation_is_left_as_it_is(store: Path, tmp_path: Path, capsys) -> None:
+    words = ("longcrawl64", store, tmp_path / "out", "--docs-per-shard", 16)
+    assert command(*words) == 0
+    first = capsys.readouterr().out
+    assert first == (
+        f"{tmp_path}/out/manifest.json: {ROWS * COLUMNS:,} tokens, {ROWS} documents, "
+        f"{SHARDS} shards\n"
+    )
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    assert command(*words) == 0
+    assert capsys.readouterr().out == first
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    (tmp_path / "out" / "train-000003.tar").unlink()
+    with pytest.raises(ValueError, match=r"train-000003.tar: missing or short"):
+        command(*words)
+
+
+def test_without_a_source_the_standard_library_is_split_in_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "lib"
+    library.mkdir()
+    for number in range(100):
+        (library / f"module_{number}.py").write_text(f"x = {number}\n" * 20)
+    (library / "notes.txt").write_text("not Python")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
+    assert command("text", tmp_path / "out", "--doc-tokens", 32) == 0
+    manifests = [
+        json.loads((tmp_path / "out" / split / "manifest.json").read_text())
+        for split in ("train", "validation")
+    ]
+    tokens = [
+        32 * sum(shard["documents"] for shard in manifest["shards"]) + manifest["dropped_tokens"]
+        for manifest in manifests
+    ]
+    total = sum(path.stat().st_size + 1 for path in library.glob("*.py"))
+    assert sum(tokens) == total
+    assert 0.01 * total < tokens[1] < 0.12 * total
+    assert [manifest["tokenizer"] for manifest in manifests] == ["bytes", "bytes"]
+
+
+def test_progress_tells_tokens_per_second(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    assert command("longcrawl64", store, tmp_path / "out") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == ROWS
+    assert lines[-1].startswith(f"{ROWS * COLUMNS:,} of {ROWS * COLUMNS:,} tokens, ")
+    assert lines[-1].endswith(" tokens/s")
+
+
+def test_refusing_a_source_imports_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import argparse, sys; from longhaul.pipeline.commands import prepare;"
+        "parser = argparse.ArgumentParser(); prepare.add_arguments(parser);"
+        "args = parser.parse_args(sys.argv[1:])\n"
+        "try: prepare.main(args)\n"
+        "except OSError as error: print(error)\n"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'lightning', 'pyarrow')))"
+    )
+    line = [sys.executable, "-P", "-c", script, "longcrawl64", "nowhere.zarr", str(tmp_path / "o")]
+    done = subprocess.run(line, check=False, timeout=60, capture_output=True, text=True)
+    assert done.stdout == "nowhere.zarr: no such folder, wanted a Zarr v2 store\n"
+    assert done.returncode == 0
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing(store: Path, tmp_path: Path) -> None:
+    options = ("--docs-per-shard", 16)
+    command("longcrawl64", store, tmp_path / "whole", *options)
+    largest = max(len(content) for content in contents(tmp_path / "whole").values())
+    # A limit on a file's size stands in for a full disk: the write fails in the same place.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 4096, hard))
+    try:
+        with pytest.raises(OSError, match=r"train-000000.tar'$") as caught:
+            command("longcrawl64", store, tmp_path / "out", *options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "out").glob("*train*"))
+    command("longcrawl64", store, tmp_path / "out", *options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -1,0 +1,97 @@
+"""Outliers and memories of layers, against definitions written out."""
+
+import csv
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.evaluation.tasks.attention import (
+    attention_inputs,
+    half_life,
+    report_layer,
+    weight_statistics,
+)
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+def model_of(kind: str) -> LanguageModel:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        attention=attention_config(kind)(), layers=2, width=32, heads=2, vocabulary=64
+    )
+    return LanguageModel(config).eval()
+
+
+def test_statistics_are_those_of_the_past_from_the_middle_on() -> None:
+    rows = [[1.0, 9.0, 9.0, 9.0], [5.0, 5.0, 9.0, 9.0], [0.25, -0.75, 0.0, 9.0]]
+    weights = torch.tensor([*rows, [0.5, 0.0, 0.3, 0.2]])
+    largest, share, kurtosis = weight_statistics(weights)
+    assert largest == 0.75
+    assert share == pytest.approx((0.25 / 1.0 + 0.5 / 1.0) / 2)
+    past = [0.25, 0.75, 0.0, 0.5, 0.0, 0.3, 0.2]
+    mean = sum(past) / 7
+    second, fourth = (sum((x - mean) ** power for x in past) / 7 for power in (2, 4))
+    assert kurtosis == pytest.approx(fourth / second**2)
+
+
+def test_a_gate_halves_a_memory_in_its_half_life() -> None:
+    gate = 0.9
+    tokens = half_life(torch.full((5,), math.log(gate)))
+    assert gate**tokens == pytest.approx(0.5)
+    assert half_life(torch.zeros(5)) == math.inf
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_every_kind_is_reported(kind: str) -> None:
+    model = model_of(kind)
+    inputs = attention_inputs(model, torch.randint(60, (1, 24)))
+    assert [tuple(x.shape) for x in inputs] == [(1, 24, 32)] * 2
+    for layer, x in enumerate(inputs):
+        attention = model.blocks[layer].attention
+        reports, weights = report_layer(attention, x, layer)
+        assert len(reports) == len(weights)
+        assert weights.shape[1:] == (24, 24)
+        for report, matrix in zip(reports, weights, strict=True):
+            assert report.largest == pytest.approx(matrix.tril()[12:].abs().max().item())
+            assert 0 <= report.first_token_share <= 1
+            assert report.half_life > 0
+    wants_gate = kind in ("retention", "sympow_gated", "conformal_sympow", "cartan", "zeros")
+    assert math.isfinite(min(report.half_life for report in reports)) is wants_gate
+
+
+def test_gates_and_rates_are_the_modules_own() -> None:
+    model = model_of("conformal_sympow")
+    (x, _) = attention_inputs(model, torch.randint(60, (1, 24)))
+    attention = model.blocks[0].attention
+    reports, _ = report_layer(attention, x, 0)
+    normed = torch.nn.functional.linear(x[0], attention.rate.weight)
+    assert reports[0].rotation == pytest.approx((1 + normed.tanh()).mean().item(), rel=1e-5)
+    for head, report in enumerate(reports):
+        logits = x[0, 1:] @ attention.gate.weight[head] + attention.gate.bias[head]
+        wanted = math.log(0.5) / logits.sigmoid().log().mean().item()
+        assert report.half_life == pytest.approx(wanted, rel=1e-4)
+        # As begun: 1 - 2^(-5 - h).
+        assert report.half_life == pytest.approx(math.log(2) * 2 ** (5 + head), rel=0.1)
+
+
+def test_attention_is_reported_of_a_run(uninterrupted: Run) -> None:
+    uninterrupted.longhaul("evaluate", "small", "--tasks", "attention")
+    folder = uninterrupted.path / "small" / "evaluation" / "step-000000030"
+    rows = list(csv.DictReader((folder / "attention.csv").open()))
+    assert [(row["layer"], row["matrix"]) for row in rows] == [
+        ("0", "0"),
+        ("0", "1"),
+        ("1", "0"),
+        ("1", "1"),
+    ]
+    values = json.loads((folder / "results.json").read_text())
+    lives = [float(row["half_life"]) for row in rows]
+    assert values["evaluation/attention_longest_half_life"] == pytest.approx(max(lives), rel=1e-4)
+    for name in ("attention.png", "attention_memory.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")

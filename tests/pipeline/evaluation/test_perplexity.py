@@ -1,0 +1,132 @@
+"""Contexts on the same tokens, and perplexity through a sliding window, against plain loops."""
+
+import csv
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.rotary import PositionScaling
+from longhaul.pipeline.evaluation.tasks.perplexity import sliding_loss, sliding_windows
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+BOS = 63
+
+
+def token_loss(model: LanguageModel, before: list[int], token: int) -> float:
+    hidden, _ = model(torch.tensor([[BOS, *before]]))
+    logits = hidden[0, -1].double() @ model.embedding.weight.double().T
+    return -logits.log_softmax(0)[token].item()
+
+
+@pytest.mark.parametrize("kind", ["softmax", "conformal_sympow"])
+@pytest.mark.parametrize("positions", ["none", "linear", "dynamic_ntk"])
+@torch.no_grad()
+def test_sliding_loss_is_that_of_a_brute_force_window(kind: str, positions: str) -> None:
+    torch.manual_seed(0)
+    config = LanguageModelConfig(
+        attention=attention_config(kind)(), layers=2, width=32, heads=2, vocabulary=64
+    )
+    model = LanguageModel(config).double().eval()
+    if positions != "none":
+        model.set_positions(PositionScaling(name=positions, factor=4.0, context=4))
+    document = torch.randint(60, (1, 23))
+    tokens = document[0].tolist()
+    for window, stride in ((8, 3), (8, 8), (23, 5)):
+        wanted, start = 0.0, 0
+        for position, token in enumerate(tokens):
+            # The window moves by its stride when it does not reach this token.
+            while position >= start + window:
+                start = min(start + stride, len(tokens) - window)
+            if positions == "dynamic_ntk":
+                # Rates follow the length of the whole window, not of what precedes the token.
+                whole = [BOS, *tokens[start : start + window - 1]]
+                hidden, _ = model(torch.tensor([whole]))
+                logits = hidden[0, position - start] @ model.embedding.weight.T
+                wanted -= logits.log_softmax(0)[token].item()
+            else:
+                wanted += token_loss(model, tokens[start:position], token)
+        found = sliding_loss(
+            model, document, window=window, stride=stride, bos_id=BOS, precision="32-true"
+        )
+        assert found == pytest.approx(wanted, abs=1e-4), (window, stride)
+
+
+def test_every_token_is_scored_once_with_enough_before_it() -> None:
+    for length, window, stride in ((100, 20, 7), (100, 20, 20), (20, 20, 3), (99, 33, 1)):
+        scored: list[int] = []
+        for end, count in sliding_windows(length, window, stride):
+            scored += range(end - count, end)
+            assert end >= window
+            assert count == window or window - count >= window - stride
+        assert scored == list(range(length))
+
+
+def values_of(run: Run, *arguments: str) -> tuple[dict[str, float], Path]:
+    run.longhaul("evaluate", "small", *arguments)
+    folder = run.path / "small" / "evaluation" / "step-000000030"
+    return json.loads((folder / "results.json").read_text()), folder
+
+
+def test_contexts_and_perplexity_are_measured_on_a_run(uninterrupted: Run) -> None:
+    arguments = ("--tasks", "context,perplexity", "--contexts", "32,64,128", "--stride", "16")
+    values, folder = values_of(uninterrupted, *arguments)
+    rows = list(csv.DictReader((folder / "context.csv").open()))
+    assert [int(row["context"]) for row in rows] == [32, 64, 128]
+    assert {int(row["tokens"]) for row in rows} == {384}
+    windows = list(csv.DictReader((folder / "perplexity.csv").open()))
+    assert [int(row["window"]) for row in windows] == [32, 64, 128]
+    for row in windows:
+        value = values[f"evaluation/perplexity_{int(row['window']):06d}"]
+        assert value == pytest.approx(math.exp(float(row["loss_nats"])), rel=1e-5)
+    # A window as long as the document does not slide: it is the context of that length.
+    assert math.log(values["evaluation/perplexity_000128"]) == pytest.approx(
+        values["evaluation/loss_in_context_000128"], abs=1e-5
+    )
+    for name in ("context.png", "perplexity.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    # The validation samples are these same tokens, in windows of 64.
+    trained = load_trained_model(uninterrupted.path / "small")
+    data = TokenDataModule(
+        trained.config.data, seed=0, samples_per_update=1, micro_batch=1, rank=0, world_size=1
+    )
+    wanted = [trained.model.loss(b["input"], b["target"]).item() for b in data.val_dataloader()]
+    loss = float(rows[1]["loss_nats"])
+    assert loss == pytest.approx(sum(wanted) / len(wanted), abs=1e-5)
+
+
+def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: Path) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("abc def\n" * 40)  # 320 bytes: two windows of 128, and a rest of two of 32
+    arguments = ("--tasks", "context", "--contexts", "32,128", "--text", str(text))
+    uninterrupted.longhaul("evaluate", "small", *arguments)
+    (folder,) = (uninterrupted.path / "small" / "evaluation").glob("*-text-t-*")
+    rows = list(csv.DictReader((folder / "context.csv").open()))
+    assert [int(row["tokens"]) for row in rows] == [256, 256]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "context", "--contexts", "48,64"], "--contexts: found 48 with 64, wanted div"),
+        (["--tasks", "context", "--contexts", "a"], "--contexts: found 'a', wanted numbers"),
+        (["--tasks", "context", "--contexts", "0,4"], "--contexts: found '0,4', wanted numbers"),
+        (["--tasks", "positions,recall", "--context", "9"], "--context: found with recall, which"),
+        (["--tasks", "passkey", "--text", "t"], "--text: found with passkey, which does not read"),
+        (["--stride", "9"], "--stride: found with positions, which does not read it; wanted other"),
+        (["--tasks", "perplexity", "--stride", "0"], "--stride: found 0, wanted 1 to 64"),
+        (["--tasks", "perplexity", "--stride", "256"], "--stride: found 256, wanted 1 to 64"),
+    ],
+)
+def test_bad_arguments_are_one_line(uninterrupted: Run, arguments: list[str], message: str) -> None:
+    result = uninterrupted.longhaul("evaluate", "small", *arguments, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"longhaul: {message}")
+    assert len(result.stderr.splitlines()) == 1

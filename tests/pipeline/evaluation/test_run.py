@@ -1,0 +1,201 @@
+"""Positions and the bigram baseline, against plain loops."""
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.pipeline.evaluation.results import Results
+from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.evaluation.tasks.bigram import Bigram
+from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, summarise
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+@pytest.fixture(scope="module")
+def evaluated(uninterrupted: Run) -> Run:
+    uninterrupted.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    return uninterrupted
+
+
+def test_position_loss_is_the_mean_and_its_error() -> None:
+    losses = torch.randn(7, 5).square()
+    metric = PositionLoss(5)
+    metric.update(losses[:3])
+    metric.update(losses[3:])
+    mean, error, _ = metric.compute()
+    torch.testing.assert_close(mean, losses.double().mean(0))
+    torch.testing.assert_close(error, losses.double().std(0) / math.sqrt(7))
+
+
+def test_position_loss_sums_in_float64() -> None:
+    # In float32 the millionth sample would add nothing to the sum of the others.
+    metric = PositionLoss(1)
+    metric.update(torch.full((1, 1), 2.0**25))
+    for _ in range(10):
+        metric.update(torch.ones(1, 1))
+    assert metric.loss_sum.item() == 2**25 + 10
+
+
+def test_summary_names_powers_of_two() -> None:
+    values = summarise(torch.arange(1.0, 11.0, dtype=torch.float64), "x")
+    assert values["x/loss"] == 5.5
+    at = {key: value for key, value in values.items() if "_at_" in key}
+    assert at == {f"x/loss_at_{p:06d}": float(p) for p in (1, 2, 4, 8)}
+
+
+def test_bigram_is_the_smoothed_count() -> None:
+    text = [0, 1, 0, 1, 2, 0, 1]
+    bigram = Bigram(4)
+    bigram.add(torch.tensor(text).numpy())
+    table = bigram.log_probabilities().exp()
+    pairs, lefts = Counter(itertools.pairwise(text)), Counter(text[:-1])
+    single = Counter(text[1:])
+    total = sum(single.values()) + 4
+    for a in range(4):
+        assert table[a].sum().item() == pytest.approx(1)
+        for b in range(4):
+            prior = (single[b] + 1) / total
+            assert table[a, b].item() == pytest.approx((pairs[a, b] + prior) / (lefts[a] + 1))
+
+
+def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    assert (folder / "positions.png").read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader((folder / "positions.csv").open()))
+    trained = load_trained_model(evaluated.path / "small")
+    data = TokenDataModule(
+        trained.config.data, seed=0, samples_per_update=1, micro_batch=1, rank=0, world_size=1
+    )
+    losses = []
+    for batch in data.val_dataloader():
+        hidden, _ = trained.model(batch["input"])
+        logits = hidden[0] @ trained.model.embedding.weight.T
+        losses.append(
+            torch.nn.functional.cross_entropy(logits, batch["target"][0], reduction="none")
+        )
+    wanted = torch.stack(losses).double().mean(0)
+    assert len(losses) == 6
+    assert [int(row["position"]) for row in rows] == list(range(1, 65))
+    found = torch.tensor([float(row["loss_nats"]) for row in rows], dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    results = json.loads((folder / "results.json").read_text())
+    assert results["evaluation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)
+    assert 1 < results["evaluation/bigram_loss"] < math.log(257)
+
+
+def test_evaluation_is_tracked_with_its_checkpoint(evaluated: Run) -> None:
+    client = MlflowClient(f"sqlite:///{evaluated.path}/mlflow.db")
+    run_id = (evaluated.path / "small" / "mlflow_run_id").read_text().strip()
+    tracked = client.get_run(run_id)
+    assert tracked.info.status == "FINISHED"
+    artifacts = {item.path for item in client.list_artifacts(run_id, "evaluation/step-000000030")}
+    assert {path.rsplit("/", 1)[-1] for path in artifacts} >= {"positions.csv", "positions.png"}
+    assert "evaluation/bigram_loss" in tracked.data.metrics
+
+
+def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
+    before, lines = (folder / "positions.csv").stat().st_mtime_ns, journal.read_text()
+    result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    assert result.stdout.count("found earlier") == 2
+    assert "evaluation/bigram_loss" in result.stdout
+    assert (folder / "positions.csv").stat().st_mtime_ns == before
+    assert journal.read_text() == lines
+    # A file that went is made again, and what other tasks found stays.
+    (folder / "positions.png").unlink()
+    result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    assert result.stdout.count("found earlier") == 1
+    assert (folder / "positions.png").exists()
+    assert "evaluation/bigram_loss" in json.loads((folder / "results.json").read_text())
+    again = evaluated.longhaul("evaluate", "small", "--tasks", "bigram", "--again")
+    assert "found earlier" not in again.stdout
+
+
+def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> None:
+    given = ("evaluate", "small", "--tasks", "perplexity", "--contexts", "32")
+    evaluated.longhaul(*given)
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030"
+    before = json.loads((folder / "results.json").read_text())
+    assert "evaluation/perplexity_000032" in before
+    assert evaluated.longhaul(*given, "--stride", "0", check=False).returncode == 2
+    assert json.loads((folder / "results.json").read_text()) == before
+    (folder / "results.json").write_text("{bro")
+    refused = evaluated.longhaul("export", "small", "new", check=False)
+    assert refused.returncode == 2
+    assert "results.json: found no JSON object, wanted what" in refused.stderr
+    assert not (evaluated.path / "new").exists()
+    assert "found earlier" in evaluated.longhaul(*given).stdout
+    assert json.loads((folder / "results.json").read_text()) == before
+    (folder / "perplexity.json").write_text("[]")
+    again = evaluated.longhaul(*given)
+    assert "perplexity.json is damaged: what it told is measured again" in again.stderr
+    assert json.loads((folder / "results.json").read_text()) == before
+
+
+def test_windows_may_have_one_token(evaluated: Run) -> None:
+    evaluated.longhaul("evaluate", "small", "--context", "1")
+    folder = evaluated.path / "small" / "evaluation" / "step-000000030-context-1"
+    (row,) = csv.DictReader((folder / "positions.csv").open())
+    found = json.loads((folder / "results.json").read_text())
+    assert float(row["loss_nats"]) == pytest.approx(found["evaluation/context-1/loss"], abs=1e-6)
+
+
+def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
+    results, text = Results(tmp_path, "held out"), tmp_path / "a.txt"
+    text.write_text("one")
+    task = Task("positions", "", decided_by=("text", "stride"))
+    options = Options(text=(text,), stride=3)
+
+    def keep(name: str, found: Measured) -> None:
+        results.record(name, task, options, results.take(name, found))
+
+    keep("x", Measured({"x/a": 1.0, "x/b": 2.0}))
+    keep("y", Measured({"y/a": 3.0}))
+    assert results.known("x", task, options) == Measured({"x/a": 1.0, "x/b": 2.0})
+    assert results.known("x", task, dataclasses.replace(options, prompts=7)) is not None
+    assert results.known("x", task, dataclasses.replace(options, stride=4)) is None
+    text.write_text("two")
+    assert results.known("x", task, options) is None
+    # Interrupted from here on, nobody takes files of two attempts for one result.
+    results.take("x", Measured({"x/b": 5.0}))
+    text.write_text("one")
+    assert results.known("x", task, options) is None
+    keep("x", Measured({"x/b": 5.0}))
+    assert results.values() == {"y/a": 3.0, "x/b": 5.0}
+    for damage in ("{bro", "[]", '{"values": {}, "files": 3, "options": {}}', ""):
+        (tmp_path / "y.json").write_text(damage)
+        assert results.known("y", task, options) is None
+        assert results.values() == {"x/b": 5.0}
+    # Without a text of their own they are of the held-out one, which may become another.
+    plain = dataclasses.replace(options, text=())
+    results.record("x", task, plain, Measured({}))
+    assert results.known("x", task, plain) is not None
+    assert Results(tmp_path, "another").known("x", task, plain) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "small", "--tasks", "positons"], "--tasks: found 'positons'"),
+        (["evaluate", "small", "--text", "no"], "--text: found no file no, wanted text in UTF-8"),
+        (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
+    ],
+)
+def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], message: str) -> None:
+    result = evaluated.longhaul(*arguments, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"longhaul: {message}")
+    assert len(result.stderr.splitlines()) == 1

@@ -1,0 +1,147 @@
+"""Evaluation on several devices, and during training."""
+
+import csv
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from mlflow.tracking import MlflowClient
+
+from longhaul.pipeline.runs.ranks import Ranks
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+SHARED = ("positions", "context", "perplexity", "passkey", "recall")
+LENGTHS = ("--contexts", "32,64", "--stride", "16", "--lengths", "256", "--prompts", "5")
+
+
+def _tables(folder: Path) -> dict[str, list[list[float]]]:
+    return {
+        file.stem: [list(map(float, row)) for row in list(csv.reader(file.open()))[1:]]
+        for file in sorted(folder.glob("*.csv"))
+    }
+
+
+def test_a_share_is_every_other_piece() -> None:
+    shares = [list(Ranks(index, 3).share(range(7))) for index in range(3)]
+    assert shares == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+def test_two_devices_find_what_one_does(uninterrupted: Run) -> None:
+    folder = uninterrupted.path / "small" / "evaluation" / "step-000000030"
+    arguments = ("evaluate", "small", "--tasks", ",".join((*SHARED, "bigram")), "--again", *LENGTHS)
+    uninterrupted.longhaul(*arguments)
+    alone = _tables(folder)
+    result = uninterrupted.longhaul(*arguments, "--devices", "2")
+    together = _tables(folder)
+    assert set(alone) >= set(SHARED)
+    for name, rows in alone.items():
+        assert len(rows) == len(together[name])
+        for one, two in zip(rows, together[name], strict=True):
+            # The same sums in another order, printed with six digits.
+            assert one == pytest.approx(two, abs=2e-6)
+    assert result.stdout.count("evaluation/bigram_loss") == 1
+
+
+def _lines_of_children(pid: int) -> list[str]:
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):
+            found.append(" ".join(child.cmdline()))
+    return found
+
+
+def test_an_interrupt_is_one_line(uninterrupted: Run) -> None:
+    process = uninterrupted.start("evaluate", "small", "--devices", "2", "--again")
+    # In the moment in which the other process starts, where an interrupt would be lost most easily.
+    while not any("spawn_main" in line for line in _lines_of_children(process.pid)):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.end() == (130, "longhaul: interrupted\n")
+
+
+def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:
+    result = uninterrupted.longhaul(
+        *("evaluate", "small", "--tasks", "passkey", "--prompts", "2", "--devices", "2"),
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr == "longhaul: --prompts: found 2, wanted 5 or more, one a depth\n"
+    # Found by the first alone.
+    result = uninterrupted.longhaul(
+        *("evaluate", "small", "--tasks", "lm-eval", "--positions", "linear", "--factor", "2"),
+        *("--devices", "2"),
+        check=False,
+    )
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_training_evaluates_and_goes_on_as_if_it_had_not(run: Run, uninterrupted: Run) -> None:
+    run.longhaul(
+        *("train", "small.yaml", "evaluation.tasks=[positions,recall,bigram]"),
+        "evaluation.every_tokens=5120",
+    )
+    mine, other = (load_trained_model(one.path / "small").model for one in (run, uninterrupted))
+    for name, value in other.state_dict().items():
+        assert torch.equal(mine.state_dict()[name], value), name
+    folder = run.path / "small" / "evaluation"
+    steps = sorted(path.name for path in folder.iterdir())
+    assert steps == ["step-000000010", "step-000000020", "step-000000030"]
+    client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
+    run_id = (run.path / "small" / "mlflow_run_id").read_text().strip()
+    for name in ("evaluation/loss", "evaluation/recall_000004", "evaluation/bigram_loss"):
+        history = client.get_metric_history(run_id, name)
+        assert [metric.step for metric in history] == [10, 20, 30]
+        values = [json.loads((folder / step / "results.json").read_text())[name] for step in steps]
+        assert [metric.value for metric in history] == pytest.approx(values)
+
+
+def test_a_model_that_ranks_shard_is_measured_whole(run: Run) -> None:
+    tasks = ("positions", "passkey", "recall")
+    run.longhaul(
+        *("train", "small.yaml", "trainer.max_tokens=5120", "trainer.micro_batch=2"),
+        *("trainer.strategy=fsdp", "trainer.devices=2", f"evaluation.tasks=[{','.join(tasks)}]"),
+    )
+    folder = run.path / "small" / "evaluation" / "step-000000010"
+    during = _tables(folder)
+    assert set(during) == set(tasks)
+    run.longhaul("evaluate", "small", "--tasks", ",".join(tasks), "--again")
+    for name, rows in _tables(folder).items():
+        for one, two in zip(rows, during[name], strict=True):
+            assert one == pytest.approx(two, abs=2e-6)
+
+
+def test_a_task_that_fails_is_told_and_training_goes_on(run: Run) -> None:
+    # Documents of 1,024 tokens have no window of four times this context.
+    small = ("data.context=512", "trainer.micro_batch=1", "data.validation_tokens=512")
+    overrides = ("trainer.max_tokens=1024", "evaluation.tasks=[context,bigram]", *small)
+    result = run.longhaul("train", "small.yaml", *overrides)
+    assert "step-000000002: context is not measured: " in result.stderr
+    (found,) = (run.path / "small" / "evaluation").iterdir()
+    assert list(json.loads((found / "results.json").read_text())) == ["evaluation/bigram_loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["evaluation.tasks=[positons]"], "evaluation.tasks: found 'positons', wanted some of"),
+        (
+            ["evaluation.tasks=[positions]", "data.validation_manifest=null"],
+            "data.validation_manifest: missing with evaluation.tasks, wanted shards",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    run: Run, overrides: list[str], message: str
+) -> None:
+    result = run.longhaul("train", "small.yaml", *overrides, check=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (run.path / "small").exists()

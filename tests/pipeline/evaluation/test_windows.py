@@ -1,0 +1,137 @@
+"""Windows of texts and shards, and losses read in pieces through the state."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.rotary import PositionScaling
+from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, average_prefixes
+from longhaul.pipeline.evaluation.windows import CutWindows, read_losses
+from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+MEMORY = Path(__file__).with_name("evaluated_memory.py")
+LINEAR = ("conformal_sympow", "retention", "cartan", "zeros", "complex", "linear")
+
+
+def model_of(kind: str, **options: Any) -> LanguageModel:
+    torch.manual_seed(0)
+    attention = attention_config(kind)(**options)
+    config = LanguageModelConfig(attention=attention, layers=2, width=32, heads=2, vocabulary=64)
+    return LanguageModel(config).eval()
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_losses_read_in_pieces_are_those_of_the_whole_window(kind: str) -> None:
+    model = model_of(kind).double()
+    target = torch.randint(64, (2, 100))
+    tokens = target.roll(1, 1)
+    seen: list[int] = []
+    found = read_losses(model, tokens, target, "32-true", 32, seen.append)
+    wanted = torch.nn.functional.cross_entropy(
+        (model(tokens)[0] @ model.embedding.weight.T).mT, target, reduction="none"
+    )
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
+    assert seen == [64, 64, 64, 8]
+
+
+def test_only_states_that_pay_are_carried_through_long_windows() -> None:
+    long = 1 << 18
+    for kind in LINEAR:
+        assert tokens_at_once(model_of(kind), long) == TOKENS_AT_ONCE, kind
+        assert tokens_at_once(model_of(kind), TOKENS_AT_ONCE) is None
+    assert tokens_at_once(model_of("softmax"), long) is None
+    assert tokens_at_once(model_of("sympow", degree=8), long) is None
+    stretched = model_of("conformal_sympow")
+    stretched.set_positions(PositionScaling(name="dynamic_ntk", factor=2.0, context=64))
+    assert tokens_at_once(stretched, long) is None
+
+
+def test_windows_of_texts_follow_each_other_and_leave_rests_out() -> None:
+    texts = [torch.arange(10), torch.arange(20, 26)]
+    batches = list(CutWindows(texts, context=4, bos_id=99, micro_batch=2))
+    targets = torch.cat([batch["target"] for batch in batches])
+    assert targets.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [20, 21, 22, 23]]
+    inputs = torch.cat([batch["input"] for batch in batches])
+    assert inputs.tolist() == [[99, 0, 1, 2], [99, 4, 5, 6], [99, 20, 21, 22]]
+    assert torch.cat([batch["index"] for batch in batches]).tolist() == [0, 1, 2]
+
+
+def test_prefix_averages_are_plain_means() -> None:
+    losses = torch.rand(3, 11, dtype=torch.float64)
+    metric = PositionLoss(11)
+    metric.update(losses)
+    found = average_prefixes(metric.compute()[0], "x")
+    assert sorted(found) == [f"x/loss_up_to_{p:06d}" for p in (1, 2, 4, 8)]
+    for p in (1, 2, 4, 8):
+        wanted = sum(float(loss) for row in losses for loss in row[:p]) / (3 * p)
+        assert found[f"x/loss_up_to_{p:06d}"] == pytest.approx(wanted)
+
+
+def test_a_text_longer_than_a_document_is_read_through_the_state(
+    uninterrupted: Run, tmp_path: Path
+) -> None:
+    context = 2 * TOKENS_AT_ONCE
+    text = tmp_path / "a book.txt"
+    content = b"def f(x): return x\n" * 500
+    text.write_bytes(content)
+    arguments = ("evaluate", "small", "--text", str(text), "--context", str(context))
+    uninterrupted.longhaul(*arguments)
+    # Another text of that name has results of its own.
+    name = f"text-a_book-{sha256(sha256(content).digest()).hexdigest()[:8]}"
+    label = f"step-000000030-context-{context}-{name}"
+    folder = uninterrupted.path / "small" / "evaluation" / label
+    values = json.loads((folder / "results.json").read_text())
+    prefix = f"evaluation/context-{context}/{name}"
+    assert f"{prefix}/loss_up_to_008192" in values
+    assert len((folder / "positions.csv").read_text().splitlines()) == context + 1
+    trained = load_trained_model(uninterrupted.path / "small")
+    target = torch.tensor([list(text.read_bytes()[:context])])
+    tokens = torch.cat([torch.tensor([[256]]), target[:, :-1]], dim=1)
+    whole = trained.model.loss(tokens, target).item()
+    assert values[f"{prefix}/loss"] == pytest.approx(whole, abs=1e-4)
+    short = uninterrupted.longhaul(*arguments[:-1], "16384", check=False)
+    assert short.returncode == 2
+    assert f"--text: found 9500 tokens in {text}, wanted 16384" in short.stderr
+
+
+@pytest.mark.soak
+def test_memory_is_flat_from_16_thousand_tokens_to_262_thousand(
+    make_run: Callable[[int], Run],
+) -> None:
+    run = make_run(8)
+    demo = ("model.layers=4", "model.width=192", "model.heads=6", "data.context=512")
+    sizes = ("optim.tokens_per_update=4096", "trainer.micro_batch=8", "trainer.max_tokens=4096")
+    sizes += ("checkpoint.every_tokens=4096", "trainer.validate_every_tokens=4096")
+    run.longhaul("train", "small.yaml", *demo, *sizes)
+    library = "".join(path.read_text() for path in sorted(Path(json.__file__).parent.glob("*.py")))
+    text = run.path / "long.txt"
+    text.write_text((library * 20)[: 1 << 18])
+    grown = {}
+    for context in (1 << 14, 1 << 18):
+        result = subprocess.run(
+            [sys.executable, "-P", str(MEMORY), "small", str(text), str(context)],
+            cwd=run.path,
+            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert result.returncode == 0, result.stderr
+        before, after = map(int, result.stdout.splitlines()[-1].split()[1:])
+        grown[context] = after - before
+        print(f"{context:,} tokens: peak {after / 2**20:.0f} MiB, {before / 2**20:.0f} before")
+    # Sixteen times the tokens: the text itself and two float64 sums a position, no activations.
+    # One layer's activations alone, held for all tokens, would be 200 MB.
+    assert grown[1 << 18] - grown[1 << 14] < 64 * 2**20

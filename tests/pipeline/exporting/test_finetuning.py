@@ -1,0 +1,118 @@
+"""Exported models in the hands of transformers: trained, rounded, resized, saved again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from longhaul.datamodules.tokenizer import build_tokenizer
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
+from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM, symmetric_power
+from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
+from longhaul.pipeline.runs.exported import shape_of
+
+
+def both(kind: str, width: int = 32, **options: Any) -> tuple[LanguageModel, LonghaulForCausalLM]:
+    """A model as longhaul has it, and as it is exported."""
+    torch.manual_seed(0)
+    attention = attention_config(kind)(**options)
+    config = LanguageModelConfig(
+        attention=attention, layers=2, width=width, heads=4, vocabulary=320
+    )
+    model = LanguageModel(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough for every part to matter
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    shape = shape_of(config)
+    exported = LonghaulForCausalLM(
+        LonghaulConfig(**shape | {"attention": list(shape["attention"].values())})
+    )
+    left = exported.load_state_dict(model.state_dict(), strict=False)
+    assert left == (["lm_head.weight"], [])
+    return model, exported.eval()
+
+
+def tokens(T: int, B: int = 1) -> Tensor:
+    return torch.randint(256, (B, T), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def error(exact: Tensor, found: Tensor) -> float:
+    return float((found.float() - exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("zeros", {}),
+        ("zeros", {"initial_state": "learned", "rank": 3}),
+        ("conformal_sympow", {}),
+        # Of which keys and values are kept.
+        ("sympow", {"degree": 8}),
+    ],
+)
+def test_autocast_rounds_no_sum_over_tokens(kind: str, options: dict[str, Any]) -> None:
+    model, exported = both(kind, 64, **options)
+    x = tokens(1000)
+    with torch.no_grad():
+        exact = model(x)[0] @ model.embedding.weight.T
+        with torch.autocast("cpu", torch.bfloat16):
+            own = model(x)[0] @ model.embedding.weight.T
+            found = exported(x).logits
+    assert 0 < error(exact, found) < 1.1 * error(exact, own)
+
+
+def test_saved_again_it_computes_the_same(tmp_path: Path) -> None:
+    _, exported = both("conformal_sympow")
+    exported.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    back = LonghaulForCausalLM.from_pretrained(tmp_path).eval()
+    assert back.lm_head.weight is back.embedding.weight
+    assert torch.equal(back(tokens(20)).logits, exported(tokens(20)).logits)
+
+
+def test_rows_can_be_added_to_the_embedding() -> None:
+    _, exported = both("softmax")
+    before = exported(tokens(20)).logits
+    exported.resize_token_embeddings(330)
+    assert exported.lm_head.weight is exported.embedding.weight
+    after = exported(tokens(20)).logits
+    assert after.shape == (1, 20, 330)
+    torch.testing.assert_close(after[..., :320], before)
+
+
+def test_what_generation_has_cached_does_not_stop_training() -> None:
+    _, exported = both("conformal_sympow")
+    symmetric_power.cache_clear()
+    with torch.inference_mode():
+        exported(tokens(20))
+    assert symmetric_power.cache_info().currsize == 1
+    exported(tokens(20), labels=tokens(20)).loss.backward()
+    assert symmetric_power.cache_info().hits > 0
+    assert all(parameter.grad is not None for parameter in exported.parameters())
+
+
+def test_trainer_divides_the_loss_by_the_updates_it_accumulates() -> None:
+    """By what Trainer looks for; Trainer itself needs accelerate, which is not installed here."""
+    assert LonghaulForCausalLM.accepts_loss_kwargs is False
+
+
+def test_positions_of_packed_rows_are_refused() -> None:
+    _, exported = both("softmax")
+    with pytest.raises(ValueError, match="position_ids: found some, wanted none"):
+        exported(tokens(4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+def test_an_escape_that_the_text_ends_in_is_decoded_as_in_generation(tmp_path: Path) -> None:
+    tokenizer, plain = build_tokenizer("longcrawl64"), build_tokenizer("gpt2")
+    write_tokenizer(tmp_path, tokenizer)
+    exported = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
+    for text in (r"a\u\\", r"\u", r"\u00\n", r"\u00\n4", r"\ud83d\ude", "\\", r"\n\q\u0041"):
+        ids = plain.encode(text).tolist()
+        assert exported.decode(ids) == tokenizer.decode(ids), text

@@ -1,0 +1,368 @@
+"""`longhaul export`: what is in the folder, what is refused, and the way back into training."""
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longhaul.configs import ConfigError, load_run_config
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline import exporting
+from longhaul.pipeline.checkpoints.store import CheckpointError
+from longhaul.pipeline.exporting import folder as export_folder
+from longhaul.pipeline.exporting.folder import export
+from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
+from longhaul.pipeline.runs.start import load_start
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+CODE = Path(exporting.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def base(make_run: Callable[[int], Run]) -> Run:
+    """A finished run of two updates."""
+    run = make_run(2)
+    run.longhaul("train", "small.yaml")
+    return run
+
+
+@pytest.fixture(scope="module")
+def exported(base: Run) -> Path:
+    """That run, evaluated and exported."""
+    results = base.path / "small" / "evaluation"
+    for label, loss in (("step-000000002", 3.25), ("step-000000002-linear-4", 4.5)):
+        (results / label).mkdir(parents=True)
+        values = {"positions": {"loss": loss}, "curve": [1, 2]}
+        (results / label / "results.json").write_text(json.dumps(values))
+    (results / "step-000000001").mkdir()
+    (results / "step-000000001" / "results.json").write_text('{"loss": 7.125}')
+    result = base.longhaul("export", "small", "exported/folder")
+    assert "written: exported/folder/model.safetensors" in result.stdout
+    return Path(base.path / "exported" / "folder")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+def refused(result: Any, message: str) -> None:
+    assert result.returncode == 2, result.stderr
+    assert re.match(f"longhaul: {message}", result.stderr), result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_the_folder_holds_what_transformers_looks_for(exported: Path, base: Run) -> None:
+    assert sorted(file.name for file in exported.iterdir()) == [
+        "README.md",
+        "config.json",
+        "configuration_longhaul.py",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_longhaul.py",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in ("configuration_longhaul.py", "modeling_longhaul.py"):
+        assert (exported / name).read_bytes() == (CODE / name).read_bytes()
+    same(weights(exported), load_trained_model(base.path / "small").model.state_dict())
+    # Nothing is left beside it, and it is as readable as other folders.
+    assert [entry.name for entry in exported.parent.iterdir()] == ["folder"]
+    assert exported.stat().st_mode == exported.parent.stat().st_mode
+
+
+def test_the_model_card_tells_where_the_model_comes_from(exported: Path, base: Run) -> None:
+    card = (exported / "README.md").read_text()
+    commit = json.loads((base.path / "small" / "environment.json").read_bytes())["commit"]
+    for told in (
+        "library_name: transformers",
+        "conformal_sympow",
+        "degree 2",
+        "1,024 of 1,024 tokens, 2 updates of 512",
+        "64 tokens",
+        f"longhaul {commit}",
+        "| step-000000002 | positions.loss | 3.25 |",
+        "| step-000000002-linear-4 | positions.loss | 4.5 |",
+    ):
+        assert told in card, told
+    assert "7.125" not in card  # another checkpoint's
+
+
+def test_no_path_of_this_machine_is_published(exported: Path, base: Run) -> None:
+    manifest = load_run_config(base.path / "small" / "config.yaml").data.manifest
+    for private in (base.path, Path(manifest).parent, Path.home(), CODE):
+        for file in exported.iterdir():
+            assert f"{private}/".encode() not in file.read_bytes(), (private, file)
+
+
+def test_what_cannot_be_exported_is_refused(
+    exported: Path, base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def try_export(*arguments: str) -> Any:
+        return base.longhaul("export", *arguments, check=False)
+
+    full = "exported/folder: found 8 entries, wanted a new or empty folder"
+    refused(try_export("small", "exported/folder"), full)
+    refused(try_export("small", "small.yaml"), "small.yaml: found a file, wanted a new or empty")
+    refused(try_export("nowhere", "new"), "nowhere: found no config.yaml, wanted a run folder")
+    (base.path / ".new.unfinished").mkdir()
+    with (base.path / ".new.unfinished" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        busy = try_export("small", "new")
+    assert busy.returncode == 1
+    assert "new: found another process that writes it, wanted one at a time" in busy.stderr
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
+    with pytest.raises(ValueError, match="mounted: found a mount point, wanted a new or empty"):
+        export(base.path / "small", tmp_path / "mounted")
+    begun = base.path / "begun"
+    begun.mkdir()
+    shutil.copy(base.path / "small" / "config.yaml", begun)
+    refused(try_export("begun", "new"), "begun: found no whole checkpoint, wanted one")
+    assert not (base.path / "new").exists()
+
+
+def test_an_export_that_fails_leaves_nothing(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export_folder, "write_card", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export(base.path / "small", tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000000002"
+    shutil.copytree(base.path / "small", tmp_path / "run")
+    (file,) = checkpoint.glob("model-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"damaged: {file.name}"):
+        export(checkpoint, tmp_path / "new")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+
+
+def test_what_a_killed_export_left_goes_with_the_next(base: Run, tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, tokenizers; from longhaul.pipeline.exporting import folder\n"
+        "folder.write_card = lambda *_: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "folder.export(sys.argv[1], sys.argv[2])"
+    )
+    target = tmp_path / "new"
+    command_line = [sys.executable, "-P", "-c", code, str(base.path / "small"), str(target)]
+    assert subprocess.run(command_line, timeout=60).returncode == -signal.SIGTERM
+    (left,) = tmp_path.iterdir()
+    (left / "model-00001-of-00009.safetensors").touch()
+    names = [file.name for file in export(base.path / "small", target)]
+    assert list(tmp_path.iterdir()) == [target]
+    assert names == sorted(file.name for file in target.iterdir())
+    assert "model-00001-of-00009.safetensors" not in names
+
+
+def test_an_empty_folder_behind_a_link_is_filled(base: Run, tmp_path: Path) -> None:
+    (tmp_path / "disk" / "real").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    export(base.path / "small", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "disk" / "real" / "config.json").is_file()
+
+
+def test_transformers_is_not_needed(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    export(base.path / "small", tmp_path / "new")
+    assert (tmp_path / "new" / "config.json").is_file()
+
+
+def test_shards_of_any_size_hold_the_same(base: Run, exported: Path, tmp_path: Path) -> None:
+    export(base.path / "small", tmp_path / "new", shard_bytes=30_000)
+    shards = sorted(tmp_path.glob("new/*.safetensors"))
+    assert len(shards) > 3
+    assert shards[0].name == f"model-00001-of-{len(shards):05d}.safetensors"
+    same(weights(tmp_path / "new"), weights(exported))
+    index = json.loads((tmp_path / "new" / "model.safetensors.index.json").read_bytes())
+    for file in shards:
+        names = set(load_file(file))
+        assert names == {k for k, name in index["weight_map"].items() if name == file.name}
+        sizes = [4 * value.numel() for value in load_file(file).values()]
+        assert len(sizes) == 1 or sum(sizes) <= 30_000
+
+
+def test_tensors_that_ranks_have_written_in_pieces_become_whole(tmp_path: Path) -> None:
+    rows, columns = torch.randn(7, 5), torch.randn(4, 6, 3)
+    half, flat = torch.randn(3).bfloat16(), torch.randn(9)
+    pieces = {
+        "model-00000-000.safetensors": [
+            ("rows", rows[:4], (0, 0)),
+            ("columns", columns[:, :2], (0, 0, 0)),
+            ("half", half, (0,)),
+            ("flat", flat[:5], (0,)),
+        ],
+        "model-00001-000.safetensors": [
+            ("rows", rows[4:], (4, 0)),
+            ("columns", columns[:, 2:], (0, 2, 0)),
+            ("flat", flat[5:], (5,)),
+        ],
+    }
+    for file, parts in pieces.items():
+        placed = {f"model/{name}": {"saved_offsets": offset} for name, _, offset in parts}
+        save_file(
+            {f"model/{name}": part.contiguous() for name, part, _ in parts},
+            tmp_path / file,
+            {"format": "pt", "DCP_SHARDING_INFO": json.dumps(placed)},
+        )
+    (tmp_path / "whole").mkdir()
+    write_shards(tmp_path / "whole", saved_tensors(tmp_path, pieces, "model"), 200)
+    wanted = {"rows": rows, "columns": columns, "half": half, "flat": flat}
+    same(weights(tmp_path / "whole"), wanted)
+    with pytest.raises(
+        CheckpointError, match="found 48 numbers of type F32 for columns, wanted 72"
+    ):
+        saved_tensors(tmp_path, ["model-00001-000.safetensors"], "model")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.strategy=fsdp"],
+        pytest.param(["trainer.strategy=ddp"], marks=pytest.mark.soak),
+        *(
+            pytest.param(
+                ["trainer.strategy=deepspeed", f"trainer.deepspeed_stage={stage}"],
+                marks=pytest.mark.soak,
+            )
+            for stage in (1, 2, 3)
+        ),
+    ],
+)
+def test_a_checkpoint_of_two_ranks_is_exported(
+    make_run: Callable[[int], Run], tmp_path: Path, overrides: list[str]
+) -> None:
+    run = make_run(1)
+    run.longhaul("train", "small.yaml", "trainer.devices=2", *overrides)
+    (checkpoint,) = (run.path / "small" / "checkpoints").iterdir()
+    assert len(list(checkpoint.glob("model-*.safetensors"))) == 2
+    export(checkpoint, tmp_path / "new")
+    same(weights(tmp_path / "new"), load_trained_model(checkpoint).model.state_dict())
+
+
+MEASURE = """
+import sys, threading, psutil, tokenizers
+from longhaul.pipeline.exporting.folder import export
+export(sys.argv[3], sys.argv[4])  # which loads what is imported where it is first needed
+process, peak, done = psutil.Process(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, process.memory_info().rss)
+before = process.memory_info().rss
+thread = threading.Thread(target=watch)
+thread.start()
+export(sys.argv[1], sys.argv[2], shard_bytes=30_000_000)
+done = True
+thread.join()
+print(peak - before)
+"""
+
+
+def test_memory_is_that_of_a_shard(base: Run, tmp_path: Path) -> None:
+    """Of a model of 109 MB in one file of its checkpoint, in shards of 30 MB."""
+    from longhaul.configs import to_yaml
+    from longhaul.pipeline.checkpoints.store import CheckpointStore
+
+    wide = ["model.width=640", "model.vocabulary=7800", "model.layers=5", "model.heads=10"]
+    config = load_run_config(base.path / "small.yaml", wide)
+    model = LanguageModel(config.model)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    assert sum(4 * tensor.numel() for tensor in tensors.values()) > 100_000_000
+    store.start(3, tensors, {"progress": {"step": 3, "tokens": 1}})
+    store.wait()
+    exports = [str(run), str(tmp_path / "new"), str(base.path / "small"), str(tmp_path / "small")]
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", MEASURE, *exports],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    largest = max(file.stat().st_size for file in (tmp_path / "new").glob("*.safetensors"))
+    assert 25_000_000 < largest < 31_000_000
+    print(f"peak {int(result.stdout):,} bytes, largest shard {largest:,}")
+    assert int(result.stdout) < 1.5 * largest
+    same(weights(tmp_path / "new"), model.state_dict())
+
+
+def begins_with(folder: Path, base: Run, *options: str) -> LanguageModel:
+    config = load_run_config(base.path / "small.yaml", options)
+    torch.manual_seed(1)
+    model = LanguageModel(config.model)
+    assert load_start(model, str(folder)) == folder
+    return model
+
+
+def test_a_run_begins_with_what_was_exported(
+    exported: Path, base: Run, make_run: Callable[[int], Run], tmp_path: Path
+) -> None:
+    same(begins_with(exported, base).state_dict(), weights(exported))
+    export(base.path / "small", tmp_path / "parts", shard_bytes=30_000)
+    model = begins_with(tmp_path / "parts", base, "model.attention.initial_state=learned")
+    learned = {k for k in model.state_dict() if "initial_state" in k}
+    assert learned
+    same({k: v for k, v in model.state_dict().items() if k not in learned}, weights(exported))
+
+    run = make_run(1)
+    still = ("optim.schedule.name=constant", "optim.learning_rate=1e-30", "optim.weight_decay=0")
+    run.longhaul("train", "small.yaml", f"trainer.start_from={exported}", *still)
+    assert (
+        f"the run begins with the weights of {exported}"
+        in (run.path / "small" / "logs" / "train.log").read_text()
+    )
+    same(load_trained_model(run.path / "small").model.state_dict(), weights(exported))
+
+
+def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_path: Path) -> None:
+    def refuses(folder: Path, message: str, *options: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            begins_with(folder, base, *options)
+        assert str(error.value).startswith(f"trainer.start_from: {message}"), error.value
+
+    found = "found attention.0.degree 2 in"
+    refuses(exported, found, "model.attention.degree=4")
+    refuses(exported, "found hidden_size 32 in", "model.width=64")
+    refuses(exported, "found attention.2.degree None in", "model.layers=3")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text('{"model_type": "gpt2"}')
+    refuses(other, f"{other}/config.json: not of an exported model, model_type is 'gpt2'")
+    (other / "config.json").write_text("[")
+    refuses(other, f"{other}/config.json: not of an exported model")
+    shutil.copy(exported / "config.json", other)
+    refuses(other, f"{other}: its weights cannot be read, No such file")
+    content = (exported / "model.safetensors").read_bytes()
+    (other / "model.safetensors").write_bytes(content[:-1])
+    refuses(other, f"{other}: its weights cannot be read")

@@ -1,0 +1,289 @@
+"""Planned memory against real processes, and the plan's own sums."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import LinearCrossEntropyOptions
+from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_chunked
+
+from longhaul.configs import RunConfig, load_run_config
+from longhaul.kernels import power_attention, state_features
+from longhaul.kernels.power import chunked
+from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.cost import choose_chunk_size
+from longhaul.modules.attention import registered_variants
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.planning.fit import verdict
+from longhaul.pipeline.planning.live_tensors import PARTS, LiveMemory
+from longhaul.pipeline.planning.memory import Choice, Planner
+from longhaul.pipeline.planning.op_workspaces import OpWorkspace, _loss_bytes
+from longhaul.pipeline.system.devices import Device
+
+PAPER = "run/paper/conformal-sympow-p2-1024.yaml"
+SCRIPT = Path(__file__).with_name("measured_update.py")
+SMALL = ("model.width=64", "model.heads=4", "data.context=128")
+
+
+def config(*overrides: str, ranks: int = 1) -> RunConfig:
+    spread = ("trainer.strategy=ddp", f"trainer.devices={ranks}") if ranks > 1 else ()
+    return load_run_config("run/demo.yaml", [*overrides, *spread])
+
+
+def small(ranks: int, accumulation: int, micro_batch: int = 2, layers: int = 2) -> RunConfig:
+    tokens = 128 * ranks * accumulation * micro_batch
+    sizes = (f"optim.tokens_per_update={tokens}", f"trainer.micro_batch={micro_batch}")
+    return config(*SMALL, *sizes, f"model.layers={layers}", ranks=ranks)
+
+
+def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> list[list[int]]:
+    """Bytes of every rank of real runs, which know nothing of the plan: a list a strategy."""
+    environment = os.environ | {
+        # Large blocks go back to the system when they are freed.
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-P", str(SCRIPT), strategies]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(store), "run/demo.yaml", *overrides],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        # Collectives that wait give up after 60 s; the rest is for a machine that others use.
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks
+    by_rank = [[int(line) for line in output.split()] for output in outputs]
+    return [list(of_strategy) for of_strategy in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
+@pytest.mark.parametrize(("strategies", "ranks"), [("single", 1), ("ddp,fsdp", 2)])
+def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
+    strategies: str, ranks: int, tmp_path: Path
+) -> None:
+    overrides = ["trainer.micro_batch=4", "optim.tokens_per_update=4096"]
+    if ranks > 1:
+        overrides += ["trainer.strategy=ddp", f"trainer.devices={ranks}"]
+    planner = Planner(load_run_config("run/demo.yaml", overrides), "torch")
+    measured = measure(strategies, ranks, overrides, tmp_path / "store")
+    for strategy, found in zip(strategies.split(","), measured, strict=True):
+        planned = planner.plan(Choice(strategy=strategy)).total
+        print(f"{strategy}: planned {planned / 1e6:.1f} MB, held", [one / 1e6 for one in found])
+        assert found == [pytest.approx(planned, rel=0.1)] * ranks
+
+
+def test_live_memory_counts_as_torch_does() -> None:
+    """Torch's own tracker, which is too slow for large models, sees the same peak."""
+    model_config = small(ranks=1, accumulation=1).model
+    peaks = []
+    for tracker in (LiveMemory(), MemTracker()):
+        with FakeTensorMode(), tracker:
+            model = LanguageModel(model_config)
+            if isinstance(tracker, MemTracker):
+                tracker.track_external(model)
+            tokens = torch.zeros(4, 128, dtype=torch.int64)
+            model.loss(tokens, tokens).backward()
+            if isinstance(tracker, MemTracker):
+                (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+                peaks.append(snapshot["Total"])
+            else:
+                peaks.append(sum(tracker.peak.values()))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
+    ranks = 4
+    planner = Planner(small(ranks, accumulation))
+    with torch.device("meta"):
+        numbers = LanguageModel(small(ranks, accumulation).model).num_parameters()
+    single, ddp, fsdp, *zero = (
+        planner.plan(Choice(strategy=strategy, stage=stage))
+        for strategy, stage in (
+            ("single", None), ("ddp", None), ("fsdp", None),
+            ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3),
+        )
+    )  # fmt: skip
+    for plan in (single, ddp, fsdp, *zero):
+        assert plan.total == sum(getattr(plan, part) for part in PARTS)
+        assert min(getattr(plan, part) for part in PARTS) >= 0
+    assert single.parameters == ddp.parameters == 4 * numbers
+    # Rows are dealt out whole: a tensor of fewer rows than ranks leaves some with one too many.
+    assert fsdp.parameters == pytest.approx(single.parameters / ranks, rel=0.01)
+    assert ddp.gradients == 4 * numbers
+    if accumulation > 1:  # gradients that wait for the last micro-batch are whole
+        assert single.gradients == 4 * numbers <= fsdp.gradients
+    scalars = single.optimizer - 2 * single.parameters  # steps, one for every tensor
+    assert 0 < scalars < 1000
+    assert fsdp.optimizer == pytest.approx(single.optimizer / ranks, rel=0.01)
+    assert [plan.parameters for plan in zero] == [4 * numbers, 4 * numbers, numbers]
+    assert [plan.gradients for plan in zero] == [4 * numbers, numbers, numbers]
+    assert [plan.optimizer for plan in zero] == [3 * numbers] * 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
+    ranks = 4
+    planner = Planner(small(ranks, accumulation))
+    whole = planner.plan(Choice(strategy="single")).parameters
+    sent = {
+        name: planner.plan(Choice(strategy=name, stage=stage)).sent / whole * ranks / (ranks - 1)
+        for name, stage in (("single", None), ("ddp", None), ("fsdp", None))
+    }
+    assert sent["single"] == 0
+    assert sent["ddp"] == 2  # a reduce-scatter and an all-gather, once
+    # Blocks are gathered twice for each micro-batch and what is outside of them once, and gradients
+    # reduced after the last.
+    model = LanguageModel(small(ranks, accumulation).model)
+    outside = 1 - sum(p.numel() for p in model.blocks.parameters()) / model.num_parameters()
+    wanted = 2 * accumulation + 1 - accumulation * outside
+    assert sent["fsdp"] == pytest.approx(wanted, rel=0.005)
+    stages = [
+        planner.plan(Choice(strategy="deepspeed", stage=stage)).sent / whole * ranks / (ranks - 1)
+        for stage in (1, 2, 3)
+    ]
+    assert stages == [2, accumulation + 1, 3 * accumulation]
+
+
+def test_checkpointing_and_small_batches_need_less() -> None:
+    planner = Planner(small(ranks=2, accumulation=1, micro_batch=8, layers=3))
+    for strategy in ("single", "ddp", "fsdp"):
+        kept, second, recomputed = (
+            planner.plan(Choice(strategy=strategy, checkpointing=every)) for every in (0, 2, 1)
+        )
+        assert recomputed.activations < second.activations < kept.activations
+        assert recomputed.parameters == kept.parameters
+        assert planner.plan(Choice(strategy=strategy), 4).total < kept.total
+
+
+def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
+    run = small(ranks=2, accumulation=1, micro_batch=8, layers=1)
+    planner = Planner(run)
+    whole = planner.plan(Choice(strategy="ddp")).total
+    half = planner.plan(Choice(strategy="ddp"), 4).total
+    recomputed = planner.plan(Choice(strategy="fsdp", checkpointing=1), 1).total
+
+    def on(memory: int) -> str:
+        device = Device(
+            key="x", name="X", memory_bytes=memory + 2 * 10**9, bf16_flops=1, tf32_flops=1,
+            fp32_flops=1, reported=("X",),
+        )  # fmt: skip
+        return verdict(run, device, planner)
+
+    assert on(whole).endswith("fits.")
+    assert "does not fit; the smallest change that would: trainer.micro_batch=4 " in on(whole - 1)
+    assert "trainer.micro_batch=2 " in on(half - 1)
+    change = "trainer.strategy=fsdp trainer.activation_checkpointing=1 trainer.micro_batch=1 "
+    assert change in on(recomputed)
+    assert on(recomputed - 1).endswith("does not fit, and no strategy or micro-batch here would.")
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_every_kind_can_be_traced(kind: str) -> None:
+    sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
+    run = load_run_config("run/demo.yaml", [*SMALL, *sizes], kind=kind)
+    plan = Planner(run).plan(Choice(strategy="single", checkpointing=1))
+    tokens, width = 128, 64
+    assert plan.activations > 4 * tokens * width  # what a recomputed block starts from
+
+
+def test_states_of_the_kernels_are_counted() -> None:
+    T, H, K = 16_384, 4, 64
+    live = LiveMemory(OpWorkspace("triton"))
+    with FakeTensorMode(), live:
+        q, k, v = (
+            torch.zeros(1, T, H, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+        )
+        inputs = sum(live.now.values())
+        out, _ = power_attention(q, k, v, degree=2)
+        out.sum().backward()
+    states = T // choose_chunk_size(T, K, K, 2, "triton") * H * state_features(K, 2) * (K + 1) * 4
+    assert live.peak["workspace"] > states > inputs
+    assert sum(live.peak.values()) < 4 * inputs + 2 * states
+
+
+def test_an_op_takes_what_its_own_code_allocates() -> None:
+    shape = 1, 256, 4, 64
+    live = LiveMemory(OpWorkspace("torch"))
+    with FakeTensorMode(), live:
+        q = torch.zeros(shape)
+        power_attention(q, q, q, degree=2)
+    call = PowerCall(
+        degree=2, scale=0.125, normalize=True, output_final_state=False, form="attention",
+        chunk_size=256,
+    )  # fmt: skip
+    with LiveMemory() as real:
+        q = torch.zeros(shape)
+        chunked.forward(call, q, q, q, None, None, None, None)
+    assert live.peak["workspace"] + q.nbytes == sum(real.peak.values())
+
+
+@pytest.mark.parametrize("rows", [100, 512])
+def test_chunks_of_logits_are_counted(rows: int) -> None:
+    width, vocabulary = 64, 1000
+    options = LinearCrossEntropyOptions(acc_policy="compact", chunking_method="aspect_ratio:2")
+    hidden, weight = torch.randn(rows, width), torch.randn(vocabulary, width)
+    target = torch.zeros(rows, dtype=torch.int64)
+    options = options._adjust(
+        num_batches=rows, in_features=width, num_classes=vocabulary,
+        dtype=hidden.dtype, device=hidden.device,
+    )  # fmt: skip
+    live = LiveMemory()
+    live.belongs([hidden, weight, target], "parameters")
+    with live:
+        _linear_cross_entropy_batch_chunked._init_fn(
+            hidden, weight, target, None, None, "mean", -100, 0.0, options.batch_chunk_size,
+            options.acc_policy, options.acc_dtype, False, True, True, False,
+        )  # fmt: skip
+    counted = sum(live.peak.values()) - live.peak["parameters"]
+    assert _loss_bytes(hidden, weight) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.soak
+def test_a_thousand_ranks_are_planned_at_the_longest_context(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides = ["data.context=65536", "trainer.micro_batch=1", "optim.tokens_per_update=67108864"]
+    start = time.perf_counter()
+    assert main(["plan", PAPER, *overrides, "--gpus", "1024", "--device", "h100"]) == 0
+    seconds = time.perf_counter() - start
+    table, closing = capsys.readouterr().out.strip().split("\n\n")[-2:]
+    print(f"{seconds:.0f} s\n{table}\n{closing}")
+    assert len(table.splitlines()) == 1 + 6 * 2
+    assert "(ddp, checkpointing none, micro-batch 1)" in closing
+    assert seconds < 300  # under a minute; this machine may be shared
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0", "--device", "h100"], "--gpus: found 0, wanted 1 or more"),
+        (["--gpus", "3", "--device", "h100"], "--gpus: found 3: optim.tokens_per_update: found"),
+        (["--device", "v100"], "--device: found 'v100', wanted one of a100, "),
+        (["--gpus", "2"], "--device: missing with --gpus, wanted one of a100, "),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "run/demo.yaml", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert error.startswith(f"longhaul: {message}")
+    assert len(error.splitlines()) == 1
+    assert out == ""

@@ -1,0 +1,401 @@
+"""`longhaul report`: its numbers against what was logged, its page, and what it refuses."""
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow.entities import Metric
+from mlflow.tracking import MlflowClient
+
+from longhaul.configs import RunConfig, load_run_config, to_yaml
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.reporting import page
+from longhaul.pipeline.reporting.runs import read_runs
+from longhaul.pipeline.tracking.run import create_parent
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+EVIL = "<script>alert(1)</script> \"q\" 'x' &lt; $y_{$"
+LOSSES = [6.0, 5.0, math.nan, 4.25]
+POSITIONS = "position,loss_nats,mean_up_to_here,standard_error,samples\n" + "".join(
+    f"{t},{5 - t / 200},{5 - t / 400},0.1,8\n" for t in range(1, 257)
+)
+
+
+class Store:
+    """An MLflow database, and runs put there under the names that training and evaluation use."""
+
+    def __init__(self, uri: str, artifacts: str | None = None) -> None:
+        self.uri = uri
+        self.client = MlflowClient(uri)
+        self.experiment = self.client.create_experiment("tests", artifacts)
+
+    @classmethod
+    def in_file(cls, folder: Path, empty: Path) -> "Store":
+        shutil.copy(empty, folder / "mlflow.db")
+        return cls(f"sqlite:///{folder}/mlflow.db", str(folder / "artifacts"))
+
+    def add(self, name: str, *overrides: str, status: str = "FINISHED", loss: float = 4.5) -> str:
+        config = small_config(*overrides)
+        tags = {"longhaul.attention": ",".join(config.model.kinds), "longhaul.commit": "abc"}
+        run_id: str = self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id
+        metrics = [Metric("validation/loss", loss, 1, 4)]
+        for step, value in enumerate(LOSSES, start=1):
+            metrics.append(Metric("train/loss", value, 1, step))
+            metrics.append(Metric("train/tokens", step * 512, 1, step))
+            metrics.append(Metric("train/tokens_per_second", 100.0 * step, 1, step))
+        self.client.log_batch(run_id, metrics)
+        self.client.log_text(run_id, to_yaml(config), "config.yaml")
+        environment = json.dumps({"accelerators": [], "processor": "a processor"})
+        self.client.log_text(run_id, environment, "environment.json")
+        if status != "RUNNING":
+            self.client.set_terminated(run_id, status)
+        return run_id
+
+    def evaluate(self, run_id: str, label: str, task: str, text: str) -> None:
+        self.client.log_text(run_id, text, f"evaluation/{label}/{task}.csv")
+
+
+def small_config(*overrides: str) -> RunConfig:
+    sizes = ("model.layers=2", "model.width=32", "model.heads=2", "data.context=64")
+    budget = ("optim.tokens_per_update=512", "trainer.micro_batch=1")
+    config = load_run_config("run/demo.yaml", [*sizes, *budget, *overrides])
+    tracking = dataclasses.replace(config.tracking, uri="http://user:secret@mlflow:5000")
+    return dataclasses.replace(config, tracking=tracking)
+
+
+@pytest.fixture(scope="module")
+def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Two variants at two contexts, one with two seeds, an unfinished run, a sweep's parent."""
+    folder = tmp_path_factory.mktemp("store")
+    store = Store.in_file(folder, empty_store)
+    create_parent(folder / "sweep", store.uri, "tests", "parent")
+    softmax = store.add(EVIL, "model.attention.kind=softmax", loss=4.0)
+    store.add("flagship", loss=3.5)
+    store.add("again", "trainer.seed=1", loss=3.75)
+    store.add("longer", "data.context=128", loss=3.25)
+    store.add("cut off", "data.context=128", "model.attention.kind=softmax", status="RUNNING")
+    older = POSITIONS.replace("256,", "512,")
+    store.evaluate(softmax, "step-000000002-context-256", "positions", older)
+    store.evaluate(softmax, "step-000000004", "positions", POSITIONS[: POSITIONS.index("65,")])
+    store.evaluate(softmax, "step-000000004-context-256", "positions", POSITIONS)
+    store.evaluate(softmax, "step-000000004-context-256-text-a-b.c", "positions", POSITIONS)
+    for label, perplexities in (
+        ("step-000000004", (20.0, 900.5)),
+        ("step-000000004-dynamic_ntk-4", (21.0, 25.25)),
+    ):
+        lines = ["window,stride,documents,tokens,loss_nats,perplexity"]
+        lines += [f"{w},16,2,1024,1,{p}" for w, p in zip((64, 256), perplexities, strict=True)]
+        store.evaluate(softmax, label, "perplexity", "\n".join(lines))
+    passkeys = "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n256,0.5,4,2,0.5\n"
+    store.evaluate(softmax, "step-000000004", "passkey", passkeys + "512,0.0,4,0,0.0\n")
+    return store
+
+
+@pytest.fixture(scope="module")
+def reported(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reports") / "new" / "report"
+    assert main(["report", "tests", str(folder), "--uri", store.uri]) == 0
+    return folder
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as opened:
+        return list(csv.DictReader(opened))
+
+
+def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Path) -> None:
+    stems = {
+        "loss_against_context",
+        "speed_against_context",
+        "passkey_000064",
+        "perplexity_000064",
+        "loss_by_position_000064",
+        "loss_by_position_000064_a-b.c",
+        *(f"loss_against_{x}_{n:06d}" for x in ("tokens", "state") for n in (64, 128)),
+    }
+    wanted = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "csv")}
+    wanted |= {"index.html", "runs.csv", "ntk_perplexity_000064.csv"}
+    assert {file.name for file in reported.iterdir()} == wanted
+    for file in reported.glob("*.png"):
+        assert file.read_bytes().startswith(b"\x89PNG")
+    for file in reported.glob("*.pdf"):
+        assert file.read_bytes().startswith(b"%PDF")
+    assert [entry.name for entry in reported.parent.iterdir()] == ["report"]
+
+
+def test_losses_are_those_that_were_logged(reported: Path) -> None:
+    found = rows(reported / "loss_against_tokens_000064.csv")
+    assert len(found) == 3 * len(LOSSES)
+    own = [row for row in found if row["run"] == EVIL]
+    assert [int(row["tokens"]) for row in own] == [512, 1024, 1536, 2048]
+    assert [int(row["updates"]) for row in own] == [1, 1, 0, 1]
+    assert str([float(row["loss_nats"]) for row in own]) == str(LOSSES)
+
+
+def test_the_table_of_runs_is_what_was_logged(reported: Path) -> None:
+    found = {row["run"]: row for row in rows(reported / "runs.csv")}
+    assert set(found) == {EVIL, "flagship", "again", "longer", "cut off"}
+    row, model = found["longer"], without_memory(small_config("data.context=128").model)
+    assert row["variant"] == "conformal_sympow p=2"
+    assert (row["status"], row["training_context"], row["tokens"]) == ("FINISHED", "128", "2048")
+    assert float(row["validation_loss_nats"]) == 3.25
+    assert float(row["tokens_per_second"]) == 250
+    assert int(row["parameters"]) == model.num_parameters()
+    assert int(row["state_bytes"]) == state_bytes(attentions(model), 128)
+    assert (row["commit"], row["hardware"]) == ("abc", "a processor")
+    assert found["cut off"]["status"] == "RUNNING"
+    by_context = rows(reported / "loss_against_context.csv")
+    assert {row["run"]: float(row["validation_loss_nats"]) for row in by_context} == {
+        EVIL: 4.0,
+        "flagship": 3.5,
+        "again": 3.75,
+        "longer": 3.25,
+        "cut off": 4.5,
+    }
+
+
+def test_the_newest_checkpoint_at_its_longest_windows_counts(reported: Path) -> None:
+    found = rows(reported / "loss_by_position_000064.csv")
+    assert {row["step"] for row in found} == {"4"}
+    assert [int(row["position"]) for row in found] == list(range(1, 257))
+    assert float(found[99]["loss_nats"]) == 4.5
+    assert float(found[99]["mean_up_to_here"]) == 4.75
+    other = rows(reported / "loss_by_position_000064_a-b.c.csv")
+    assert {row["text"] for row in other} == {"a-b.c"}
+
+
+def test_scaled_positions_stand_in_a_table(reported: Path) -> None:
+    found = rows(reported / "ntk_perplexity_000064.csv")
+    cells = [(row["positions"], float(row["64"]), float(row["256"])) for row in found]
+    assert cells == [("as trained", 20.0, 900.5), ("dynamic_ntk-4", 21.0, 25.25)]
+
+
+def test_passkeys_are_summed_over_depths(reported: Path) -> None:
+    found = rows(reported / "passkey_000064.csv")
+    numbers = [(int(row["length"]), int(row["right"]), int(row["prompts"])) for row in found]
+    assert numbers == [(256, 6, 8), (512, 0, 4)]
+    assert [float(row["share"]) for row in found] == [0.75, 0.0]
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), name
+            if name in ("src", "href", "srcset", "data", "action", "style"):
+                self.addresses.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) -> None:
+    text = (reported / "index.html").read_text()
+    parsed = Page(text)
+    assert not parsed.open
+    assert "script" not in parsed.tags
+    assert parsed.tags.count("img") == len(list(reported.glob("*.png")))
+    assert parsed.tags.count("details") == 5
+    assert all(address.startswith("data:") for address in parsed.addresses)
+    assert "url(" not in text
+    assert "@import" not in text
+    assert parsed.texts.count(EVIL) == 1 + 2  # the table of runs, and two of scaled positions
+    shown = "".join(parsed.texts)
+    assert "running" in shown
+    assert "secret" not in shown
+    assert "Loss in windows of each length: longhaul evaluate RUN --tasks context" in shown
+    assert "  kind: conformal_sympow" in shown
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
+    assert main(["report", *arguments]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longhaul: ")
+    return str(line)
+
+
+def test_what_cannot_be_reported_is_refused(
+    store: Store, reported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, uri = str(tmp_path / "new"), ["--uri", store.uri]
+    assert "found 'nothing', wanted one of 'Default', 'tests'" in refused(
+        ["nothing", new, *uri], capsys
+    )
+    assert "EXPERIMENT 'Default': found no runs, wanted a finished run" in refused(
+        ["Default", new, *uri], capsys
+    )
+    files = len(list(reported.iterdir()))
+    assert f"found {files} entries, wanted a new or empty folder" in refused(
+        ["tests", str(reported), *uri], capsys
+    )
+    missing = tmp_path / "none.db"
+    assert f"--uri: found no file {missing}" in refused(
+        ["tests", new, "--uri", f"sqlite:///{missing}"], capsys
+    )
+    assert "wanted sqlite:///FILE" in refused(["tests", new, "--uri", "mlruns"], capsys)
+    nobody = refused(["tests", new, "--uri", "http://a:b@127.0.0.1:9"], capsys, status=1)
+    assert "--uri: http://***@127.0.0.1:9 cannot be read" in nobody
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_finished_run_is_refused(
+    empty_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = Store.in_file(tmp_path, empty_store)
+    store.add("one", status="RUNNING")
+    store.add("two", status="FAILED")
+    line = refused(["tests", str(tmp_path / "new"), "--uri", store.uri], capsys)
+    assert "found 1 failed, 1 running, wanted a finished run" in line
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_report_that_fails_leaves_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(page, "_runs", fail)
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder.draw", lambda *_: None)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_cannot_be_read_is_named(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    store = Store.in_file(tmp_path, empty_store)
+    store.add("whole")
+    store.client.log_text(store.add("<b>old"), "model: {laiers: 2}", "config.yaml")
+    client, experiment = store.client, store.experiment
+    old = store.add("older")
+    store.evaluate(old, "step-000000004", "context", "windows,loss\n64,1\n")
+    bare = client.create_run(experiment, run_name="bare", tags={"longhaul.attention": "softmax"})
+    client.set_terminated(bare.info.run_id)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    shown = "".join(Page((tmp_path / "new" / "index.html").read_text()).texts)
+    assert "Run <b>old: config.yaml is of another version: model.attention.kind" in shown
+    table = "evaluation/step-000000004/context.csv"
+    assert f"Run older: {table}: found no column context, loss_nats" in shown
+    assert "Run bare: config.yaml is not in MLflow" in shown
+    assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["whole"]
+
+
+def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run]) -> None:
+    run = make_run(3)
+    run.longhaul("train", "small.yaml")
+    run.longhaul("evaluate", "small", "--tasks", "positions", "--context", "128")
+    run.longhaul("evaluate", "small", "--tasks", "context")
+    uri = f"sqlite:///{run.path}/mlflow.db"
+    run.longhaul("report", "tests", "report", "--uri", uri)
+    report = run.path / "report"
+    (own,) = read_runs(uri, "tests")[0]
+    journal = (run.path / "small" / "logs" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in journal.splitlines()]
+    logged = [line for line in lines if line["kind"] in ("train", "validation")]
+    train = [line["values"] for line in logged if line["kind"] == "train"]
+    curve = rows(report / "loss_against_tokens_000064.csv")
+    assert [float(row["loss_nats"]) for row in curve] == [one["train/loss"] for one in train]
+    assert [int(row["tokens"]) for row in curve] == [one["train/tokens"] for one in train]
+    assert own.final_loss == logged[-1]["values"]["validation/loss"]
+    folder = run.path / "small" / "evaluation"
+    wanted = rows(folder / "step-000000003-context-128" / "positions.csv")
+    found = rows(report / "loss_by_position_000064.csv")
+    assert [row["mean_up_to_here"] for row in wanted] == [
+        f"{float(row['mean_up_to_here']):.6f}" for row in found
+    ]
+    assert {row["window"] for row in found} == {"128"}
+    windows = rows(folder / "step-000000003" / "context.csv")
+    assert len(rows(report / "loss_in_windows_000064.csv")) == len(windows)
+
+
+@pytest.mark.soak
+def test_a_server_is_read_like_a_database(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--port", str(port)]
+    stores = [
+        "--backend-store-uri",
+        "sqlite:///server.db",
+        "--artifacts-destination",
+        "./artifacts",
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, *stores], cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        uri = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 90
+        while True:
+            assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+            with suppress(OSError), urllib.request.urlopen(f"{uri}/health", timeout=5):
+                break
+            time.sleep(0.2)
+        store = Store(uri)
+        store.evaluate(store.add("far"), "step-000000004", "positions", POSITIONS)
+        assert main(["report", "tests", str(tmp_path / "new"), "--uri", uri]) == 0
+        assert len(rows(tmp_path / "new" / "loss_by_position_000064.csv")) == 256
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.soak
+def test_a_browser_has_no_complaint(reported: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    picture = tmp_path / "page.png"
+    result = subprocess.run(
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--screenshot={picture}",
+            "--window-size=1200,3000",
+            "--enable-logging=stderr",
+            f"file://{reported / 'index.html'}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert picture.stat().st_size > 50_000, result.stderr
+    assert not re.findall(r".*CONSOLE.*", result.stderr)

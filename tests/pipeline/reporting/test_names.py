@@ -1,0 +1,59 @@
+"""Names of variants and labels, and the thinning of curves, without a store."""
+
+import dataclasses
+import math
+
+from longhaul.configs import RunConfig, load_run_config
+from longhaul.pipeline.evaluation.labels import Label, read_label
+from longhaul.pipeline.reporting.runs import Point
+from longhaul.pipeline.reporting.training import _thinned
+from longhaul.pipeline.reporting.variants import looks, name_variants
+from longhaul.pipeline.tracking.names import without_secrets
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_run_config("run/demo.yaml", overrides)
+
+
+def test_variants_are_named_by_what_they_differ_in() -> None:
+    configs = [
+        config("model.attention.kind=softmax", "data.context=128"),
+        config("model.attention.kind=softmax", "trainer.seed=3"),
+        config("optim.learning_rate=0.001"),
+        config("optim.learning_rate=0.01", "model.attention.degree=4"),
+        config("optim.learning_rate=0.01"),
+    ]
+    names = name_variants(configs)
+    assert names[:2] == ["softmax", "softmax"]
+    assert names[2:] == [
+        "conformal_sympow p=2, learning_rate=0.001",
+        "conformal_sympow p=4",
+        "conformal_sympow p=2, learning_rate=0.01",
+    ]
+    many = looks(f"variant {index:02d}" for index in range(70))
+    assert len(set(many.values())) == 70
+
+
+def test_long_curves_are_means_of_equal_parts() -> None:
+    points = [Point(step, 10 * step, float(step)) for step in range(1, 1001)]
+    points[1] = dataclasses.replace(points[1], value=math.nan)
+    found = _thinned(points)
+    assert len(found) == 334
+    assert found[0] == (Point(3, 30, 2.0), 2)
+    assert found[1] == (Point(6, 60, 5.0), 3)
+    assert found[-1] == (Point(1000, 10000, 1000.0), 1)
+
+
+def test_labels_are_read_as_they_are_written() -> None:
+    for text, wanted in (
+        ("step-000000150", Label(150, None, "", "")),
+        ("step-000000150-context-4096-linear-1.5", Label(150, 4096, "linear-1.5", "")),
+        ("step-000000150-dynamic_ntk-1e+06", Label(150, None, "dynamic_ntk-1e+06", "")),
+        ("step-000000001-text-book-1_and_2", Label(1, None, "", "book-1_and_2")),
+        ("notes", None),
+    ):
+        assert read_label(text) == wanted, text
+
+
+def test_addresses_lose_their_passwords() -> None:
+    assert without_secrets("uri: http://a:b@c/d e@f") == "uri: http://***@c/d e@f"

@@ -1,0 +1,431 @@
+"""The tracker against a real sqlite store; test_server.py has it against a real server."""
+
+import logging
+import math
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.pipeline.tracking import tracker as tracker_module
+from longhaul.pipeline.tracking.journal import JournalError, read_lines
+from longhaul.pipeline.tracking.names import clean_name
+from longhaul.pipeline.tracking.run import absolute_uri
+from longhaul.pipeline.tracking.tracker import Tracker
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker_module, "COPY_EVERY_S", 0.05)
+    monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.1)
+
+
+@pytest.fixture(scope="module")
+def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return _copied(empty_store, tmp_path_factory.mktemp("store"))
+
+
+def _copied(empty_store: Path, folder: Path) -> str:
+    shutil.copy(empty_store, folder / "mlflow.db")
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def _tracker(run_dir: Path, uri: str, **options: Any) -> Tracker:
+    tracker = Tracker(run_dir, uri=uri, experiment="tests", run_name=run_dir.name, **options)
+    tracker.start()
+    return tracker
+
+
+def _client(uri: str) -> Any:
+    from mlflow.tracking import MlflowClient  # More than a second, which not every test needs.
+
+    return MlflowClient(uri)
+
+
+def _run(uri: str, run_dir: Path) -> Any:
+    return _client(uri).get_run((run_dir / "mlflow_run_id").read_text().strip())
+
+
+def _history(uri: str, run_dir: Path, name: str) -> list[tuple[int, float]]:
+    run_id = (run_dir / "mlflow_run_id").read_text().strip()
+    return [(m.step, m.value) for m in _client(uri).get_metric_history(run_id, name)]
+
+
+def test_importing_and_constructing_does_not_import_mlflow(run_dir: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from longhaul.pipeline.tracking.tracker import Tracker\n"
+        "Tracker(Path(sys.argv[1]), uri='sqlite:///x.db', experiment='e', run_name='n')\n"
+        "assert 'mlflow' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run_dir)], check=True, cwd=run_dir)
+
+
+def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text("name: x\n")
+    (run_dir / "figures").mkdir()
+    (run_dir / "figures" / "positions.csv").write_text("1\n")
+    tracker = _tracker(
+        run_dir,
+        store,
+        params={"optim.lr": "0.1", "long": "x" * 9000, **{f"p{i}": "1" for i in range(250)}},
+        tags={"commit": "abc", "long": "y" * 9000},
+        artifacts=[run_dir / "config.yaml"],
+    )
+    for step in range(1, 31):
+        values = {f"train/metric{i}": step + i / 100 for i in range(97)}
+        tracker.log("train", step, values)
+    tracker.log("train", 31, {"loss@8": math.nan, "big": math.inf})
+    tracker.log("validation", 31, {f"validation/position_{i}": float(i) for i in range(1500)})
+    tracker.log_artifact(run_dir / "figures" / "positions.csv", "figures")
+    assert tracker.finish("FINISHED", timeout_s=60)
+
+    run = _run(store, run_dir)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "run"
+    assert run.data.params["optim.lr"] == "0.1"
+    assert len(run.data.params) == 252
+    assert run.data.params["long"] == "x" * 5997 + "..."
+    assert run.data.tags["commit"] == "abc"
+    assert len(run.data.tags["long"]) == 8000
+    for i in (0, 96):
+        expected = [(step, step + i / 100) for step in range(1, 31)]
+        assert _history(store, run_dir, f"train/metric{i}") == expected
+    ((step, value),) = _history(store, run_dir, "loss_8")
+    assert step == 31
+    assert math.isnan(value)
+    for i in (0, 999, 1000, 1499):
+        assert _history(store, run_dir, f"validation/position_{i}") == [(31, float(i))]
+    client = _client(store)
+    assert [a.path for a in client.list_artifacts(run.info.run_id)] == ["config.yaml", "figures"]
+    assert run.info.artifact_uri.startswith(store.removeprefix("sqlite:///").rsplit("/", 1)[0])
+
+
+def test_no_request_notes_a_position_that_its_metrics_have_not_reached(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore  # Slow to import.
+
+    real = SqlAlchemyStore.log_batch
+    sent: Counter[int] = Counter()
+    sizes = {1: 900, 2: 899, 3: 1, 4: 1000, 5: 1901, 6: 450, 7: 450}
+    noted: list[int] = []
+    missing: list[int] = []
+
+    def spy(self: Any, run_id: str, metrics: Any, params: Any, tags: Any) -> None:
+        real(self, run_id, metrics, params, tags)
+        sent.update(metric.step for metric in metrics if metric.key.startswith("v"))
+        for tag in tags:
+            if tag.key == "longhaul.uploaded.metrics.train":
+                noted.append(int(tag.value))
+                missing.extend(s for s in range(1, noted[-1] + 1) if sent[s] != sizes[s])
+
+    monkeypatch.setattr(SqlAlchemyStore, "log_batch", spy)
+    tracker = Tracker(run_dir, uri=store, experiment="tests", run_name="x")
+    for step, size in sizes.items():
+        tracker.log("train", step, {f"v{i}": 1.0 for i in range(size)})
+    tracker.start()
+    assert tracker.finish("FINISHED", timeout_s=60)
+    assert noted == [1, 3, 4, 5, 7]
+    assert missing == []
+
+
+def test_the_machines_load_is_logged_while_training(store: str, run_dir: Path) -> None:
+    tracker = _tracker(run_dir, store)
+    journal = run_dir / "logs" / "metrics.jsonl"
+    for _ in range(300):
+        if any(line["kind"] == "system" for line in read_lines(journal)[0]):
+            break
+        time.sleep(0.1)
+    assert tracker.finish("FINISHED", timeout_s=30)
+    ((step, percentage),) = _history(store, run_dir, "system/system_memory_usage_percentage")
+    assert step == 0
+    assert 0 < percentage < 100
+
+
+def test_a_resumed_run_is_running_again_and_ends_truthfully(store: str, run_dir: Path) -> None:
+    _tracker(run_dir, store).finish("KILLED", timeout_s=30)
+    assert _run(store, run_dir).info.status == "KILLED"
+    tracker = _tracker(run_dir, store)
+    for _ in range(300):
+        if _run(store, run_dir).info.status == "RUNNING":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("never RUNNING again")
+    assert tracker.run_id == (run_dir / "mlflow_run_id").read_text().strip()
+    tracker.finish("FAILED", timeout_s=30)
+    assert _run(store, run_dir).info.status == "FAILED"
+
+
+def test_a_changed_param_becomes_a_tag_that_follows_the_value(store: str, run_dir: Path) -> None:
+    for lr, tag in (("0.1", None), ("0.2", "0.2"), ("0.2", "0.2"), ("0.1", "0.1")):
+        tracker = _tracker(run_dir, store, params={"lr": lr, "same": "1"})
+        assert tracker.finish(None, timeout_s=30)
+        data = _run(store, run_dir).data
+        assert data.params == {"lr": "0.1", "same": "1"}
+        assert data.tags.get("config_changed.lr") == tag
+        assert "config_changed.same" not in data.tags
+    tracker = _tracker(run_dir, store, params={"lr": "0.1", "new": "7"})
+    assert tracker.finish(None, timeout_s=30)
+    assert _run(store, run_dir).data.params["new"] == "7"
+
+
+def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
+    store: str, run_dir: Path
+) -> None:
+    checkpoint = run_dir / "checkpoints" / "step-000000007"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    tracker = _tracker(run_dir, store)
+    tracker.log_checkpoint(checkpoint, 7)
+    tracker.finish("FINISHED", timeout_s=30)
+    evaluation = _tracker(run_dir, store, is_training=False)
+    evaluation.log_checkpoint(checkpoint, 7, {"evaluation/loss": 2.5, "evaluation/odd": math.nan})
+    assert evaluation.finish(None, timeout_s=30)
+
+    run = _run(store, run_dir)
+    assert run.info.status == "FINISHED"
+    (output,) = run.outputs.model_outputs
+    assert output.step == 7
+    model = _client(store).get_logged_model(output.model_id)
+    assert model.name == "step-000000007"
+    assert model.params == {"path": str(checkpoint)}
+    assert {m.key: m.value for m in model.metrics}["evaluation/loss"] == 2.5
+    assert _history(store, run_dir, "evaluation/loss") == [(7, 2.5)]
+    copied = Path(run.info.artifact_uri).rglob("*.safetensors")
+    assert list(copied) == []
+
+
+def test_an_evaluation_works_beside_a_training_process(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient  # Slow to import.
+
+    real = MlflowClient.create_run
+
+    def slow(*args: Any, **rest: Any) -> Any:
+        time.sleep(0.3)  # so that both find no run before either has made one
+        return real(*args, **rest)
+
+    monkeypatch.setattr(MlflowClient, "create_run", slow)
+    training = _tracker(run_dir, store)
+    evaluation = _tracker(run_dir, store, is_training=False)
+    training.log("train", 1, {"loss": 1.0})
+    (run_dir / "a.csv").write_text("1")
+    evaluation.log_artifact(run_dir / "a.csv")
+    assert evaluation.finish(None, timeout_s=30)
+    training.log_artifact(run_dir / "a.csv", "second")
+    assert training.finish("FINISHED", timeout_s=30)
+    run_id = _run(store, run_dir).info.run_id
+    paths = [artifact.path for artifact in _client(store).list_artifacts(run_id)]
+    assert paths == ["a.csv", "second"]
+
+
+def test_what_mlflow_refuses_does_not_hold_up_the_rest(
+    store: str, run_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.exceptions import MlflowException  # Slow to import.
+    from mlflow.tracking import MlflowClient
+
+    real = MlflowClient.log_batch
+
+    def picky(self: Any, run_id: str, metrics: Any = (), *args: Any, **rest: Any) -> None:
+        if any(metric.key == "poison" for metric in metrics):
+            raise MlflowException.invalid_parameter_value("poison")
+        real(self, run_id, metrics, *args, **rest)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", picky)
+    (run_dir / "a.csv").write_text("1")
+    tracker = Tracker(run_dir, uri=store, experiment="tests", run_name="x")
+    for step, name in enumerate(["loss", "loss", "poison", "loss"]):
+        tracker.log("train", step, {name: float(step)})
+    tracker.log_artifact(run_dir / "a.csv", "../outside")
+    tracker.log_artifact(run_dir / "never-written.csv")
+    tracker.log("train", 4, {"loss": 4.0})
+    with caplog.at_level(logging.WARNING):
+        tracker.start()
+        assert tracker.finish("FINISHED", timeout_s=30)
+    assert _history(store, run_dir, "loss") == [(step, float(step)) for step in (0, 1, 3, 4)]
+    assert _run(store, run_dir).info.status == "FINISHED"
+    about = [message for message in caplog.messages if "refused line" in message]
+    assert ["train 2" in about[0], "artifact 1" in about[1], len(about)] == [True, True, 2]
+    assert any("never-written.csv" in message for message in caplog.messages)
+
+
+def test_an_artifact_store_that_fails_does_not_hold_up_the_rest_for_ever(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient  # Slow to import.
+
+    def fail(*_: Any) -> None:
+        raise PermissionError("no credentials")
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", fail)
+    (run_dir / "a.csv").write_text("1")
+    tracker = _tracker(run_dir, store, artifacts=[run_dir / "a.csv"])
+    tracker.log("train", 1, {"loss": 1.0})
+    assert tracker.finish("FINISHED", timeout_s=30)
+    assert _history(store, run_dir, "loss") == [(1, 1.0)]
+
+
+def test_a_deleted_run_is_waited_for_and_loses_nothing(
+    store: str, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _tracker(run_dir, store).finish(None, timeout_s=30)
+    client = _client(store)
+    run_id = _run(store, run_dir).info.run_id
+    client.delete_run(run_id)
+    tracker = _tracker(run_dir, store)
+    tracker.log("train", 1, {"loss": 1.0})
+    assert not tracker.finish(None, timeout_s=0.5)
+    assert any("restore it there" in message for message in caplog.messages)
+    client.restore_run(run_id)
+    assert _tracker(run_dir, store).finish(None, timeout_s=30)
+    assert _history(store, run_dir, "loss") == [(1, 1.0)]
+
+
+def test_a_run_that_vanishes_is_made_again_with_its_whole_history(
+    empty_store: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    uri = _copied(empty_store, tmp_path)
+    tracker = _tracker(run_dir, uri)
+    tracker.log("train", 1, {"loss": 1.0})
+    for _ in range(600):
+        if tracker.run_id and _history(uri, run_dir, "loss"):
+            break
+        time.sleep(0.05)
+    first = tracker.run_id
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+            database.execute(f"delete from {table} where run_uuid = ?", (first,))
+    tracker.log("train", 2, {"loss": 2.0})
+    assert tracker.finish("FINISHED", timeout_s=30)
+    assert tracker.run_id != first
+    assert _history(uri, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_another_store_gets_the_whole_history(
+    store: str, empty_store: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    other = _copied(empty_store, tmp_path)
+    for step, uri in enumerate((store, other), start=1):
+        tracker = _tracker(run_dir, uri)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+    assert _history(other, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+TO_ANOTHER_PATH: dict[str, Callable[[Path, Path], object]] = {
+    "copied": shutil.copytree,
+    "moved": Path.rename,
+    "linked": lambda folder, other: other.symlink_to(folder),
+}
+
+
+@pytest.mark.parametrize("how", TO_ANOTHER_PATH)
+def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: str) -> None:
+    def log(folder: Path, step: int) -> str | None:
+        tracker = _tracker(folder, store)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+        return tracker.run_id
+
+    first = log(run_dir, 1)
+    other = run_dir.with_name("other")
+    TO_ANOTHER_PATH[how](run_dir, other)
+    assert (log(other, 2) == first) == (how != "copied")
+    assert _history(store, other, "loss") == [(1, 1.0), (2, 2.0)]
+    if how == "copied":
+        assert log(run_dir, 3) == first
+        assert _history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
+    empty_store: Path, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "place").write_text("a file where the database's folder should be")
+    uri = f"sqlite:///{tmp_path}/place/mlflow.db"
+    tracker = _tracker(run_dir, uri)
+    tracker.log("train", 1, {"loss": 1.0})
+    assert tracker.run_id is None
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        assert not tracker.finish("FINISHED", timeout_s=1.5)
+    assert time.monotonic() - began < 5
+    about = [message for message in caplog.messages if "does not take metrics" in message]
+    assert len(about) == 1
+    assert str(tmp_path / "place") in about[0]
+    assert "sent when this run is next opened" in caplog.messages[-1]
+    (tmp_path / "place").unlink()
+    (tmp_path / "place").mkdir()
+    _copied(empty_store, tmp_path / "place")
+    assert _tracker(run_dir, uri).finish(None, timeout_s=30)
+    assert _history(uri, run_dir, "loss") == [(1, 1.0)]
+    assert _run(uri, run_dir).info.status == "RUNNING"
+
+
+def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None:
+    held = (
+        "import pathlib, sys, time; from longhaul.pipeline.tracking.journal import Journal\n"
+        "j = Journal(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    journal = run_dir / "logs" / "metrics.jsonl"
+    process = subprocess.Popen(
+        [sys.executable, "-c", held, str(journal)], stdout=subprocess.PIPE, cwd=run_dir
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with pytest.raises(JournalError, match="another process"):
+            _tracker(run_dir, store)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "file:///tmp/mlruns", ""])
+def test_folders_as_stores_are_refused_in_words(uri: str, run_dir: Path) -> None:
+    with pytest.raises(ValueError, match="wanted sqlite:///FILE, http"):
+        _tracker(run_dir, uri)
+
+
+def test_a_relative_database_stays_where_it_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_uri("sqlite:///a.db") == f"sqlite:///{tmp_path}/a.db"
+    assert absolute_uri("sqlite:////b/a.db") == "sqlite:////b/a.db"
+    assert absolute_uri("http://host:5000") == "http://host:5000"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("train/loss", "train/loss"),
+        ("loss@2%", "loss_2_"),
+        ("/a//b/../c/", "a/b/c"),
+        ("..", "_"),
+        ("é:x y.z-", "é:x y.z-"),
+        ("x" * 300, "x" * 250),
+        ("x" * 249 + "/y", "x" * 249),
+    ],
+)
+def test_names_become_what_mlflow_takes(name: str, wanted: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name  # Slow to import.
+
+    assert clean_name(name) == wanted
+    _validate_metric_name(clean_name(name))

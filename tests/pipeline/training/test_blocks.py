@@ -1,0 +1,88 @@
+"""What is done to blocks: one compiled graph a kind; bf16 weights but for gates and rates."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.modules.attention import registered_variants
+
+COMPILED = Path(__file__).parent / "compiled_blocks.py"
+
+
+@pytest.mark.parametrize(
+    ("backend", "kinds"),
+    [
+        ("aot_eager", ("conformal_sympow", "softmax")),
+        pytest.param("aot_eager", registered_variants(), marks=pytest.mark.soak),
+        pytest.param("inductor", ("conformal_sympow",), marks=pytest.mark.soak),
+    ],
+)
+def test_compiled_blocks_are_one_graph_that_makes_the_same_update(
+    backend: str, kinds: tuple[str, ...], fork: Any, tmp_path: Path
+) -> None:
+    code = f"import runpy; runpy.run_path({str(COMPILED)!r}, run_name='__main__')"
+    process = fork(code, tmp_path, backend, *kinds)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    for kind, line in zip(kinds, out.splitlines(), strict=True):
+        found = json.loads(line)
+        assert found["loss"] < 1e-5, kind
+        assert found["gradient"] < 1e-5, kind
+        assert found["gradients"] > 10, kind
+        # One for all blocks: nothing in them ends a graph, our own ops included.
+        assert (found["graphs"], found["breaks"]) == (1, 0), kind
+        assert bool(found["compiled"]) == (backend == "inductor"), kind
+
+
+IN_BF16 = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.training.blocks import prepare_blocks, shard
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+kind = attention_config("conformal_sympow")()
+config = LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=kind)
+model = LanguageModel(config)
+prepare_blocks(model, checkpoint_every=1, compiled=False)
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+policy = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+)
+shard(model, mesh, policy)
+
+def note(module, *ignored):
+    name = type(module).__name__.removeprefix("FSDP")
+    if name in ("ForgetGate", "RotationRate", "Linear"):
+        print(name, module.weight.dtype)
+
+for module in model.modules():
+    module.register_forward_pre_hook(note)
+tokens = torch.randint(64, (1, 32))
+with torch.autocast("cpu", torch.bfloat16):
+    loss = model.loss(tokens, tokens)
+loss.backward()
+assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+dist.destroy_process_group()
+"""
+
+
+def test_gates_and_rates_keep_their_bits_where_other_weights_are_bf16(
+    tmp_path: Path, fork: Callable[..., Any]
+) -> None:
+    process = fork(IN_BF16, tmp_path, str(tmp_path / "meeting"))
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert set(out.splitlines()) == {
+        "ForgetGate torch.float32",
+        "RotationRate torch.float32",
+        "Linear torch.bfloat16",
+    }
