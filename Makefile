@@ -40,15 +40,11 @@ bench: setup
 	$(BIN)/longhaul bench kernels
 	$(BIN)/longhaul bench data
 
-# Writes the pages that are generated, and site/index.html; needs the network once, for mkdocs.
-docs: .venv/.docs
+# Without the network; NO_MKDOCS_2_WARNING silences an announcement of mkdocs-material's.
+docs: setup
 	$(BIN)/python -P docs/scripts/configuration.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
-
-.venv/.docs: $(INSTALLED)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	touch $@
 
 clean:
 	rm -rf .venv .typing site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
