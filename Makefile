@@ -6,7 +6,7 @@ PACKAGES := pipeline modules kernels datamodules configs slurm
 # A user's own Python settings must not leak into the checks.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: setup demo test check soak bench clean
+.PHONY: setup demo test check soak bench docs clean
 
 setup: $(INSTALLED)
 
@@ -40,6 +40,12 @@ bench: setup
 	$(BIN)/longhaul bench kernels
 	$(BIN)/longhaul bench data
 
+# Without the network; NO_MKDOCS_2_WARNING silences an announcement of mkdocs-material's.
+docs: setup
+	$(BIN)/python -P docs/scripts/configuration.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 clean:
-	rm -rf .venv .typing build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .typing site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find $(PACKAGES) tests -name __pycache__ -type d -exec rm -rf {} +
