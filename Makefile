@@ -6,7 +6,7 @@ PACKAGES := pipeline modules kernels datamodules configs slurm
 # A user's own Python settings must not leak into the checks.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: setup demo test check soak bench docs clean
+.PHONY: setup demo test test-all check soak bench docs clean
 
 setup: $(INSTALLED)
 
@@ -22,10 +22,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo.sh
 
-# One thread a process: two processes with two OpenMP threads each, on two cores, wait for each other.
-# Three at a time share two cores: many of them mostly wait.
+# One thread per process: two processes with two OpenMP threads each, on two cores, wait for each other.
+# Three workers share two cores, since many tests mostly wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
+
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not soak and not gpu' -n 3 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m 'not wide and not soak and not gpu'
+
+# What `make test` leaves out: more shapes, strategies and kills.
+test-all: setup
+	$(PYTEST) -m 'wide and not soak and not gpu'
 
 check: setup
 	$(BIN)/ruff check .

@@ -218,6 +218,7 @@ def test_workers_leave_signals_to_the_trainer(make_shards) -> None:
     assert worker.is_alive()
 
 
+@pytest.mark.wide
 def test_a_process_ends_with_its_loader_still_open(make_shards) -> None:
     script = f"""
         from longhaul.datamodules.config import DataConfig

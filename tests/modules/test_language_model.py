@@ -46,6 +46,7 @@ def small(kind: str = "conformal_sympow") -> LanguageModel:
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("T", [8192, pytest.param(65_536, marks=pytest.mark.soak)])
 def test_the_loss_of_many_tokens_never_holds_the_logits(T: int) -> None:
     result = subprocess.run(

@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 
 def test_two_nodes_answer_by_their_names(cluster: Any) -> None:
     done = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", "hostname")
@@ -23,6 +25,7 @@ def test_a_signal_before_the_end_reaches_a_task(cluster: Any, tmp_path: Path) ->
     assert "told" in cluster.output(job)
 
 
+@pytest.mark.wide
 def test_the_job_of_a_crashed_node_runs_again(cluster: Any, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/sh\nhostname\n[ -z $SLURM_RESTART_COUNT ] && sleep 600; exit 0\n")

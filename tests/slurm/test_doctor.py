@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _CODE = """
 import os, sys
 from longhaul.pipeline.doctor import machine, nodes, run
@@ -42,6 +44,7 @@ def test_both_nodes_are_heard_and_add_up(cluster: Any) -> None:
     assert "node1: ok       gloo      all-reduce of 2 nodes: " in done.stdout
 
 
+@pytest.mark.wide
 def test_what_fails_comes_first_and_the_job_is_measured_against_the_run(cluster: Any) -> None:
     done = _doctor(cluster, "run/demo.yaml", "data.manifest=/nowhere", options=("--time=1",))
     assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"
@@ -54,6 +57,7 @@ def test_what_fails_comes_first_and_the_job_is_measured_against_the_run(cluster:
     assert any(line.startswith("node2: warning  time") for line in lines)
 
 
+@pytest.mark.wide
 def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     # Where the first node to fail ends the others, its status may be that of one that was ended.
     options = ("--kill-on-bad-exit=1",)
@@ -63,6 +67,7 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     assert "bad are node2: disk; sbatch --exclude=node2" in done.stdout
 
 
+@pytest.mark.wide
 def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
     change = """
 manifest = run.load_manifest
@@ -79,6 +84,7 @@ run.load_manifest = load_manifest
     assert "bad are node2: shards; sbatch --exclude=node2" in done.stdout
 
 
+@pytest.mark.wide
 def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
     change = "if node == 'node2': machine.source_commit = lambda: None"
     done = _doctor(cluster, change=f"{change}\nmachine.source_checkout = lambda: '/'")
@@ -86,6 +92,7 @@ def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> No
     assert "node2: warning  commit    git does not tell" in done.stdout
 
 
+@pytest.mark.wide
 def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
     # As `srun --pty`, and salloc with use_interactive_step, have it.
     step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
@@ -96,6 +103,7 @@ def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
     assert "2 nodes, as trainer.nodes has it" in done.stdout, done.stderr
 
 
+@pytest.mark.wide
 def test_a_node_with_other_code_is_named(cluster: Any) -> None:
     done = _doctor(cluster, change="machine.source_commit = lambda: f'commit-of-{node}'")
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
@@ -103,6 +111,7 @@ def test_a_node_with_other_code_is_named(cluster: Any) -> None:
     assert "node2 has commit-of-node2, the others commit-of-node1" in done.stdout
 
 
+@pytest.mark.wide
 def test_an_absent_node_is_named_in_time(cluster: Any) -> None:
     for absent, present in (("node2", "node1"), ("node1", "node2")):
         bound = "nodes.SECONDS_TO_MEET = 4"
@@ -113,6 +122,7 @@ def test_an_absent_node_is_named_in_time(cluster: Any) -> None:
         assert f"sbatch --exclude={absent}" in done.stdout
 
 
+@pytest.mark.wide
 def test_without_srun_one_node_is_checked_and_the_rest_are_told_of(
     cluster: Any, tmp_path: Path
 ) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Cluster = Any  # conftest.Cluster: modules of tests cannot import each other
 Work = Any
 Fault = Callable[[str, str], None]
@@ -15,6 +17,7 @@ ONE_TASK = [
 ]
 
 
+@pytest.mark.wide
 def test_a_job_that_fails_at_once_is_not_queued_again_and_nothing_follows(
     work: Work, fault: Fault
 ) -> None:
@@ -29,6 +32,7 @@ def test_a_job_that_fails_at_once_is_not_queued_again_and_nothing_follows(
     assert "not queued again: no checkpoint was gained" in work.said(job)
 
 
+@pytest.mark.wide
 def test_a_job_that_fails_later_each_time_is_queued_again_until_its_limit(
     work: Work, fault: Fault
 ) -> None:
@@ -46,6 +50,7 @@ def test_a_job_that_fails_later_each_time_is_queued_again_until_its_limit(
     assert "not queued again: restarted 1 times, wanted 1 at most" in work.said(job)
 
 
+@pytest.mark.wide
 def test_bad_data_stops_a_chain_with_its_own_code(
     work: Work, corpus: Path, cluster: Cluster
 ) -> None:
@@ -63,6 +68,7 @@ def test_bad_data_stops_a_chain_with_its_own_code(
     assert not (work.folder / "logs" / f"job-{second}-task-0.log").exists()
 
 
+@pytest.mark.wide
 def test_a_chain_goes_on_and_ends_with_the_run(work: Work, cluster: Cluster, fault: Fault) -> None:
     # The first job, and no other, waits for its signal; the one that finishes the run ends badly
     # after that.

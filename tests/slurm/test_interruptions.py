@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 Work = Any  # conftest.Work: modules of tests cannot import each other
@@ -12,6 +13,7 @@ NUM_UPDATES = 40
 ONE_TASK_A_NODE = ("trainer.devices=1", "trainer.micro_batch=4")
 
 
+@pytest.mark.wide
 def test_two_nodes_of_two_tasks_train_to_the_end(work: Work) -> None:
     job = work.run()
     work.weights()
@@ -25,6 +27,7 @@ def test_two_nodes_of_two_tasks_train_to_the_end(work: Work) -> None:
     assert (folder / "environment.json").exists()
 
 
+@pytest.mark.wide
 def test_every_kind_of_interruption_leads_to_the_same_weights(
     make_work: Callable[[], Work], work: Work, fault: Callable[[str, str], None]
 ) -> None:

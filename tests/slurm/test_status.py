@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _CODE = "import sys; from longhaul.pipeline.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -19,6 +21,7 @@ def _submitted(cluster: Any, root: Path, name: str, *options: str) -> str:
     return job
 
 
+@pytest.mark.wide
 def test_states_and_restarts_come_from_slurm(cluster: Any, tmp_path: Path) -> None:
     jobs = {"running": _submitted(cluster, tmp_path, "running", "--nodelist=node1")}
     jobs["waiting"] = _submitted(cluster, tmp_path, "waiting", "--begin=now+1hour")

@@ -91,6 +91,7 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 def test_a_sweep_is_one_array_of_runs_below_a_parent(
     work: Work, cluster: Cluster, fault: Callable[[str, str], None]
 ) -> None:

@@ -73,6 +73,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["longcrawl64", "text"])
 def test_a_killed_preparation_goes_on_where_it_was(
     kind: str, store: Path, records: Path, tmp_path: Path

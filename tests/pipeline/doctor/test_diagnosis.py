@@ -68,6 +68,7 @@ def test_a_sound_run_passes_and_nothing_is_written(run: Any) -> None:
     assert sorted(run.path.rglob("*")) == before
 
 
+@pytest.mark.wide
 def test_a_server_that_is_away_or_hangs_is_named_and_fails_nothing(run: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         hanging = f"http://127.0.0.1:{server.getsockname()[1]}"
@@ -97,6 +98,7 @@ def test_a_damaged_shard_is_named(run: Any, damaged: Path, damage: str) -> None:
     assert damaged.name in line
 
 
+@pytest.mark.wide
 def test_data_that_hang_are_a_warning_and_hold_nothing_up(run: Any) -> None:
     os.mkfifo(run.path / "manifest.json")
     done = run.longhaul("doctor", "small.yaml", "data.manifest=manifest.json")

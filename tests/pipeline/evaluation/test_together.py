@@ -33,6 +33,7 @@ def test_a_share_is_every_other_piece() -> None:
     assert shares == [[0, 3, 6], [1, 4], [2, 5]]
 
 
+@pytest.mark.wide
 def test_two_devices_find_what_one_does(uninterrupted: Run) -> None:
     folder = uninterrupted.path / "small" / "evaluation" / "step-000000030"
     arguments = ("evaluate", "small", "--tasks", ",".join((*SHARED, "bigram")), "--again", *LENGTHS)
@@ -66,6 +67,7 @@ def test_an_interrupt_is_one_line(uninterrupted: Run) -> None:
     assert process.end() == (130, "longhaul: interrupted\n")
 
 
+@pytest.mark.wide
 def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:
     result = uninterrupted.longhaul(
         *("evaluate", "small", "--tasks", "passkey", "--prompts", "2", "--devices", "2"),
@@ -103,6 +105,7 @@ def test_training_evaluates_and_goes_on_as_if_it_had_not(run: Run, uninterrupted
         assert [metric.value for metric in history] == pytest.approx(values)
 
 
+@pytest.mark.wide
 def test_a_model_that_ranks_shard_is_measured_whole(run: Run) -> None:
     tasks = ("positions", "passkey", "recall")
     run.longhaul(

@@ -161,6 +161,7 @@ def test_an_export_that_fails_leaves_nothing(
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.wide
 def test_what_a_killed_export_left_goes_with_the_next(base: Run, tmp_path: Path) -> None:
     code = (
         "import os, signal, sys, tokenizers; from longhaul.pipeline.exporting import folder\n"
@@ -241,6 +242,7 @@ def test_tensors_that_ranks_have_written_in_pieces_become_whole(tmp_path: Path) 
         saved_tensors(tmp_path, ["model-00001-000.safetensors"], "model")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -285,6 +287,7 @@ print(peak - before)
 """
 
 
+@pytest.mark.wide
 def test_memory_is_that_of_a_shard(base: Run, tmp_path: Path) -> None:
     """Of a model of 109 MB in one file of its checkpoint, in shards of 30 MB."""
     from longhaul.configs import to_yaml

@@ -72,6 +72,7 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
     return [list(of_strategy) for of_strategy in zip(*by_rank, strict=True)]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
 @pytest.mark.parametrize(("strategies", "ranks"), [("single", 1), ("ddp,fsdp", 2)])
 def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(

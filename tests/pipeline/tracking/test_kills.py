@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from longhaul.pipeline.tracking.journal import read_lines
 
 # A training process logs steps 1, 2, ..., repeats a few after each restart, and kills itself at the
@@ -90,6 +92,7 @@ def _history(client: Any, run_dir: Path, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
 
 
+@pytest.mark.wide
 def test_killed_at_any_moment_every_step_is_in_mlflow_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()

@@ -68,6 +68,7 @@ def _wait_for(what: str, condition: object, seconds: float = 90) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.wide
 def test_a_server_that_comes_and_goes_gets_every_step_once_and_delays_nobody(
     server: _Server,
     tmp_path: Path,

@@ -12,6 +12,7 @@ from longhaul.modules.attention import registered_variants
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("backend", "kinds"),
     [

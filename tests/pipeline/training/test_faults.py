@@ -27,6 +27,7 @@ def losses(run: Run) -> dict[int, float]:
     return {e["step"]: e["values"]["train/loss"] for e in entries if e["kind"] == "train"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_a_shard_that_is_cut_while_it_is_read_is_named_and_the_run_goes_on_when_mended(
     run: Run, uninterrupted: Run, corpus: Path, workers: int
@@ -50,6 +51,7 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named_and_the_run_goes_on_when_
     assert losses(run) == pytest.approx(losses(uninterrupted), abs=1e-3)
 
 
+@pytest.mark.wide
 def test_a_full_disk_stops_all_ranks_and_loses_nothing(run: Run) -> None:
     # A limit on the size of a file is a disk that a checkpoint does not fit on, and all else does.
     options = ["small.yaml", *TWO_RANKS, "model.width=256", "trainer.max_tokens=6144"]

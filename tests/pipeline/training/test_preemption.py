@@ -62,6 +62,7 @@ def undisturbed(make_run: Any) -> Run:
     return run
 
 
+@pytest.mark.wide
 def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     run: Run, undisturbed: Run
 ) -> None:
@@ -95,6 +96,7 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.wide
 def test_save_on_request(run: Run) -> None:
     process = start(run, "checkpoint.every_tokens=1000000")
     run.wait_for_step(process, 2)
@@ -106,6 +108,7 @@ def test_save_on_request(run: Run) -> None:
     assert names[1] == "step-000000030"
 
 
+@pytest.mark.wide
 def test_a_killed_rank_ends_the_job_by_name(run: Run, undisturbed: Run) -> None:
     process = start(run)
     run.wait_for_step(process, 8)
@@ -121,6 +124,7 @@ def test_a_killed_rank_ends_the_job_by_name(run: Run, undisturbed: Run) -> None:
     assert_same_end(run, undisturbed)
 
 
+@pytest.mark.wide
 def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
     status, error = start(run, "trainer.hang_seconds=6").end()
@@ -168,6 +172,7 @@ def test_one_ranks_nan_skips_the_update_on_all(run: Run, monkeypatch: pytest.Mon
     assert all(torch.isfinite(value).all() for value in weights(run).values())
 
 
+@pytest.mark.wide
 def test_gradients_that_stay_nan_end_the_job_in_one_line(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +190,7 @@ def test_gradients_that_stay_nan_end_the_job_in_one_line(
     assert not (run.path / "small" / "DONE").exists()
 
 
+@pytest.mark.wide
 def test_a_rank_that_fails_alone_is_quoted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:raise")
     status, error = start(run).end()
@@ -270,6 +276,7 @@ def wait_for_rank_1(process: Any) -> psutil.Process:
     raise AssertionError("rank 1 was not started")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("number", "status", "said"),
     [

@@ -66,6 +66,7 @@ def watched(make_run: Any) -> Run:
     return run
 
 
+@pytest.mark.wide
 def test_the_slow_rank_is_named(watched: Run) -> None:
     logs = watched.path / "small" / "logs"
     lines = [json.loads(line) for line in (logs / "ranks.jsonl").read_text().splitlines()]
@@ -108,6 +109,7 @@ def test_a_trace_has_the_updates_asked_for(watched: Run) -> None:
         assert events["gloo:broadcast"] <= 2
 
 
+@pytest.mark.wide
 def test_a_run_that_is_watched_ends_with_the_same_weights(
     watched: Run, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +131,7 @@ def test_a_run_that_is_watched_ends_with_the_same_weights(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.wide
 def test_a_run_that_fails_in_a_trace_writes_what_there_is(
     make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
     assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
 
 
+@pytest.mark.wide
 def test_a_run_that_is_killed_while_it_waits_for_mlflow_at_its_end_is_done(run: Run) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -402,6 +403,7 @@ def test_bad_commands_are_one_line(arguments: list[str], run: Run) -> None:
     assert result.stderr.splitlines()[-1].startswith("longhaul: ")
 
 
+@pytest.mark.wide
 def test_the_installed_command_ends_like_its_forks(tmp_path: Path, run: Run) -> None:
     # The other tests fork `longhaul` from a process that has imported it (conftest.py).
     command = [str(Path(sys.executable).parent / "longhaul"), *BAD_COMMANDS[1]]

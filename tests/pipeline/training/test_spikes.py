@@ -45,6 +45,7 @@ def samples(run: Run) -> list[int]:
     return sorted(json.loads(line)["index"][0] for line in lines)
 
 
+@pytest.mark.wide
 def test_a_spike_is_skipped_on_all_ranks_and_written_down(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_only_initial_states_are_trained(tuned: Run, base: Run) -> None:
     assert {f"model/{name.split('/')[1]}" for name in saved} == learned
 
 
+@pytest.mark.wide
 def test_two_sittings_are_one(tuned: Run, base: Run, make_run: Callable[[int], Run]) -> None:
     run = make_run(4)
     tune(run, base, updates=2)
@@ -81,6 +82,7 @@ def test_two_sittings_are_one(tuned: Run, base: Run, make_run: Callable[[int], R
         assert torch.equal(found[name], wanted[name]), name
 
 
+@pytest.mark.wide
 def test_two_processes_train_initial_states_alone(
     tuned: Run, base: Run, make_run: Callable[[int], Run]
 ) -> None:
