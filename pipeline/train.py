@@ -161,7 +161,7 @@ def build_module(config: RunConfig) -> Pretraining:
         train_only=config.trainer.train_only,
     )
     if config.trainer.context_parallel > 1:
-        module.model.check_parts()
+        module.model.check_context_parallel()
     prepare_blocks(
         module.model,
         checkpoint_every=config.trainer.activation_checkpointing,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, prepare_shards
+from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 
 DOCUMENT_TOKENS = 64

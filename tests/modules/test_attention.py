@@ -300,7 +300,7 @@ def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, ob
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
     pivots = 3 if options.get("initial_state") == "learned" else 0
     learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
-    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_reads * learned
+    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_sums * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 
@@ -309,7 +309,7 @@ def padding(attention: PowerAttention) -> int:
     K, V, p = attention.key_dim, attention.value_dim, attention.degree
     allocated = state_features(K, p) * (V + 1)
     needed = symmetric_dim(K, p) * (V + attention.normalize)
-    return HEADS * attention.num_reads * (allocated - needed)
+    return HEADS * attention.num_sums * (allocated - needed)
 
 
 D, H, K = WIDTH, HEADS, WIDTH // HEADS

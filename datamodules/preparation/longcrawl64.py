@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, Progress, prepare_shards
+from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
 

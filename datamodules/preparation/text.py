@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from longhaul.datamodules.corpus import Corpus, Text, in_validation
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, Progress, check_destination, prepare_shards
+from longhaul.datamodules.preparation.corpus import Corpus, Text, in_validation
+from longhaul.datamodules.preparation.resumable import (
+    Cursor,
+    Progress,
+    check_destination,
+    prepare_shards,
+)
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
 

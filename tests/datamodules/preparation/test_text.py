@@ -8,11 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longhaul.datamodules import corpus
-from longhaul.datamodules.corpus import in_validation, open_corpus
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation import corpus
+from longhaul.datamodules.preparation.corpus import in_validation, open_corpus
+from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import Shard
-from longhaul.datamodules.text import prepare_text
 from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
 
 EOT = 256

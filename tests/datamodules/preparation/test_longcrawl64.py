@@ -9,9 +9,9 @@ import pytest
 import webdataset
 import zarr
 
-from longhaul.datamodules.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import PROGRESS_NAME
+from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
+from longhaul.datamodules.preparation.resumable import PROGRESS_NAME
 
 ROWS, COLUMNS = 200, 96
 CHUNKS = (32, 40)
