@@ -136,7 +136,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
             micro_batch=config.trainer.micro_batch,
             rank=trainer.global_rank,
             world_size=config.trainer.world_size,
-            ranks_a_sample=config.trainer.context_parallel,
+            ranks_per_sample=config.trainer.context_parallel,
             pin_memory=torch.cuda.is_available(),
         )
     except FileNotFoundError as error:

