@@ -33,7 +33,7 @@ def test_preset_loads_builds_and_says_how_to_launch_it(preset: str) -> None:
     assert (CONFIGS / preset).read_text().startswith(f"# longhaul train {preset}\n")
 
 
-def test_the_papers_grid_is_whole() -> None:
+def test_the_presets_cover_the_grid_of_the_paper() -> None:
     found = set()
     for path in (CONFIGS / "run" / "paper").glob("*.yaml"):
         if path.name == "recipe.yaml":
@@ -69,7 +69,7 @@ def test_yaml_round_trip(preset: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", registered_variants())
-def test_every_kind_survives_yaml(kind: str, tmp_path: Path) -> None:
+def test_every_kind_is_the_same_after_yaml(kind: str, tmp_path: Path) -> None:
     overrides = [f"model.attention.kind={kind}"]
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load_run_config("run/demo.yaml", overrides)))
@@ -145,7 +145,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_in_one_line(override: str, message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config("run/demo.yaml", [override])
     assert "\n" not in str(caught.value)
@@ -161,7 +161,7 @@ def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
         load_run_config(file)
 
 
-def test_another_kind_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_another_kind_keeps_the_options_that_it_has(tmp_path: Path) -> None:
     degree = "model.attention.degree=4"
     config = load_run_config("run/demo.yaml", [degree, "model.attention.kind=sympow"])
     file = tmp_path / "run.yaml"
@@ -235,7 +235,7 @@ def hybrid(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_run_config(file, overrides)
 
 
-def test_a_layers_kind_is_that_of_its_last_entry(tmp_path: Path) -> None:
+def test_a_layer_has_the_kind_of_its_last_matching_entry(tmp_path: Path) -> None:
     model = hybrid(tmp_path).model
     kinds = [model.attention_of(layer).kind for layer in range(8)]
     base = ["conformal_sympow"] * 2
@@ -243,7 +243,7 @@ def test_a_layers_kind_is_that_of_its_last_entry(tmp_path: Path) -> None:
     assert model.kinds == ("sympow_gated", "conformal_sympow", "softmax", "sympow")
 
 
-def test_a_hybrid_survives_yaml_in_its_order(tmp_path: Path) -> None:
+def test_a_hybrid_keeps_the_order_of_its_entries_in_yaml(tmp_path: Path) -> None:
     config = hybrid(tmp_path)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
@@ -255,7 +255,7 @@ def test_a_hybrid_survives_yaml_in_its_order(tmp_path: Path) -> None:
     assert flat["model.layer_attention.7.degree"] == 4
 
 
-def test_another_kind_of_a_layer_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_another_kind_of_a_layer_keeps_the_options_that_it_has(tmp_path: Path) -> None:
     kind = "model.layer_attention.7.kind"
     gated = hybrid(tmp_path, f"{kind}=sympow_gated").model.attention_of(7)
     assert gated == attention_config("sympow_gated")(degree=4)  # type: ignore[call-arg]
@@ -265,7 +265,7 @@ def test_another_kind_of_a_layer_keeps_the_options_it_has(tmp_path: Path) -> Non
     assert deeper == attention_config("sympow")(degree=6)  # type: ignore[call-arg]
 
 
-def test_a_kind_beside_the_command_line_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_a_kind_argument_keeps_the_options_that_the_kind_has(tmp_path: Path) -> None:
     overrides = ["model.attention.degree=4", "model.attention.qk_norm=true"]
     gated = load_run_config("run/demo.yaml", overrides, kind="sympow_gated").model.attention
     assert gated == attention_config("sympow_gated")(degree=4, qk_norm=True)  # type: ignore[call-arg]

@@ -19,7 +19,7 @@ def _one_thread() -> None:
 
 
 class CountingDocuments:
-    """Document d holds the numbers from d * DOCUMENT_TOKENS on: a token tells where it is from."""
+    """Document d holds the numbers from d * DOCUMENT_TOKENS on, so a token shows its origin."""
 
     dropped_tokens = 0
 
