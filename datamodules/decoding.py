@@ -57,26 +57,26 @@ class UnescapingDecoder:
 
     def flush(self) -> str:
         text = "".join(map(self._take, self._inner.flush()))
-        text += self._whole(self._escape)
+        text += self._join_surrogates(self._escape)
         self._escape = ""
         return text
 
     def _take(self, char: str) -> str:
         if not self._escape and char != "\\":
-            return self._whole(char)
+            return self._join_surrogates(char)
         self._escape += char
         escape = self._escape
         if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
             return ""
         self._escape = ""
         if escape[1] != "u":
-            return self._whole(self._SHORT.get(escape[1], escape))
+            return self._join_surrogates(self._SHORT.get(escape[1], escape))
         try:
-            return self._whole(chr(int(escape[2:], 16)))
+            return self._join_surrogates(chr(int(escape[2:], 16)))
         except ValueError:
-            return self._whole(escape)
+            return self._join_surrogates(escape)
 
-    def _whole(self, text: str) -> str:
+    def _join_surrogates(self, text: str) -> str:
         """`text`, joined with a waiting high surrogate. A surrogate without its pair is U+FFFD."""
         high, self._high = self._high, ""
         if high and "\udc00" <= text <= "\udfff":

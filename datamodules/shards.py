@@ -149,7 +149,7 @@ class Shard:
         """The index in `tokens` at which each document starts."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether the file still has its length; reading beyond its end would kill the process."""
         return self._content.size() == len(self._content)
 

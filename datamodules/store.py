@@ -66,7 +66,7 @@ class ShardStore:
     def __getitem__(self, position: int) -> Shard:
         """The shard at `position`, or the one that replaces it."""
         shard = self._open.get(position)
-        if shard is not None and not shard.is_whole:
+        if shard is not None and not shard.is_intact:
             del self._open[position]
             shard = None
         if shard is None:
@@ -114,7 +114,7 @@ class ShardStore:
             check_file(path, entry)
             self._checked[position] = identity
 
-    def _is_whole(self, position: int, path: Path, entry: ShardEntry) -> bool:
+    def _is_intact(self, position: int, path: Path, entry: ShardEntry) -> bool:
         try:
             self._check(position, path, entry)
         except (ShardError, UnreadShardError):
@@ -130,7 +130,7 @@ class ShardStore:
             return fetch(
                 url,
                 self._cache_dir,
-                is_whole=lambda path: self._is_whole(position, path, entry),
+                is_intact=lambda path: self._is_intact(position, path, entry),
             )
         except OSError as error:
             raise ShardError(f"shard {error}") from None

@@ -44,8 +44,8 @@ def read_remote(url: str) -> bytes:
     return b"".join(_retrying(url, lambda: list(_blocks(url))))
 
 
-def fetch(url: str, cache_dir: Path, *, is_whole: Callable[[Path], bool]) -> Path:
-    """Path of a local copy of `url` that satisfies `is_whole`, fetched once per cache folder.
+def fetch(url: str, cache_dir: Path, *, is_intact: Callable[[Path], bool]) -> Path:
+    """Path of a local copy of `url` that satisfies `is_intact`, fetched once per cache folder.
 
     The name contains a hash of the whole URL, so that shards of the same name from two sources do
     not collide. Processes on one machine take turns, and a copy gets its name when it is complete.
@@ -54,19 +54,19 @@ def fetch(url: str, cache_dir: Path, *, is_whole: Callable[[Path], bool]) -> Pat
     path = cache_dir / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}-{name}"
     cache_dir.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f"{path.name}.lock")):
-        if not (path.exists() and is_whole(path)):
-            _retrying(url, lambda: _download(url, path, is_whole))
+        if not (path.exists() and is_intact(path)):
+            _retrying(url, lambda: _download(url, path, is_intact))
     return path
 
 
-def _download(url: str, path: Path, is_whole: Callable[[Path], bool]) -> None:
+def _download(url: str, path: Path, is_intact: Callable[[Path], bool]) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name[:32]}-", suffix=".tmp", dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             for block in _blocks(url):
                 file.write(block)
-        if not is_whole(temporary):
+        if not is_intact(temporary):
             size = temporary.stat().st_size
             raise OSError(f"the {size} bytes received are not the file in the manifest")
         temporary.replace(path)

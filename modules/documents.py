@@ -74,11 +74,12 @@ class Documents:
         return [first, sum(others)], _as_tensor((0, *accumulate(others)), self.device)
 
     def gather_earlier_parts(self, *totals: Float[Tensor, "rows *rest"]) -> tuple[Tensor, ...]:
-        """Totals over the last document of each earlier part that belongs to our first document.
+        """The `totals` of the earlier parts in which the first document of this part began.
 
-        Their shape is (earlier parts, rows, *rest), empty where the first document begins in this
-        part. They are never detached: the graph must be the same on all ranks, or the collectives
-        of their backward passes would not match.
+        Every part gives totals over its last document. The result has the shape (earlier parts,
+        rows, *rest), and is empty where the first document begins in this part. It is never
+        detached: the graph must be the same on all ranks, or the collectives of their backward
+        passes would not match.
         """
         assert self.sequence_part is not None
         return tuple(every[self._earlier_parts] for every in self.sequence_part.gather(*totals))

@@ -1,4 +1,4 @@
-"""What the model knows of context parallelism: one rank's part of a sequence, and one collective.
+"""Context parallelism, as the model sees it: one rank's part of a sequence, and one collective.
 
 A sequence is split into equal contiguous parts, one per rank. A rank sees the tokens of its own
 part only.

@@ -76,7 +76,7 @@ class Cartan(PowerAttention):
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
         self.logit = ScalarPerHead(model_dim, num_heads) if config.generator != "product" else None
         self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
-        # Weights times cosines are small, and the usual eps of 1e-5 would exceed their variance.
+        # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
         self.add_projections(config)
 

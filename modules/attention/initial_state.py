@@ -17,7 +17,7 @@ class InitialState(nn.Module):
     def __init__(
         self, num_heads: int, key_dim: int, value_dim: int, rank: int, *, has_log_mass: bool
     ) -> None:
-        """With has_log_mass, also learn the log sum exp of the pivot tokens' key logits, per head.
+        """With has_log_mass, also learn the log-sum-exp of the pivot tokens' key logits, per head.
 
         Variants that weigh values by a softmax over key logits need it.
         """

@@ -124,7 +124,7 @@ class PowerAttention(Attention):
         """
 
     def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N H"]:
-        """log sum exp of the key logits before the first token of each of `count` documents."""
+        """Log-sum-exp of the key logits before the first token of each of `count` documents."""
         if self.initial_state is None or self.initial_state.log_mass is None:
             return torch.full(
                 (count, self.num_heads), -math.inf, dtype=torch.float64, device=device
@@ -252,9 +252,9 @@ class PowerAttention(Attention):
         return weights / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
 
     def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
-        """What multiplies (scale q_t . k_i)^p, over all gated sums:
+        """The factors of (scale q_t . k_i)^p, summed over all gated sums.
 
-        sum output_scale_t exp(G_t - G_i) value_scale_i
+        Each gated sum adds output_scale_t exp(G_t - G_i) value_scale_i.
         """
         q = operands.q
         B, T, H, _ = q.shape
@@ -326,7 +326,7 @@ class PowerAttention(Attention):
     def _check_scaling(self, *, is_whole: bool) -> None:
         if self.rotary is not None and self.rotary.depends_on_length and not is_whole:
             raise ValueError(
-                f"positions: found dynamic_ntk with a state of kind {self.config.kind}, which does "
+                f"positions: found dynamic_ntk for a state of kind {self.config.kind}, which does "
                 "not hold the keys that a longer sequence would rotate anew; wanted linear or "
                 "none, or whole windows without a state"
             )

@@ -114,7 +114,7 @@ class Zeros(PowerAttention):
         self.fading = nn.ModuleList(
             ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
         )
-        # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would exceed
+        # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would dominate
         # their variance. But both weights of the second token can be almost zero, and at an eps of
         # 1e-12 rounding errors decided the sign of its output.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
