@@ -21,22 +21,22 @@ class TrainerConfig:
     """Samples that a rank passes through the model at a time, 1 or more."""
 
     strategy: str = "single"
-    """single | ddp | fsdp | deepspeed."""
+    """single (one process) | ddp | fsdp | deepspeed: how ranks train together."""
 
     deepspeed_stage: int = 2
-    """1 | 2 | 3: deepspeed shards moments | and gradients | and parameters; deepspeed only."""
+    """1: shard moments | 2: gradients too | 3: parameters too; deepspeed only."""
 
     offload_optimizer: bool = False
     """Keep the moments, and make the updates, in main memory; deepspeed only."""
 
     replicas: int = 1
-    """Number of groups of ranks that each hold the whole model, 1 or more; fsdp only."""
+    """Number of groups of ranks that each hold the whole model, a divisor of ranks; fsdp only."""
 
     no_shard_below: int = 0
     """Number of parameters below which every rank holds the whole model, 0 or more; fsdp only."""
 
     context_parallel: int = 1
-    """Number of ranks that share each sequence, 1 or more; above 1 for linear-cost kinds only."""
+    """Ranks that share each sequence, a divisor of ranks and context; 1 for quadratic kinds."""
 
     activation_checkpointing: int = 0
     """n: recompute every n-th block in the backward pass; 0: none."""
@@ -234,7 +234,7 @@ class SlurmConfig:
     """Let the job requeue itself; false where the cluster forbids it (then use submit --chain)."""
 
     max_restarts: int = 50
-    """Largest number of restarts of a job, 1 or more."""
+    """Number of times that a job may be requeued, 1 or more."""
 
     then: list[str] = field(default_factory=list)
     """Steps of a second job after the training, in this order: evaluate, export."""
@@ -265,7 +265,7 @@ class RunConfig:
     """Everything that defines a run."""
 
     name: str
-    """Name of the run in MLflow and of its folder under `root`: one folder, one line of text."""
+    """Name of the run in MLflow and of its folder under `root`, without `/` or line breaks."""
 
     model: LanguageModelConfig
     """Attention variant and shape of the model."""

@@ -56,7 +56,7 @@ class OptimConfig:
     """The optimiser, its schedule, the size of an update, and what to do about spikes."""
 
     tokens_per_update: int
-    """Tokens per update, over all ranks; a multiple of context x micro_batch x ranks."""
+    """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
     name: str = "adamw"
     """adam | adamw: the optimiser."""
