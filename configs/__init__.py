@@ -1,4 +1,4 @@
-"""One run as one validated tree, from YAML and the command line."""
+"""The configuration of a run: a validated tree of dataclasses from YAML and the command line."""
 
 from longhaul.configs.loader import ConfigError, load_run_config, to_yaml
 from longhaul.configs.schema import RunConfig

@@ -1,4 +1,4 @@
-"""YAML files and command-line values to a RunConfig, and back; strict about names and types."""
+"""From YAML files and command-line values to a RunConfig and back, strict on names and types."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from longhaul.modules.attention import AttentionConfig, attention_config, regist
 
 
 class ConfigError(ValueError):
-    """A config that names something unknown, has a wrong type, or cannot be run."""
+    """A config with an unknown key, a wrong type, or values that cannot be run."""
 
 
 def load_run_config(
@@ -27,12 +27,12 @@ def load_run_config(
     """The run that a YAML file and `key.sub=value` strings describe.
 
     Args:
-        path: a file, or the name of a preset that ships, such as run/demo.yaml.
-        overrides: values that win over the file's.
-        kind: another kind of model.attention, which keeps those options that it has.
+        path: a file, or the name of a preset in this package, such as run/demo.yaml.
+        overrides: values that win over those of the file.
+        kind: replaces model.attention.kind; options that the new kind has are kept.
 
     Raises:
-        ConfigError: one line that names the key, what was found and what was wanted.
+        ConfigError: one line with the key, the value found and the value wanted.
     """
     for override in overrides:
         if "=" not in override:
@@ -51,12 +51,12 @@ def load_run_config(
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole config, kinds included, such that loading it gives an equal config."""
+    """The whole config, kinds included, as YAML. Loading it gives an equal config."""
     return yaml.safe_dump(to_dict(config), sort_keys=False)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Plain nested mapping of a config dataclass; attention kinds get their `kind` back."""
+    """A config dataclass as nested dicts, with the `kind` of attention configs."""
     values: dict[str, Any] = {}
     if isinstance(config, AttentionConfig):
         values["kind"] = config.kind
@@ -82,7 +82,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _as_text(override: str) -> str:
-    """Where text is wanted, take what was typed: YAML would make 12:30 a number, and 010 eight."""
+    """Quote the value of a text field, because YAML would read 12:30 as a number and 010 as 8."""
     key, _, value = override.partition("=")
     wanted: Any = RunConfig
     for part in key.split("."):
@@ -94,11 +94,11 @@ def _as_text(override: str) -> str:
 
 
 def _find(path: str | Path) -> Path:
-    """The file itself when it exists, else the preset of that name."""
+    """The file itself if it exists, else the preset of that name."""
     path = Path(path)
     if path.is_file():
         return path
-    # "configs/run/demo.yaml" works from any folder, as it does from a checkout.
+    # From a checkout "configs/run/demo.yaml" is a file; from any other folder it is the preset.
     name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
     preset = Path(str(resources.files("longhaul.configs"))) / name
     if not path.is_absolute() and ".." not in name.parts and preset.is_file():
@@ -107,7 +107,7 @@ def _find(path: str | Path) -> Path:
 
 
 def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
-    """The file merged over what it inherits, in order; paths in `inherits` are relative to it."""
+    """The file merged over the files it inherits, in order; their paths are relative to it."""
     if path.resolve() in below:
         raise ConfigError(f"{path}: inherits itself")
     try:
@@ -128,7 +128,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 
 
 def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
-    """`upper` over `lower`. A kind that upper changes keeps those inherited options that it has."""
+    """`upper` over `lower`. If upper changes a kind, options that the new kind has are kept."""
     old, new = _attentions(lower), _attentions(upper)
     for path in old.keys() & new.keys():
         kind = new[path].get("kind")
@@ -143,7 +143,7 @@ def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
 
 
 def _attentions(tree: Any) -> dict[str, Any]:
-    """Every mapping of attention options in an unchecked tree, by its path."""
+    """Every mapping of attention options in an unchecked tree, by its dotted path."""
     mapping = (dict, DictConfig)
     model = tree.get("model")
     found: dict[str, Any] = {}
@@ -155,7 +155,7 @@ def _attentions(tree: Any) -> dict[str, Any]:
     entries: dict[Any, Any] = dict(layers.items()) if isinstance(layers, mapping) else {}
     for key, options in entries.items():
         if not isinstance(key, str):
-            # YAML reads 1:30 as the number 90, so no number is taken for a layer.
+            # YAML reads 1:30 as the number 90, so keys must be text.
             raise ConfigError(
                 f"model.layer_attention: found the number {key} as a key, wanted text in quotes, "
                 'such as "0" or "::2"'
@@ -166,7 +166,7 @@ def _attentions(tree: Any) -> dict[str, Any]:
 
 
 def _check_mappings(lower: Any, upper: Any, prefix: str = "") -> None:
-    """Refuse another value where a mapping is inherited; OmegaConf's merge drops or dies of it."""
+    """Raise where another value replaces a mapping; OmegaConf's merge would ignore it or crash."""
     for key, value in upper.items():
         if isinstance(lower.get(key), dict):
             _check_mappings(lower[key], _mapping(value, f"{prefix}{key}"), f"{prefix}{key}.")
@@ -220,7 +220,7 @@ def _build(raw: DictConfig) -> RunConfig:
 def _typed(
     values: dict[str, Any], variants: dict[str, type[AttentionConfig]]
 ) -> dict[str, dict[str, Any]]:
-    """The part of the tree whose classes the kinds decide."""
+    """The part of the tree whose dataclasses depend on the kinds."""
     structured = {path: OmegaConf.structured(variant) for path, variant in variants.items()}
     layers = values["model"].get("layer_attention", {})
     return {
@@ -234,9 +234,9 @@ def _typed(
 def _check(
     values: dict[str, Any], cls: type[Any], variants: dict[str, type[Any]], prefix: str = ""
 ) -> None:
-    """Refuse unknown keys with the nearest known one, and text where a number belongs.
+    """Raise at unknown keys, with the nearest known one, and at values of a wrong type.
 
-    OmegaConf finds both late, without a suggestion, and takes "2" for 2.
+    OmegaConf would find unknown keys late, without a suggestion, and accept "2" for 2.
     """
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]

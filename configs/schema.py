@@ -1,4 +1,4 @@
-"""One run as one tree of frozen dataclasses; every tree that loads can start."""
+"""The configuration of a run as a tree of frozen dataclasses, checked when it is built."""
 
 from dataclasses import dataclass, field
 
@@ -6,70 +6,70 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 
-# The configs of the pipeline's own parts stand here and not beside what they configure, because
-# configs must not import pipeline.
+# The configs for code in pipeline/ are here and not next to that code, because configs must not
+# import pipeline.
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """Devices, precision, budget."""
+    """Token budget, devices, parallelism, precision and time limits."""
 
     max_tokens: int
-    """Budget of the run, tokens."""
+    """Budget of the run in tokens, 1 or more."""
 
     micro_batch: int
-    """Samples a rank passes through the model at a time."""
+    """Samples that a rank passes through the model at a time, 1 or more."""
 
     strategy: str = "single"
-    """single | ddp | fsdp | deepspeed."""
+    """single (one process) | ddp | fsdp | deepspeed: how ranks train together."""
 
     deepspeed_stage: int = 2
-    """1 | 2 | 3: what deepspeed shards, moments; gradients too; parameters too."""
+    """1: shard moments | 2: gradients too | 3: parameters too; deepspeed only."""
 
     offload_optimizer: bool = False
-    """Keep deepspeed's moments, and make its updates, in main memory."""
+    """Keep the moments, and make the updates, in main memory; deepspeed only."""
 
     replicas: int = 1
-    """Groups of ranks that each hold the whole model under fsdp."""
+    """Number of groups of ranks that each hold the whole model, a divisor of ranks; fsdp only."""
 
     no_shard_below: int = 0
-    """Parameters of a model from which on fsdp shards it; a smaller one every rank holds whole."""
+    """Number of parameters below which every rank holds the whole model, 0 or more; fsdp only."""
 
     context_parallel: int = 1
-    """Ranks that share a sequence, each with a part of it; kinds of linear cost only."""
+    """Ranks that share each sequence, a divisor of ranks and context; 1 for quadratic kinds."""
 
     activation_checkpointing: int = 0
-    """Every n-th block is computed again in the backward pass; 0 is none."""
+    """n: recompute every n-th block in the backward pass; 0: none."""
 
     compile: bool = False
-    """Compile each block."""
+    """Compile each block; not with deepspeed or context_parallel."""
 
     devices: int = 1
-    """Processes a node, one device each."""
+    """Processes per node with one device each, 1 or more."""
 
     nodes: int = 1
-    """Machines."""
+    """Number of machines, 1 or more."""
 
     precision: str = "32-true"
-    """32-true | bf16-mixed: products in bf16. Under deepspeed also all weights, but for a copy."""
+    """32-true | bf16-mixed: products in bf16; deepspeed: weights too, beside a float32 copy."""
 
     seed: int = 0
-    """Of the initial weights and of the data's order."""
+    """Seed of the initial weights and of the order of samples."""
 
     train_only: str | None = None
-    """initial_state: train the learned initial states, and freeze everything else."""
+    """initial_state: train the learned initial states and freeze all else; null: train all."""
 
     start_from: str | None = None
-    """Run, checkpoint or exported folder whose weights a run begins with, but initial states."""
+    """Run, checkpoint or exported folder to start from (it may lack initial states), or null."""
 
     hang_seconds: float = 1800.0
-    """Longest that an update, a validation, a save or a task of an evaluation may take, seconds."""
+    """Longest time of an update, validation, save or evaluation task, in seconds, 1 or more."""
 
     stop_seconds: float = 90.0
-    """Longest that a stop asked for by a signal may take before the process ends, seconds."""
+    """Longest time from a signal to stop to the end of the process, in seconds, 1 or more."""
 
     validate_every_tokens: int = 10_000_000
-    """Tokens between passes over the validation samples; one more follows the last update."""
+    """Tokens between validations, 1 or more; another one follows the last update."""
 
     def __post_init__(self) -> None:
         _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp", "deepspeed"))
@@ -98,7 +98,7 @@ class TrainerConfig:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks, or groups of ranks that share sequences, with samples of their own."""
+        """Number of ranks, or of groups of ranks that share sequences, with different samples."""
         return self.world_size // self.context_parallel
 
     def _check_ranks(self) -> None:
@@ -119,16 +119,16 @@ class TrainerConfig:
             raise ValueError(
                 f"trainer.deepspeed_stage: found {self.deepspeed_stage}, wanted 1, 2 or 3"
             )
-        for name, idle, strategy in (
+        for name, default, strategy in (
             ("deepspeed_stage", 2, "deepspeed"),
             ("offload_optimizer", False, "deepspeed"),
             ("replicas", 1, "fsdp"),
             ("no_shard_below", 0, "fsdp"),
         ):
-            if getattr(self, name) != idle and self.strategy != strategy:
+            if getattr(self, name) != default and self.strategy != strategy:
                 raise ValueError(
                     f"trainer.{name}: found {getattr(self, name)} with trainer.strategy "
-                    f"{self.strategy}, wanted {idle}, or trainer.strategy {strategy}"
+                    f"{self.strategy}, wanted {default}, or trainer.strategy {strategy}"
                 )
         if self.compile and (self.context_parallel > 1 or self.strategy == "deepspeed"):
             raise ValueError(
@@ -142,16 +142,16 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save, and what to keep."""
+    """When to save checkpoints, and which of them to keep."""
 
     every_tokens: int = 50_000_000
-    """Tokens between checkpoints; one more follows the last update."""
+    """Tokens between checkpoints, 1 or more; another one follows the last update."""
 
     keep_last: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep, 1 or more."""
 
     keep_every: int | None = None
-    """Also keep, for ever, each n-th checkpoint of the schedule."""
+    """n: also keep every n-th regular checkpoint for ever, 1 or more; null: none."""
 
     def __post_init__(self) -> None:
         _positive("checkpoint", self, "every_tokens", "keep_last")
@@ -161,13 +161,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """What of `longhaul evaluate` training does on the way, on checkpoints of its own."""
+    """Tasks of `longhaul evaluate` that run during training, each time on a new checkpoint."""
 
     tasks: list[str] = field(default_factory=list)
-    """Tasks, such as positions, passkey, recall; none does nothing."""
+    """Names of tasks, such as positions, passkey, recall; an empty list: no evaluation."""
 
     every_tokens: int = 100_000_000
-    """Tokens between evaluations, each of a checkpoint; one more follows the last update."""
+    """Tokens between evaluations, 1 or more; another one follows the last update."""
 
     def __post_init__(self) -> None:
         _positive("evaluation", self, "every_tokens")
@@ -175,19 +175,19 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Where MLflow keeps the run."""
+    """Where MLflow stores the run, and how often metrics are recorded."""
 
     uri: str = "sqlite:///mlflow.db"
     """Tracking store: sqlite:///FILE, or http(s)://HOST:PORT of a server."""
 
     experiment: str = "longhaul"
-    """Experiment that holds the run."""
+    """Name of the MLflow experiment, not empty."""
 
     every_updates: int = 1
-    """Updates between records of the training metrics."""
+    """Updates between records of the training metrics, 1 or more."""
 
     parent_run_id: str | None = None
-    """MLflow run that this one is shown below; `submit --sweep` sets it."""
+    """Id of the parent run in MLflow, or null; `submit --sweep` sets it."""
 
     def __post_init__(self) -> None:
         if not self.uri.startswith(("sqlite:///", "http://", "https://")):
@@ -201,43 +201,43 @@ class TrackingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """What a job asks of the cluster; an absent value is left to the cluster's default."""
+    """What a job requests from Slurm. null leaves a value to the default of the cluster."""
 
     partition: str | None = None
-    """Partition name."""
+    """Name of the partition, or null."""
 
     account: str | None = None
-    """Account that pays."""
+    """Name of the account that is charged, or null."""
 
     qos: str | None = None
-    """Quality of service."""
+    """Name of the quality of service, or null."""
 
     constraint: str | None = None
-    """Features that the nodes must have, as sbatch --constraint takes them."""
+    """Features that nodes must have, in the format of sbatch --constraint, or null."""
 
     time: str | None = None
-    """Time limit, as sbatch --time takes it, with its days: 0-12:00:00."""
+    """Time limit in the format of sbatch --time, with days: 0-12:00:00; or null."""
 
     gpu: str | None = None
-    """Kind of GPU, trainer.devices of them a node, or `any`; null asks for none."""
+    """Type of the trainer.devices GPUs per node, or `any`; null: no GPUs."""
 
     cpus_per_task: int | None = None
-    """CPUs of each rank, its data workers included."""
+    """CPUs per rank, its data workers included, 1 or more; or null."""
 
     memory: str | None = None
-    """Memory of a node, as sbatch --mem takes it."""
+    """Memory per node in the format of sbatch --mem, such as 64G; or null."""
 
     exclusive: bool = False
-    """Share the nodes with no other job."""
+    """Do not share the nodes with other jobs."""
 
     requeue: bool = True
-    """Let the job queue itself again; false where the cluster forbids it (submit --chain)."""
+    """Let the job requeue itself; false where the cluster forbids it (then use submit --chain)."""
 
     max_restarts: int = 50
-    """Times that a job may be queued again before it gives up."""
+    """Number of times that a job may be requeued, 1 or more."""
 
     then: list[str] = field(default_factory=list)
-    """What follows the training in a job of its own: evaluate, export, in this order."""
+    """Steps of a second job after the training, in this order: evaluate, export."""
 
     extra: list[str] = field(default_factory=list)
     """Further options of sbatch, such as --reservation=NAME."""
@@ -247,7 +247,7 @@ class SlurmConfig:
         if self.cpus_per_task is not None:
             _positive("slurm", self, "cpus_per_task")
         if self.time is not None and self.time.isdigit():
-            # A file's 12:00:00 is 43200 to YAML, which would be minutes to Slurm.
+            # YAML reads 12:00:00 in a file as the number 43200, which Slurm would take as minutes.
             raise ValueError(
                 f"slurm.time: found the number {self.time}, wanted days too, as in 0-12:00:00"
             )
@@ -265,25 +265,39 @@ class RunConfig:
     """Everything that defines a run."""
 
     name: str
-    """Folder of the run under `root`, and its name in MLflow."""
+    """Name of the run in MLflow and of its folder under `root`, without `/` or line breaks."""
 
     model: LanguageModelConfig
+    """Attention variant and shape of the model."""
+
     data: DataConfig
+    """Shards to read, and the context."""
+
     optim: OptimConfig
+    """Optimiser, learning rate, and tokens per update."""
+
     trainer: TrainerConfig
+    """Token budget, devices, parallelism and precision."""
 
     root: str = "runs"
-    """Folder that holds the runs."""
+    """Folder that contains the folders of runs."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When to save checkpoints, and which of them to keep."""
+
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    """Evaluation tasks during training."""
+
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    """Where MLflow stores the run."""
+
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    """What a job requests from Slurm."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in (".", "..") or "/" in self.name:
             raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
-        for key in ("name", "root"):  # scripts and Slurm take them line by line
+        for key in ("name", "root"):  # scripts and Slurm read them line by line
             if any(ord(character) < 32 for character in getattr(self, key)):
                 raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
         self._check_divisibility()
@@ -317,12 +331,12 @@ class RunConfig:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches a rank runs for one update."""
+        """Number of micro-batches of a rank per update."""
         return self.samples_per_update // (self.trainer.micro_batch * self.trainer.data_ranks)
 
     @property
     def num_updates(self) -> int:
-        """Updates in the budget; the last may go beyond it by less than one update."""
+        """Number of updates in the budget, which the last may exceed by less than one update."""
         return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
 
     def _has_learned_initial_state(self) -> bool:

@@ -1,4 +1,4 @@
-"""Shards, token streams, tokenizers and the LightningDataModule that serves them.
+"""Shards, tokenizers, the order of samples and the LightningDataModule; preparation/ writes shards.
 
-Import from the modules: a re-export here would load torch into `longhaul prepare`.
+Import from the modules: a re-export here would make `longhaul prepare` load torch.
 """

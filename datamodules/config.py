@@ -5,26 +5,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is read, and how."""
+    """Which shards are read, and how."""
 
     manifest: str
-    """Training manifest.json, or the folder that holds it: a path, or a URL webdataset can open."""
+    """manifest.json of the training shards, or its folder: a path, or a URL webdataset can open."""
+
     context: int
-    """Tokens per sample; divides the documents' length."""
+    """Tokens per sample; a divisor of the length of the documents."""
+
     validation_manifest: str | None = None
-    """The same for validation; None means no validation."""
+    """manifest.json of the validation shards, or its folder; null: no validation."""
+
     validation_tokens: int = 524_288
-    """Tokens of a validation pass, the first ones: the same text whatever the context."""
+    """Tokens per validation pass, 1 or more: the first ones, the same text for every context."""
+
     workers: int = 1
-    """Processes per rank that read ahead; 0 reads in the training process."""
+    """Processes per rank that read ahead; 0: the training process reads."""
+
     shuffle_shards: int = 8
-    """Shards whose samples are mixed with each other; all of them stay mapped at a time."""
+    """Number of shards whose samples are shuffled together, 1 or more; twice as many stay open."""
+
     on_bad_shard: str = "stop"
-    """`stop`, or `replace`: a damaged, short or missing shard is replaced by the next one."""
+    """stop | replace: read the next good shard instead of a damaged, short or missing one."""
+
     max_bad_fraction: float = 0.01
-    """Share of the shards that may be replaced before the run stops after all, 0 to 1."""
+    """Fraction of the shards, 0 to 1, that may be replaced; the run stops when it is exceeded."""
+
     cache_dir: str | None = None
-    """Folder for copies of remote shards, kept for ever; a remote manifest needs one."""
+    """Folder for copies of remote shards, never emptied; required for a remote manifest."""
 
     def __post_init__(self) -> None:
         for name in ("context", "validation_tokens", "shuffle_shards"):

@@ -1,4 +1,4 @@
-"""Text out of ids that arrive one by one, never half a character."""
+"""Streaming decoders: text from ids that arrive one by one, never half a character."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -8,19 +8,19 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class StreamDecoder(Protocol):
-    """Text of a sequence of ids that arrive one by one."""
+    """Decodes a sequence of ids that arrive one by one."""
 
     def push(self, token: int) -> str:
-        """The text that this id completes; "" while a character or an escape is unfinished."""
+        """The text that this id completes; "" while a character or an escape is incomplete."""
         ...
 
     def flush(self) -> str:
-        """What is left at the end, unfinished characters replaced."""
+        """The rest of the text at the end; incomplete characters become U+FFFD."""
         ...
 
 
 class BytesDecoder:
-    """Text of tokens that are bytes each: incomplete UTF-8 waits, what can never be is U+FFFD."""
+    """Decodes tokens that stand for bytes. Incomplete UTF-8 waits; invalid UTF-8 is U+FFFD."""
 
     def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
         self._bytes_of = bytes_of
@@ -34,7 +34,7 @@ class BytesDecoder:
 
 
 class UnescapingDecoder:
-    """Undoes JSON's escapes in what another decoder says; what is no escape stays as it is."""
+    """Undoes JSON escapes in the output of another decoder. Anything else is left unchanged."""
 
     _SHORT: ClassVar = {
         "b": "\b",
@@ -57,27 +57,27 @@ class UnescapingDecoder:
 
     def flush(self) -> str:
         text = "".join(map(self._take, self._inner.flush()))
-        text += self._whole(self._escape)
+        text += self._join_surrogates(self._escape)
         self._escape = ""
         return text
 
     def _take(self, char: str) -> str:
         if not self._escape and char != "\\":
-            return self._whole(char)
+            return self._join_surrogates(char)
         self._escape += char
         escape = self._escape
         if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
             return ""
         self._escape = ""
         if escape[1] != "u":
-            return self._whole(self._SHORT.get(escape[1], escape))
+            return self._join_surrogates(self._SHORT.get(escape[1], escape))
         try:
-            return self._whole(chr(int(escape[2:], 16)))
+            return self._join_surrogates(chr(int(escape[2:], 16)))
         except ValueError:
-            return self._whole(escape)
+            return self._join_surrogates(escape)
 
-    def _whole(self, text: str) -> str:
-        """`text`, joined with a waiting half of a surrogate pair; a half alone is U+FFFD."""
+    def _join_surrogates(self, text: str) -> str:
+        """`text`, joined with a waiting high surrogate. A surrogate without its pair is U+FFFD."""
         high, self._high = self._high, ""
         if high and "\udc00" <= text <= "\udfff":
             return (high + text).encode("utf-16", "surrogatepass").decode("utf-16")
@@ -91,10 +91,10 @@ class UnescapingDecoder:
 
 
 class FileDecoder:
-    """Text by a Hugging Face tokenizer, whose own decoder waits for whole characters."""
+    """Decodes with a Hugging Face tokenizer, whose own decoder waits for whole characters."""
 
     def __init__(self, tokenizer: Any) -> None:
-        # Imported here: slow, and needed by this decoder only.
+        # Imported here, because it is slow and only this decoder needs it.
         from tokenizers.decoders import DecodeStream
 
         self._tokenizer = tokenizer
@@ -114,13 +114,14 @@ class FileDecoder:
 
 
 class StoppingDecoder:
-    """What another decoder says before the first of some texts; what may begin one waits.
+    """Passes on the output of another decoder up to the first stop string.
 
-    First is the one that is whole first, so that it does not matter how ids cut the text.
+    Text that may be the beginning of a stop string waits. The first stop string is the one that
+    ends first, so the result does not depend on how ids divide the text.
     """
 
     def __init__(self, inner: StreamDecoder, stops: Sequence[str]) -> None:
-        """No stop is empty."""
+        """`stops` must not contain an empty string."""
         self._inner = inner
         self._stops = stops
         self._waiting = ""

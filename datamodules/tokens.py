@@ -10,24 +10,24 @@ from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches, TokenWi
 
 
 class TokenDataModule(LightningDataModule):
-    """Serves one rank its micro-batches from `first_sample` on, and its part of the validation.
+    """The training batches of one rank from `first_sample` on, and its share of the validation.
 
-    The loaders hold no position worth saving. To go on, on any number of ranks and workers, takes
-    only the count of samples consumed so far, which the trainer keeps.
+    The loaders have no state to save. The number of samples consumed so far, which the trainer
+    counts, is enough to resume on any number of ranks and workers.
 
     Args:
-        config: what is read, and how.
-        seed: of the order of samples.
+        config: which shards are read, and how.
+        seed: seed of the order of samples.
         samples_per_update: samples that all ranks together consume per optimizer update.
         micro_batch: samples per batch.
-        rank, world_size: of all ranks.
-        ranks_a_sample: ranks in a row that train on the same samples.
-        first_sample: global index to start from, a multiple of `samples_per_update`.
-        num_samples: samples that all ranks together consume from there on; None is without end.
-        pin_memory: batches come in page-locked memory.
+        rank, world_size: index of this rank, and number of ranks.
+        ranks_per_sample: number of consecutive ranks that train on the same samples.
+        first_sample: global index of the first sample, a multiple of `samples_per_update`.
+        num_samples: samples that all ranks together consume from there on; None: endless.
+        pin_memory: whether batches are in page-locked memory.
 
     Raises:
-        ValueError: bad sizes, a manifest that cannot be read, tokenizers that differ.
+        ValueError: if sizes do not fit, a manifest cannot be read, or tokenizers differ.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TokenDataModule(LightningDataModule):
         micro_batch: int,
         rank: int,
         world_size: int,
-        ranks_a_sample: int = 1,
+        ranks_per_sample: int = 1,
         first_sample: int = 0,
         num_samples: int | None = None,
         pin_memory: bool = False,
@@ -49,7 +49,7 @@ class TokenDataModule(LightningDataModule):
         self._micro_batch = micro_batch
         self._rank = rank
         self._world_size = world_size
-        self._ranks_a_sample = ranks_a_sample
+        self._ranks_per_sample = ranks_per_sample
         self._pin_memory = pin_memory
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
@@ -61,30 +61,30 @@ class TokenDataModule(LightningDataModule):
             self._held_out = HeldOut(config, self.manifest, config.validation_manifest)
 
     def start_at(self, first_sample: int, num_samples: int | None) -> None:
-        """Where the next training loader begins, and how many samples it serves."""
+        """Set the first sample of the next training loader, and its number of samples."""
         self._batches = RankBatches(
             first_sample=first_sample,
             num_samples=num_samples,
             samples_per_update=self._samples_per_update,
             micro_batch=self._micro_batch,
-            rank=self._rank // self._ranks_a_sample,
-            world_size=self._world_size // self._ranks_a_sample,
+            rank=self._rank // self._ranks_per_sample,
+            world_size=self._world_size // self._ranks_per_sample,
         )
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
-        """Names of the training shards this rank replaced so far; grows as the loader is read."""
+        """Names of the training shards that this rank has replaced so far."""
         return self._store.bad_shards
 
     def train_dataloader(self) -> BatchLoader:
-        """This rank's micro-batches, from `first_sample` on."""
+        """The micro-batches of this rank, from `first_sample` on."""
         dataset = TokenWindows(self._store, self.order, self.config.context)
         return make_loader(
             self.config, dataset, self._batches, self.manifest, pin_memory=self._pin_memory
         )
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:
-        """This rank's share of the validation samples; an empty list where there are none."""
+        """This rank's share of the validation samples; an empty list without validation."""
         if self._held_out is None:
             return []
         return self._held_out.loader(

@@ -1,4 +1,4 @@
-"""One residual block of the GPT-2 shape, around any attention variant."""
+"""One residual block as in GPT-2, around any attention variant."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from longhaul.modules.attention import Attention
 
 
 class MLP(nn.Module):
-    """Two projections with a GELU between them, four times as wide inside."""
+    """Two projections with a GELU between them; the hidden width is 4 D."""
 
     def __init__(self, model_dim: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The language model: GPT-2's shape, rotary positions, an extra norm after the embedding."""
+"""The language model: the shape of GPT-2, with an extra norm after the embedding."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,33 +13,33 @@ from torch.nn import LinearCrossEntropyOptions
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.block import Block
 from longhaul.modules.rotary import PositionScaling
-from longhaul.modules.sequence_parts import SequenceParts
+from longhaul.modules.sequence_part import SequencePart
 
-# Rows of logits computed at a time where no gradient is wanted: 1,024 x 50,304 float32 are 206 MB.
+# Rows of logits computed at a time where no gradient is needed: 1,024 x 50,304 float32 are 206 MB.
 _ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig:
-    """Shape of the model; the default is GPT-2's 124M."""
+    """Shape of the model. The default is that of GPT-2 with 124M parameters."""
 
     attention: AttentionConfig
-    """The variant, by its `kind`, and its options."""
+    """The attention variant, by its `kind`, and the options of that kind."""
 
     layer_attention: dict[str, AttentionConfig] = field(default_factory=dict)
-    """Other variants for some layers, by number ("5") or slice ("3::4"); later entries win."""
+    """Other variants for the layers of a number ("5") or slice ("3::4"); the last match wins."""
 
     layers: int = 12
-    """Residual blocks."""
+    """Number of residual blocks, 1 or more."""
 
     width: int = 768
-    """Model width D; a multiple of 2 x heads, since rotary positions turn pairs."""
+    """Model width D; a multiple of 2 x heads, because rotary positions rotate pairs."""
 
     heads: int = 12
-    """Query heads a layer."""
+    """Number of heads per layer, 1 or more."""
 
     vocabulary: int = 50_304
-    """Rows of the embedding; at least the tokenizer's ids, best a multiple of 64."""
+    """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary"):
@@ -50,32 +50,32 @@ class LanguageModelConfig:
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
                 f"{2 * self.heads}"
             )
-        deciding = [self._entry_of(layer) for layer in range(self.layers)]
+        used = [self._entry_of(layer) for layer in range(self.layers)]
         for key in self.layer_attention:
             self._layers_of(key)
-            if key not in deciding:
+            if key not in used:
                 raise ValueError(
-                    f"model.layer_attention: found {key!r} below entries that take all its layers, "
-                    "wanted it to decide one; later entries win"
+                    f"model.layer_attention: found {key!r}, all of whose layers match later "
+                    "entries, which win; wanted at least one layer for every entry"
                 )
 
     def attention_of(self, layer: int) -> AttentionConfig:
-        """The variant of a layer, counted from 0."""
+        """The config of a layer, counted from 0."""
         key = self._entry_of(layer)
         return self.attention if key is None else self.layer_attention[key]
 
     def _entry_of(self, layer: int) -> str | None:
-        """The last entry of `layer_attention` that names the layer."""
+        """The key of the last entry of `layer_attention` that matches the layer."""
         keys = [key for key in self.layer_attention if layer in self._layers_of(key)]
         return keys[-1] if keys else None
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds in use, each once, in the order of the first layer that has it."""
+        """The kinds of all layers, each once, in the order of their first layer."""
         return tuple(dict.fromkeys(self.attention_of(layer).kind for layer in range(self.layers)))
 
     def _layers_of(self, key: str) -> range:
-        """The layers that a number or a slice, as Python reads it, names."""
+        """The layers of a key: a number, or a slice as in Python."""
         layers = range(self.layers)
         try:
             if ":" in key:
@@ -93,22 +93,22 @@ class LanguageModelConfig:
 
 
 class Head(nn.Module):
-    """Logits h E^T with the embedding's own matrix, or their mean cross-entropy.
+    """Logits h E^T with the matrix of the embedding, or their mean cross-entropy.
 
-    A module, since strategies that gather parameters do so around the modules that read them.
+    This is a module because sharding strategies gather parameters around module calls.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
-        # Not registered a second time: the matrix has one name in checkpoints.
+        # In a tuple, so that the matrix is not registered again: it has one name in checkpoints.
         self._embedding = (embedding,)
 
     def forward(
         self, hidden: Float[Tensor, "rows D"], target: Int[Tensor, "rows"] | None = None
     ) -> Tensor:
-        """Logits (rows, vocabulary), or the mean loss, whose logits exist only in pieces."""
+        """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
         weight = self._embedding[0].weight
-        # linear_cross_entropy's chunked path is outside autocast's lists: cast by hand.
+        # autocast does not know the chunked path of linear_cross_entropy, so cast here.
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -118,15 +118,15 @@ class Head(nn.Module):
         options = LinearCrossEntropyOptions()
         if hidden.dtype.itemsize > 2:
             return F.linear_cross_entropy(hidden, weight, target, options=options)
-        # The mean would have three digits, and with it what gradients are scaled by.
+        # A mean in 16 bits would have three digits, and so would the scale of the gradients.
         losses = F.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
         return losses.float().mean()
 
 
 class LanguageModel(nn.Module):
-    """Tokens to hidden activations, losses, or the next token's logits."""
+    """From tokens to final activations, losses, or the logits of the next token."""
 
-    parts: SequenceParts | None = None
+    sequence_part: SequencePart | None = None
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class LanguageModel(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: std 0.02, residual projections divided by sqrt(2 L)."""
+        """The initialisation of GPT-2: std 0.02, divided by sqrt(2 L) for residual projections."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.endswith(".out")
@@ -151,7 +151,8 @@ class LanguageModel(nn.Module):
                     module.weight,
                     std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
                 )
-        # The unembedding is the embedding; the norm after it makes its scale there irrelevant.
+        # This is also the unembedding, and its std is chosen for that: the norm after the embedding
+        # makes the scale of the embedding irrelevant.
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(
@@ -162,7 +163,7 @@ class LanguageModel(nn.Module):
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], list[Any] | None]:
-        """Final activations of T tokens that follow state, and the state after them."""
+        """Final activations of T tokens that continue from state, and the state after them."""
         x = self.embedding_norm(self.embedding(tokens))
         states = []
         for layer, block in enumerate(self.blocks):
@@ -176,7 +177,7 @@ class LanguageModel(nn.Module):
         return self.final_norm(x), states if keep_state else None
 
     def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy, nats a token; logits exist only in pieces, also in the backward."""
+        """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient."""
         hidden, _ = self(tokens)
         return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
 
@@ -189,7 +190,7 @@ class LanguageModel(nn.Module):
         *,
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T"], list[Any] | None]:
-        """Cross-entropy of every token, nats, float32, and the state after the last."""
+        """Cross-entropy of every token in nats, float32, and the state after the last token."""
         hidden, state = self(tokens, state, keep_state=keep_state)
         losses = [
             F.cross_entropy(self.head(rows), wanted, reduction="none")
@@ -205,7 +206,7 @@ class LanguageModel(nn.Module):
     def prefill(
         self, tokens: Int[Tensor, "B T"], state: list[Any] | None = None
     ) -> tuple[Float[Tensor, "B V"], list[Any]]:
-        """Logits of the token after a prompt, and the state to continue from."""
+        """Logits of the token after the prompt, and the state to continue from."""
         hidden, state = self(tokens, state, keep_state=True)
         assert state is not None
         return self.head(hidden[:, -1]), state
@@ -214,7 +215,7 @@ class LanguageModel(nn.Module):
     def step(
         self, token: Int[Tensor, "B"], state: list[Any]
     ) -> tuple[Float[Tensor, "B V"], list[Any]]:
-        """Logits after one more token, at constant cost for linear kinds."""
+        """Logits after one more token, at constant cost for variants of linear cost."""
         x = self.embedding_norm(self.embedding(token[:, None]))
         states = []
         for block, layer_state in zip(self._blocks(), state, strict=True):
@@ -223,7 +224,7 @@ class LanguageModel(nn.Module):
         return self.head(self.final_norm(x[:, 0])), states
 
     def set_positions(self, scaling: PositionScaling) -> None:
-        """Read positions another way from now on; ValueError where a layer has no such way."""
+        """Scale positions from now on. ValueError where a layer does not support it."""
         attentions = [block.attention for block in self._blocks()]
         for attention in attentions:
             attention.check_positions(scaling)
@@ -231,42 +232,42 @@ class LanguageModel(nn.Module):
             attention.set_positions(scaling)
 
     def train_only(self, name: str | None) -> None:
-        """Freeze what is not in a submodule of this name; None freezes nothing."""
+        """Freeze all parameters outside submodules of this name; None freezes nothing."""
         for path, parameter in self.named_parameters():
             parameter.requires_grad_(name is None or name in path.split("."))
 
-    def check_parts(self) -> None:
-        """ValueError where the kind of a layer cannot mix a sequence in parts."""
+    def check_context_parallel(self) -> None:
+        """Raise ValueError where a layer does not support context parallelism."""
         for block in self._blocks():
-            block.attention.check_parts()
+            block.attention.check_context_parallel()
 
-    def split_sequence(self, parts: SequenceParts | None) -> None:
-        """Take all tokens from now on as one part of a sequence, or (None) as whole ones.
+    def split_sequence(self, part: SequencePart | None) -> None:
+        """Treat all inputs from now on as one part of a sequence; None: as whole sequences.
 
-        Raises ValueError where the kind of a layer cannot.
+        Raises ValueError where a layer does not support context parallelism.
         """
-        if parts is not None:
-            self.check_parts()
+        if part is not None:
+            self.check_context_parallel()
         for block in self._blocks():
-            block.attention.parts = parts
-        self.parts = parts
+            block.attention.sequence_part = part
+        self.sequence_part = part
 
     def num_parameters(self) -> int:
-        """Numbers in all parameters; the tied unembedding counts once."""
+        """Number of parameters; the embedding, which is also the unembedding, counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:
-        """Forward FLOPs a token at context T; training takes three times as many."""
+        """Forward FLOPs per token at context T; training takes three times as many."""
         return self.weight_flops() + self.mixing_flops(T)
 
     def weight_flops(self) -> int:
-        """Forward FLOPs a token of all products with weights: projections, MLPs, unembedding."""
+        """Forward FLOPs per token of all products with weights: projections, MLPs, unembedding."""
         head = 2 * self.config.vocabulary * self.config.width
         mlp = 16 * self.config.width**2
         return head + sum(mlp + block.attention.projection_flops() for block in self._blocks())
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        """Forward FLOPs a token of attention or state, all layers, at context T."""
+        """Forward FLOPs per token of attention or state, over all layers, at context T."""
         return sum(block.attention.mixing_flops(T, backend) for block in self._blocks())
 
     def _blocks(self) -> list[Block]:

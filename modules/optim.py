@@ -1,4 +1,4 @@
-"""The optimiser, its configuration, and its learning rate as a function of tokens seen."""
+"""The optimiser, its configuration, and the learning rate as a function of tokens seen."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,22 +12,22 @@ _SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Warm-up, then one of four shapes over the run's token budget."""
+    """The learning-rate schedule: a warm-up, then one of four shapes over the token budget."""
 
     name: str = "constant"
-    """constant | linear | cosine | wsd (warm-up, stable, decay)."""
+    """constant | linear | cosine | wsd (warm-up, stable, decay): shape after the warm-up."""
 
     warmup_tokens: int = 0
-    """Tokens of linear warm-up from `start_factor`."""
+    """Tokens of linear warm-up from `start_factor` to the peak, 0 or more."""
 
     start_factor: float = 0.0
-    """Rate at the first token, as a fraction of the peak."""
+    """Learning rate at the first token, as a fraction of the peak, 0 to 1."""
 
     final_factor: float = 0.0
-    """Rate at the last token, as a fraction of the peak; unused by constant."""
+    """Learning rate at the last token, as a fraction of the peak, 0 to 1; unused by constant."""
 
     decay_tokens: int = 0
-    """Tokens of the final linear decay of wsd; must be 0 for the others."""
+    """Tokens of the final linear decay of wsd; 0 for the other schedules."""
 
     def __post_init__(self) -> None:
         if self.name not in _SCHEDULES:
@@ -53,43 +53,43 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """Optimiser, its schedule, and the size of an update."""
+    """The optimiser, its schedule, the size of an update, and what to do about spikes."""
 
     tokens_per_update: int
-    """Tokens every parameter update averages over, all ranks together."""
+    """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
     name: str = "adamw"
-    """adam | adamw."""
+    """adam | adamw: the optimiser."""
 
     learning_rate: float = 6e-4
-    """Peak learning rate."""
+    """Peak learning rate, more than 0."""
 
     beta1: float = 0.9
-    """Decay of the first moment, per update."""
+    """Decay of the first moment per update, 0 to below 1."""
 
     beta2: float = 0.999
-    """Decay of the second moment, per update."""
+    """Decay of the second moment per update, 0 to below 1."""
 
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment, more than 0."""
 
     weight_decay: float = 0.0
-    """Decoupled decay of matrices (never of vectors), adamw only, per unit of learning rate."""
+    """Decay of matrices per unit of learning rate, 0 or more; adamw only, never for vectors."""
 
     gradient_clip: float | None = 1.0
-    """Largest global gradient norm; None does not clip."""
+    """Largest norm of the whole gradient, more than 0; null: no clipping."""
 
     max_skipped_updates: int = 10
-    """Updates in a row that are skipped before the run stops."""
+    """Number of consecutive skipped updates after which the run stops, 1 or more."""
 
     spike_sigma: float | None = None
-    """Skip an update whose loss is this many standard deviations above the mean of the last 100."""
+    """Skip updates whose loss is so many deviations above the mean of the last 100; null: never."""
 
     on_spike: str = "skip"
-    """skip | rewind: also go back to the newest checkpoint's weights; step and data go on."""
+    """skip | rewind: also restore the newest checkpoint's weights; step and data continue."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Learning rate as a function of tokens."""
+    """The learning rate as a function of tokens."""
 
     def __post_init__(self) -> None:
         if self.name not in ("adam", "adamw"):
@@ -121,13 +121,13 @@ class OptimConfig:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """Of the parameters that are trained; vectors are not decayed."""
+    """The optimiser of all trainable parameters, without weight decay for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # torch's functions that save and restore an optimizer know no empty group.
+    # torch cannot save and restore an optimizer with an empty group.
     groups = [group for group in groups if group["params"]]
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return cls(

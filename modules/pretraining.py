@@ -1,4 +1,4 @@
-"""The LightningModule that trains any variant, and its optimiser's configuration."""
+"""The LightningModule that trains a language model, and the record of its progress."""
 
 import math
 from collections.abc import Mapping
@@ -17,73 +17,74 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
 
 _RECENT_LOSSES = 100
-# A deviation of fewer losses says little about the next.
-_FEWEST_LOSSES = 20
+# With fewer losses, their standard deviation is too uncertain to detect spikes.
+_MIN_LOSSES_FOR_SPIKES = 20
 
 
 @dataclass
 class Skip:
-    """An update that left the parameters alone."""
+    """An update that did not change the parameters."""
 
     step: int
-    first_sample: int  # of the update's samples, as the data stream counts them
+    first_sample: int  # index of the update's first sample in the data stream
     last_sample: int
-    is_spike: bool  # or else something was not finite
-    rewound_to: int | None = None  # the step of the checkpoint whose weights came back
+    is_spike: bool  # if False, the loss or the gradient was not finite
+    rewound_to: int | None = None  # step of the checkpoint whose weights were restored
 
 
 @dataclass
 class Progress:
-    """Where a run stands; everything that follows from it is derived, not stored."""
+    """How far a run has got. Whatever can be derived from these values is not stored."""
 
-    step: int = 0  # updates consumed, skipped ones included
-    samples: int = 0  # samples consumed: the whole state of the data stream
+    step: int = 0  # updates so far, skipped ones included
+    samples: int = 0  # samples consumed so far: this is the whole state of the data stream
     tokens: int = 0
     skipped: list[Skip] = field(default_factory=list)
     skipped_in_a_row: int = 0
-    recent_losses: list[float] = field(default_factory=list)  # of the last updates not skipped
+    recent_losses: list[float] = field(default_factory=list)  # without those of skipped updates
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        """Undo dataclasses.asdict."""
+        """The inverse of dataclasses.asdict."""
         return cls(**{**values, "skipped": [Skip(**skip) for skip in values["skipped"]]})
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one update was like."""
+    """Metrics of one update."""
 
-    loss: float  # mean over the update and all ranks, nats a token
-    gradient_norm: float
+    loss: float  # mean over the update and all ranks, nats per token
+    gradient_norm: float  # before clipping
     learning_rate: float
-    skip: Skip | None  # the parameters were left alone
+    skip: Skip | None  # set if the update was skipped
 
 
 @runtime_checkable
 class Parallelism(Protocol):
-    """What an update needs of the strategy that the model is trained with."""
+    """What Pretraining needs from the strategy."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch: gradients are exchanged after the last one alone."""
+        """Context of one micro-batch. Ranks exchange gradients only after the last one."""
 
     def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
-        """Clip, step, and clear the gradients.
+        """Clip the gradients, make an optimizer step, and clear the gradients.
 
         Args:
-            max_norm: largest global norm of the gradients; infinity does not clip.
-            is_good: False drops the gradients.
+            max_norm: largest global norm of the gradients; infinity for no clipping.
+            is_good: False drops the gradients without a step.
 
         Returns:
-            The norm before clipping, the same on all ranks (NaN where dropped gradients have none),
-            and whether a step was made: not when the norm is not finite.
+            The norm before clipping, the same on all ranks (NaN where it is unknown because the
+            gradients were dropped), and whether a step was made. No step is made when the norm is
+            not finite.
         """
 
 
 class Pretraining(LightningModule):
-    """Next-token training of a LanguageModel; one training_step is one micro-batch.
+    """Next-token training of a LanguageModel. One training_step is one micro-batch.
 
-    Optimisation is manual because an update with a bad gradient must leave the parameters and the
-    moments alone, which Lightning's automatic loop cannot do.
+    Optimisation is manual because an update with a bad gradient must change neither parameters nor
+    moments, which Lightning's automatic optimisation cannot ensure.
     """
 
     def __init__(
@@ -96,11 +97,11 @@ class Pretraining(LightningModule):
         max_tokens: int,
         train_only: str | None = None,
     ) -> None:
-        """`train_only` names a submodule; what is not in one of that name is frozen."""
+        """`train_only` freezes all parameters outside submodules of that name."""
         super().__init__()
         self.automatic_optimization = False
         self.model = LanguageModel(model)
-        # Here, before any strategy looks which gradients there will be.
+        # Before the strategy sees the model, because it checks which parameters need gradients.
         self.model.train_only(train_only)
         self.optim = optim
         self.accumulation = accumulation
@@ -117,7 +118,7 @@ class Pretraining(LightningModule):
     def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
         self.last_update = None
         is_last = self._micro_step == self.accumulation - 1
-        tokens, target = self._part_of(batch["input"]), self._part_of(batch["target"])
+        tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
         with self._parallelism.accumulating(is_last):
             loss = self.model.loss(tokens, target) / self.accumulation
             self.manual_backward(loss)
@@ -129,7 +130,7 @@ class Pretraining(LightningModule):
             self._loss_sum = torch.zeros(())
 
     def _update(self, context: int) -> Update:
-        """Make the step unless something is not finite, and advance the counters."""
+        """Make a step unless the loss is bad or the norm not finite, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
         learning_rate = self.optim.learning_rate * factor
@@ -159,16 +160,16 @@ class Pretraining(LightningModule):
         return Update(loss, norm, learning_rate, skip)
 
     def _is_spike(self, loss: float) -> bool:
-        """Whether a loss stands out of those before it."""
+        """Whether a loss is `spike_sigma` deviations above the mean of recent losses."""
         recent = self.progress.recent_losses
-        if self.optim.spike_sigma is None or len(recent) < _FEWEST_LOSSES:
+        if self.optim.spike_sigma is None or len(recent) < _MIN_LOSSES_FOR_SPIKES:
             return False
         return loss > fmean(recent) + self.optim.spike_sigma * pstdev(recent)
 
-    def _part_of(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
-        """This rank's part of sequences that are split over ranks."""
-        parts = self.model.parts
-        return tokens if parts is None else tokens.chunk(parts.count, dim=1)[parts.index]
+    def _own_part(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
+        """This rank's part of sequences that are split over ranks, else the whole sequences."""
+        part = self.model.sequence_part
+        return tokens if part is None else tokens.chunk(part.count, dim=1)[part.index]
 
     @property
     def _parallelism(self) -> Parallelism:

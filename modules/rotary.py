@@ -1,4 +1,4 @@
-"""Rotary phases that stay right over a million tokens, rotations, and rates at evaluation."""
+"""Rotary positions, accurate over a million tokens, and their scaling at evaluation."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PositionScaling:
-    """How positions beyond the training context are read, at evaluation only."""
+    """How rotary positions are scaled for contexts longer than in training; evaluation only."""
 
     name: str = "none"
     """none | linear (rates divided by the factor) | dynamic_ntk (base raised with the length)."""
 
     factor: float = 1.0
-    """Times by which the context is to grow."""
+    """Ratio of the longer context to the training context, 1 or more."""
 
     context: int = 0
-    """Training context, tokens; dynamic_ntk leaves shorter sequences alone."""
+    """Training context, in tokens; dynamic_ntk does not change sequences up to this length."""
 
     def __post_init__(self) -> None:
         if self.name not in ("none", "linear", "dynamic_ntk"):
@@ -33,15 +33,15 @@ class PositionScaling:
 
 
 class Rotary:
-    """Rates of the width / 2 pairs: theta_j = first base^(-2 (j - 1) / width), j = 1, 2, ...
+    """Rotation rates of the width / 2 pairs: theta_j = first base^(-2 (j - 1) / width), j = 1, ...
 
-    The usual embedding has first = 1 radian a token; the symmetric-power papers have first = 2 pi
-    and base = N, the longest document. Rates are held in turns a token.
+    The usual embedding has first = 1 radian per token. The symmetric-power papers have first =
+    2 pi, and base = N, the length of the longest document. Rates are stored in turns per token.
     """
 
     def __init__(self, width: int, *, base: float, first_turns: float = 1 / (2 * math.pi)) -> None:
         if width % 2:
-            raise ValueError(f"head width: found {width}, wanted an even one: rotation turns pairs")
+            raise ValueError(f"head width: found {width}, wanted an even one, to rotate pairs")
         self.width = width
         self.base = base
         self.first_turns = first_turns
@@ -49,14 +49,14 @@ class Rotary:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a longer sequence rotates its first keys otherwise: no state can follow that."""
+        """Whether rates change with the sequence length, which a state cannot follow."""
         return self.scaling.name == "dynamic_ntk"
 
     def turns(self, length: int, device: torch.device) -> Float64[Tensor, "J"]:
-        """Turns a token of every pair, in a sequence of `length` tokens.
+        """Turns per token of every pair, in a sequence of `length` tokens.
 
-        Sources: linear interpolation, Chen et al. (2023), arXiv:2306.15595; dynamic NTK, as CoCA
-        (arXiv:2309.08646) evaluates with it.
+        Sources: linear interpolation, Chen et al. (2023), arXiv:2306.15595; dynamic NTK as in the
+        evaluation of CoCA (arXiv:2309.08646).
         """
         base, scaling = self.base, self.scaling
         if scaling.name == "dynamic_ntk" and length > scaling.context:
@@ -69,11 +69,11 @@ class Rotary:
     def phases(
         self, rotation: Float64[Tensor, "B T"], length: int, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "B T 1 J"], Float[Tensor, "B T 1 J"]]:
-        """Cosine and sine of mu_t theta_j, at least in float32.
+        """Cosine and sine of mu_t theta_j, in at least float32.
 
-        A float32 sum of rates is off by 0.2 rad after a million tokens, and bf16 by whole turns, so
-        the rotation mu_t comes in float64 and whole turns are dropped in it: right to 1e-9 turns.
-        There is one number a token here, not one a pair.
+        A sum of rates in float32 is wrong by 0.2 rad after a million tokens, and in bf16 by whole
+        turns. So the rotation mu_t is float64, and whole turns are removed in float64: the phase is
+        accurate to 1e-9 turns. `rotation` holds one number per token, not one per pair.
         """
         turns = rotation[:, :, None, None] * self.turns(length, rotation.device)  # (B, T, 1, J)
         dtype = torch.promote_types(dtype, torch.float32)
@@ -84,7 +84,7 @@ class Rotary:
 def rotate(
     x: Float[Tensor, "*#rows K"], cos: Float[Tensor, "*#rows J"], sin: Float[Tensor, "*#rows J"]
 ) -> Float[Tensor, "*#rows K"]:
-    """Turn each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases."""
+    """Rotate each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.to(x.dtype)

@@ -1,4 +1,4 @@
-"""ALiBi: softmax attention whose logits fall with distance, without any other position."""
+"""ALiBi: softmax attention whose only positions are a bias that falls with distance."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Queries whose bias is written out at a time, where no fused kernel takes a formula.
+# Without a GPU the bias is written out, for a block of this many queries at a time.
 _QUERIES_AT_ONCE = 1024
 
 
@@ -36,7 +36,7 @@ class AlibiConfig(AttentionConfig):
 class Alibi(FusedAttention):
     """y_t = sum_i softmax_i(q_t . k_i / sqrt(K) - m_h (t - i)) v_i, m_h = 2^(-8 h / H), h = 1, ...
 
-    The same as a forget gate of exp(-m_h) on exp(q . k): the bias is a fixed decay.
+    The bias is a fixed decay: the weights are those of a forget gate exp(-m_h) on exp(q . k).
     Source: Press, Smith, Lewis (2021), arXiv:2108.12409, with its slopes for any number of heads.
     """
 
@@ -64,9 +64,9 @@ class Alibi(FusedAttention):
         return _mix_flex(q, *cache) if q.is_cuda else self._mix_biased(q, *cache)
 
     def _mix_biased(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """A block of queries at a time, against no key that all of them precede.
+        """Attention for one block of queries at a time; keys after the whole block are left out.
 
-        Where there are several blocks, a block's bias is made again for the backward pass.
+        Where there are several blocks, the backward pass recomputes the bias of each block.
         """
         T, S = q.shape[2], k.shape[2]
         outputs = []
@@ -80,7 +80,7 @@ class Alibi(FusedAttention):
         return torch.cat(outputs, dim=2)
 
     def _mix_block(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The last T of S tokens, with the bias written out."""
+        """Attention of the last T of S tokens, with the bias written out."""
         T, S = q.shape[2], k.shape[2]
         dtype = torch.promote_types(q.dtype, torch.float32)
         position = torch.arange(S, dtype=dtype, device=q.device)
@@ -96,7 +96,10 @@ class Alibi(FusedAttention):
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8 h / n), h = 1 .. n, for the power of two n below H; those of 2 n between fill up."""
+    """2^(-8 h / n), h = 1 .. n, with n the largest power of two up to H.
+
+    The other H - n heads get every second slope of the sequence for 2 n heads.
+    """
     n = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
     between = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
@@ -105,25 +108,25 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=8)
 def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "H"]:
-    """Kept, since a copy to a device waits for it."""
+    """Cached, because a copy to a device would synchronise with it."""
     return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
 
 
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The bias as a formula in a fused kernel: no T x S tensor. On a CPU, forward alone runs."""
-    # Here and below, since it takes seconds that most commands should not pay.
+    """The bias as a formula in a fused kernel, without a T x S tensor. CPUs: forward only."""
+    # Imported here and below, because it takes seconds and most commands do not need it.
     from torch.nn.attention.flex_attention import flex_attention
 
     T, S = q.shape[2], k.shape[2]
     slopes = _slopes(q.shape[1], torch.promote_types(q.dtype, torch.float32), q.device)
 
-    # Uncompiled it would write the logits out.
+    # Without compilation it would write the logits out.
     attend = _compiled_flex() if q.is_cuda else flex_attention
     mixed: Tensor = attend(
         q,
         k,
         v,
-        # Lambdas, which run-time checks of types do not wrap: flex attention counts arguments.
+        # Lambdas, because run-time type checks wrap functions and flex attention counts arguments.
         score_mod=lambda score, b, h, t, i: score - slopes[h] * (t + (S - T) - i),
         block_mask=_causal(T, S, q.device),
     )

@@ -1,4 +1,4 @@
-"""What every attention variant is: a frozen config, registered by name, that builds a module."""
+"""Base classes of attention variants: a config registered by its kind, and the module it builds."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,33 +13,33 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from longhaul.modules.rotary import PositionScaling, Rotary
-from longhaul.modules.sequence_parts import SequenceParts
+from longhaul.modules.sequence_part import SequencePart
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ABC):
-    """Options of one variant; its registered name is the `kind:` of a YAML file."""
+    """Options of one variant. `kind` in a YAML file is the name it is registered under."""
 
     kind: ClassVar[str] = ""
-    cost: ClassVar[str] = "linear"  # or "quadratic": the growth of training time with T
-    positions: ClassVar[tuple[str, ...]] = ("none",)  # scalings that make sense at evaluation
+    cost: ClassVar[str] = "linear"  # or "quadratic": how training time grows with T
+    positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
 
-    def __post_init__(self) -> None:  # noqa: B027 (the end of a chain)
-        """Checks of options; a class calls those above it first."""
+    def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
+        """Check the options. A subclass calls super().__post_init__() first."""
 
     @abstractmethod
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> "Attention":
-        """The module of a layer, counted from 0, freshly initialised on the default device."""
+        """A freshly initialised module, on the default device, for the layer of this index."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig(AttentionConfig):
-    """The option of kinds with the usual rotary positions."""
+    """The option of variants with the usual rotary positions."""
 
     positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
 
     rotary_base: float = 10_000.0
-    """theta_j = rotary_base^(-2 (j - 1) / K), radians a token."""
+    """Base of theta_j = rotary_base^(-2 (j - 1) / K) radians per token, more than 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,12 +48,12 @@ class RotaryConfig(AttentionConfig):
 
 
 class Attention(nn.Module, ABC):
-    """Causal mixing of tokens: (B, T, D) to (B, T, D), carrying any past in an explicit state."""
+    """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past."""
 
     config: AttentionConfig
     rotary: Rotary | None = None
-    parts: SequenceParts | None = None
-    """Set where T tokens are one part of a sequence, and cu_seqlens are the whole sequence's."""
+    sequence_part: SequencePart | None = None
+    """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -73,46 +73,47 @@ class Attention(nn.Module, ABC):
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
-        """Mix x, continuing from state; the new state is None when keep_state is False.
+        """The output for x, and the new state, which is None when keep_state is False.
 
         Args:
             x: activations of T new tokens.
-            state: what an earlier call returned, or None at the start of a document.
-            cu_seqlens: bounds of documents packed into B = 1; nothing crosses them.
-            keep_state: training passes False, since building a state that nobody reads is slow.
+            state: the state that an earlier call returned, or None at the start of a document.
+            cu_seqlens: offsets of documents packed into B = 1. Documents do not see each other.
+            keep_state: whether to return the new state. Training passes False, because computing
+                a state that nobody uses costs time.
         """
 
     @abstractmethod
     def step(self, x: Float[Tensor, "B 1 D"], state: Any) -> tuple[Float[Tensor, "B 1 D"], Any]:
-        """One more token after `state`, at a cost that the past does not raise for linear kinds."""
+        """One more token after `state`, in variants of linear cost at a cost independent of T."""
 
     @abstractmethod
     def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
-        """The mixing matrices written out, in the precision of x: for tests and pictures.
+        """The attention matrices written out, in the precision of x: for tests and figures.
 
-        There are W = H of them unless the kind says otherwise. forward is
-        read_out(weights @ values), but for what a learned initial state adds to it.
+        There are W = H of them, unless the variant documents another number. `forward` equals
+        read_out(weights @ values), except for what a learned initial state adds.
         """
 
     @abstractmethod
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
-        """What the mixing matrices mix."""
+        """The values that the attention matrices multiply."""
 
     @abstractmethod
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
-        """From mixed values to the layer's output: norms and gates where there are any, W_o."""
+        """The output of the layer from weights @ values: norm and gate, if any, then W_o."""
 
     @abstractmethod
     def form(self, T: int, backend: str) -> str:
-        """How T tokens are mixed in training: the form of the op, and its chunk if it has one.
+        """The form that training uses at context T, with its chunk size if it has chunks.
 
         backend is "torch" or "triton": each has its own cost model.
         """
 
     def projection_flops(self) -> int:
-        """Forward FLOPs a token of all products with weights (a multiply-add is two)."""
+        """Forward FLOPs per token of all products with weights (a multiply-add counts as two)."""
         return sum(
             2 * parameter.numel()
             for name, parameter in self.named_parameters()
@@ -121,22 +122,22 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        """Forward FLOPs a token of mixing at context T, by the form that the backend takes."""
+        """Forward FLOPs per token of attention or state at context T, in the backend's form."""
 
     def flops_per_token(self, T: int, backend: str = "torch") -> int:
-        """Forward FLOPs a token at context T."""
+        """Forward FLOPs per token at context T."""
         return self.projection_flops() + self.mixing_flops(T, backend)
 
     @abstractmethod
     def state_size(self) -> int | None:
-        """Numbers carried a sequence, without padding; None when they grow with T."""
+        """Numbers in the state of one sequence, without padding; None if it grows with T."""
 
     @abstractmethod
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
-        """Bytes that a sequence's state takes after T tokens of `dtype`, padding included."""
+        """Bytes in the state of one sequence after T tokens of `dtype`, padding included."""
 
     def check_positions(self, scaling: PositionScaling) -> None:
-        """ValueError where the kind has no such way to read positions."""
+        """Raise ValueError where the variant does not support this scaling of positions."""
         if scaling.name not in self.config.positions:
             raise ValueError(
                 f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
@@ -144,16 +145,16 @@ class Attention(nn.Module, ABC):
             )
 
     def set_positions(self, scaling: PositionScaling) -> None:
-        """Read positions another way from now on; ValueError where the kind has no such way."""
+        """Scale positions from now on. ValueError where the variant does not support it."""
         self.check_positions(scaling)
         if self.rotary is not None:
             self.rotary.scaling = scaling
 
-    def check_parts(self) -> None:
-        """ValueError where the kind cannot mix a sequence in parts."""
+    def check_context_parallel(self) -> None:
+        """Raise ValueError where the variant does not support context parallelism."""
         raise ValueError(
             f"attention.kind: found {self.config.kind}, wanted a kind of linear cost, whose states "
-            "can cross between the parts of a sequence"
+            "the ranks of context parallelism can exchange"
         )
 
 
@@ -162,7 +163,7 @@ _REGISTRY: dict[str, type[AttentionConfig]] = {}
 
 
 def register(kind: str) -> Callable[[ConfigT], ConfigT]:
-    """Class decorator that gives a variant's config its name."""
+    """Class decorator that registers the config of a variant under `kind`."""
 
     def add(config: ConfigT) -> ConfigT:
         assert kind not in _REGISTRY, f"two variants are called {kind}"
@@ -174,12 +175,12 @@ def register(kind: str) -> Callable[[ConfigT], ConfigT]:
 
 
 def registered_variants() -> tuple[str, ...]:
-    """Names of all variants, sorted."""
+    """The kinds of all variants, sorted."""
     return tuple(sorted(_REGISTRY))
 
 
 def attention_config(kind: str) -> type[AttentionConfig]:
-    """The config class of a kind; ValueError names the known ones."""
+    """The config class of a kind. The ValueError for an unknown kind lists the known ones."""
     if kind not in _REGISTRY:
         known = ", ".join(registered_variants())
         raise ValueError(f"attention.kind: found {kind!r}, wanted one of {known}")
@@ -187,19 +188,20 @@ def attention_config(kind: str) -> type[AttentionConfig]:
 
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
-    """Build a variant by name, as a first layer has it; options are the fields of its config."""
+    """Build a variant by its kind, as the first layer; options are the fields of its config."""
     return attention_config(kind)(**options).build(model_dim, num_heads)
 
 
 class InFloat32(nn.Module):
-    """Uses its weights through `linear_in_float32`; FSDP does not round them to bf16 first.
+    """A module that uses its weights in `linear_in_float32` only. FSDP does not cast them to bf16.
 
-    What it computes is summed over the tokens: rates of rotation, logarithms of gates.
+    Its outputs, such as rotation rates and log gates, are summed over tokens, so that rounding
+    errors would add up.
     """
 
 
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A projection that autocast does not round: gates and rotation rates are summed over T."""
+    """A projection in at least float32, also under autocast, for outputs summed over tokens."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -1,4 +1,4 @@
-"""Cartan kernels: rotations on both sides, and a generator of magnitudes between them."""
+"""Cartan kernels: rotated queries and keys, and a generator that weighs each pair of tokens."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.gates import ForgetGate, PerHead
+from longhaul.modules.attention.gates import ForgetGate, ScalarPerHead
 from longhaul.modules.attention.key_softmax import key_softmax
-from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -19,16 +19,16 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("cartan")
 @dataclass(frozen=True, kw_only=True)
 class CartanConfig(RotaryConfig, PowerConfig):
-    """The generator, and what stands around it."""
+    """The generator of the weights, and the form of the inner product."""
 
     generator: str = "full"
-    """additive (softmax over key logits) | product (forget gates) | full (both multiplied)."""
+    """additive (softmax over key logits) | product (of forget gates) | full (both multiplied)."""
 
     negative_diagonal: bool = False
-    """Multiply rotated keys by tanh(1 + W x), a number a coordinate: negative ones reflect."""
+    """Multiply each coordinate of rotated keys by tanh(1 + W x); negative factors reflect it."""
 
     bilinear: bool = True
-    """False: no inner product of queries and keys, but a state of two numbers a channel."""
+    """true: inner products of queries and keys | false: attention-free, two numbers per channel."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,8 +38,8 @@ class CartanConfig(RotaryConfig, PowerConfig):
             )
         if self.negative_diagonal and not self.bilinear:
             raise ValueError(
-                "negative_diagonal: found true with bilinear false, whose keys are a diagonal of "
-                "any sign already; wanted false"
+                "negative_diagonal: found true with bilinear false, whose keys already are a "
+                "diagonal of either sign; wanted false"
             )
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
@@ -48,15 +48,16 @@ class CartanConfig(RotaryConfig, PowerConfig):
 
 
 class Cartan(PowerAttention):
-    """y_t = sum_i g_ti (R_t q_t / |q_t|) . (D_i R_i k_i / |k_i|) v_i, then a norm a head.
+    """y_t = sum_i g_ti (R_t q_t / |q_t|) . (D_i R_i k_i / |k_i|) v_i, then a norm per head.
 
         additive: g_ti = exp(s_i) / sum_(j <= t) exp(s_j)     what to attend to
         product:  g_ti = gamma_(i+1) ... gamma_t              how memories fade
-        full:     the two multiplied
+        full:     the product of the two
 
-    with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t + b) a head, R the rotation by position, and
-    D_i = diag(tanh(1 + W_d x_i)) with negative_diagonal, else 1.
-    Source: the notes on Cartan decomposition; key_softmax.py makes additive a gate.
+    with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t + b) per head, R the rotation by position, and
+    D_i = diag(tanh(1 + W_d x_i)) with negative_diagonal, else 1. key_softmax.py shows how the
+    additive generator becomes a gate.
+    Source: the notes on Cartan decomposition.
     """
 
     scale = 1.0
@@ -73,9 +74,9 @@ class Cartan(PowerAttention):
     ) -> None:
         self.has_log_mass = config.generator != "product"
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
-        self.logit = PerHead(model_dim, num_heads) if config.generator != "product" else None
+        self.logit = ScalarPerHead(model_dim, num_heads) if config.generator != "product" else None
         self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
-        # Weights times cosines are small: the usual 1e-5 would be most of a head's variance.
+        # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
         self.add_projections(config)
 
@@ -94,37 +95,38 @@ class Cartan(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        read, after = self.generate(x, documents, carried)
+        gated_sum, after = self.generate(x, documents, carried)
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         if self.diagonal is not None:
             k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
-        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, (read,))
+        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, (gated_sum,))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def generate(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Read, dict[str, Tensor]]:
-        """Gates and factors of the values, and what is carried, at every token."""
+    ) -> tuple[GatedSum, dict[str, Tensor]]:
+        """The gates and value scales, and the carried values at every token."""
         after = {"rotation": documents.positions(carried["rotation"])}
         log_g = None if self.gate is None else self.gate(x)
-        column = None
+        value_scale = None
         if self.logit is not None:
             softmax = key_softmax(self.logit(x), documents, carried["log_mass"])
             log_g = softmax.log_g if log_g is None else log_g + softmax.log_g
-            column = softmax.alpha[..., None]
+            value_scale = softmax.alpha[..., None]
             after["log_mass"] = softmax.log_mass
-        return Read(log_g, column), after
+        return GatedSum(log_g, value_scale), after
 
 
 class CartanChannels(Cartan):
     """The attention-free form: y_t,c = sum_i g_ti (R_t q_t,c) . (R_i k_i,c) v_i,c, q_t,c in R^2.
 
-    Every channel has its own pair of query and key coordinates and its own rate of rotation; the
-    generator stays one a head. Two numbers a channel are remembered, sum_i g_ti R_i k_i v_i: in the
-    op, keys and queries of width 1, values R_i k_i v_i of width 2 V, and queries outside of it.
-    There are D mixing matrices, one a channel.
+    Every channel has its own pair of query and key coordinates and its own rotation rate. The
+    generator is still one per head. The state holds two numbers per channel,
+    sum_i g_ti R_i k_i v_i. The op computes it with queries and keys of width 1 that are all ones,
+    and values R_i k_i v_i of width 2 V; the real queries R_t q_t scale its output. There are D
+    attention matrices, one per channel.
     """
 
     def __init__(self, config: CartanConfig, model_dim: int, num_heads: int) -> None:
@@ -138,16 +140,17 @@ class CartanChannels(Cartan):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        read, after = self.generate(x, documents, carried)
+        gated_sum, after = self.generate(x, documents, carried)
         q, k, v = self._channels(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        kept = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
+        rotated_kv = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
         ones = torch.ones_like(v[..., :1])
-        operands = Operands(ones, ones, kept, (read._replace(row=rotate(q, cos, sin)),))
+        gated_sum = gated_sum._replace(output_scale=rotate(q, cos, sin))
+        operands = Operands(ones, ones, rotated_kv, (gated_sum,))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def _channels(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, a pair (c, c + V) for each channel c of a head, and values."""
+        """Queries, keys and values; channel c of a head has coordinates c and c + V of q and k."""
         q, k, v = self.qkv(x).split([2 * self.model_dim, 2 * self.model_dim, self.model_dim], -1)
         q, k, v = (rearrange(one, "b t (h k) -> b t h k", h=self.num_heads) for one in (q, k, v))
         return q, k, v
@@ -161,10 +164,12 @@ class CartanChannels(Cartan):
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
-        read, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
+        gated_sum, after = self.generate(
+            x, documents, self.initial_carried(documents.count, x.device)
+        )
         q, k, v = self._channels(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
         pairs = torch.einsum("bthvs,bihvs->bhvti", q, k)
-        magnitude = self.coefficients(Operands(v[..., :1], v[..., :1], v, (read,)))
+        magnitude = self.coefficients(Operands(v[..., :1], v[..., :1], v, (gated_sum,)))
         return rearrange(pairs * magnitude[:, :, None], "b h v t i -> b (h v) t i")

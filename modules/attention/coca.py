@@ -1,4 +1,4 @@
-"""Collinear constrained attention: keys that share every query's angle, in one fused call."""
+"""Collinear constrained attention (CoCA): keys collinear with every query, in one fused call."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("coca")
 @dataclass(frozen=True, kw_only=True)
 class CocaConfig(SoftmaxConfig):
-    """The rotary options of softmax, and which of the two CoCAs."""
+    """The rotary options of softmax, and which of the two versions of CoCA."""
 
     mode: str = "strict"
     """strict (the paper's formula) | slack (what the released code computes)."""
@@ -31,23 +31,24 @@ class CocaConfig(SoftmaxConfig):
 
 
 class Coca(FusedAttention):
-    """Softmax over logits in which a pair's key is its query times positive coefficients.
+    """Softmax attention in which the key for query m is q_m times non-negative coefficients.
 
-        t_n = relu((u_first + u_second) / 2), u = W_t x_n         (K / 2 numbers a head)
+        t_n = relu((u_first + u_second) / 2), u = W_t x_n         (K / 2 numbers per head)
 
-    strict: the key q_m o [t_n, t_n] (eq. 6) is rotated by n. Query and key of a pair then have one
-    angle, which cancels, so the logit depends on m - n alone and is ordinary rotary attention:
+    strict: the key q_m o [t_n, t_n] (eq. 6) is rotated by n. Query and key have the same angle
+    before rotation, which cancels. So the logit depends on positions through m - n only, and
+    equals that of ordinary rotary attention:
 
         logit_mn = sum_j |q_m,j|^2 t_n,j cos((m - n) theta_j)
                  = RoPE_m([|q_m|^2, 0]) . RoPE_n([t_n, 0])
 
-    slack: the coefficients are rotated and multiplied by q_m afterwards (eqs. 7 and 8, element by
-    element, as the released code has them), which no longer depends on m - n alone:
+    slack: the coefficients are rotated first and multiplied by q_m afterwards (eqs. 7 and 8,
+    element by element, as in the released code). The logit then depends on more than m - n:
 
         logit_mn = RoPE_m(q_m) . (q_m o RoPE_n([t_n, t_n]))
                  = (q_m o RoPE_m(q_m)) . RoPE_n([t_n, t_n])
 
-    Logits are divided by sqrt(K). The cache keeps t, half as wide as keys are.
+    Logits are divided by sqrt(K). The cache holds t, which is half as wide as keys.
     Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, section 2.4.
     """
 
@@ -77,10 +78,10 @@ class Coca(FusedAttention):
         now = cos[:, :, S - T :], sin[:, :, S - T :]
         if self.is_strict:
             first, second = q.chunk(2, dim=-1)
-            size = first.square() + second.square()
-            none = torch.zeros_like(size)
-            queries = rotate(torch.cat([size, none], dim=-1), *now)
-            # [t, 0] has but one half to turn.
+            squared_norm = first.square() + second.square()
+            zeros = torch.zeros_like(squared_norm)
+            queries = rotate(torch.cat([squared_norm, zeros], dim=-1), *now)
+            # The rotation of [t, 0], whose second half is zero.
             return queries, torch.cat([k * cos, k * sin], dim=-1).to(q.dtype)
         return q * rotate(q, *now), rotate(torch.cat([k, k], dim=-1), cos, sin)
 

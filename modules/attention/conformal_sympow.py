@@ -17,10 +17,10 @@ class ConformalSympowConfig(SympowConfig):
 
 
 class ConformalSympow(Sympow):
-    """Sympow whose state is scaled and rotated, by amounts that depend on the token.
+    """Sympow whose state is scaled and rotated by amounts that depend on the token.
 
-        gamma_t = sigmoid(W_gamma x_t + b)        how much of the past to keep, one a head
-        beta_t  = 1 + tanh(W_beta x_t)            how fast to rotate, one a layer
+        gamma_t = sigmoid(W_gamma x_t + b)        how much of the past to keep, one per head
+        beta_t  = 1 + tanh(W_beta x_t)            how fast to rotate, one per layer
         mu_t    = mu_(t-1) + beta_t theta         theta_j = 2 pi / N^(2 (j - 1) / K)
         q'_t, k'_t = R(mu_t) q_t, R(mu_t) k_t
 
@@ -29,12 +29,12 @@ class ConformalSympow(Sympow):
 
     which is, with phi(a) . phi(b) = (a . b)^p, a recurrence of constant size:
 
-        S_t = gamma_t S_(t-1) + phi(k'_t) v_t^T        (kept per head: symmetric_dim(K, p) x K)
+        S_t = gamma_t S_(t-1) + phi(k'_t) v_t^T        (symmetric_dim(K, p) x K numbers per head)
         z_t = gamma_t z_(t-1) + phi(k'_t)
         y_t = phi(q'_t)^T S_t / phi(q'_t)^T z_t
 
-    A scaling times a rotation is a conformal map, hence the name: the gate frees capacity of the
-    state, the rotation chooses where in it a token is stored.
+    A scaling times a rotation is a conformal map, hence the name. The gate frees capacity of the
+    state, and the rotation chooses where in the state a token is stored.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
     """
 

@@ -1,4 +1,4 @@
-"""Softmax over all earlier tokens through PyTorch's fused attention: what quadratic kinds share."""
+"""Softmax attention with PyTorch's fused kernels: what all variants of quadratic cost share."""
 
 import math
 from abc import abstractmethod
@@ -15,14 +15,14 @@ from longhaul.modules.documents import Documents
 
 
 class KeyValueCache(NamedTuple):
-    """Everything seen so far, as the kind caches it; grows with T."""
+    """Keys, as the variant caches them, and values of all tokens so far; grows with T."""
 
     k: Float[Tensor, "B H T J"]
     v: Float[Tensor, "B H T V"]
 
 
 class FusedAttention(Attention):
-    """y_t = sum_i softmax_i(logit_ti) v_i; a variant says what is cached and what logits are."""
+    """y_t = sum_i softmax_i(logit_ti) v_i. A variant defines the cache and the logits."""
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
@@ -32,27 +32,27 @@ class FusedAttention(Attention):
     def project(
         self, x: Float[Tensor, "B T D"], past: int
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        """Queries of the tokens that follow `past` ones, and what is cached of them."""
+        """Queries and new cache entries of x, whose first token has `past` tokens before it."""
 
     @abstractmethod
     def operands(
         self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
-        """q' and k' of the logits q'_t . k'_i / sqrt(K), for the last T of S tokens."""
+        """q' and k' in the logits q'_t . k'_i / sqrt(K), for the last T of S tokens."""
 
     def mix(self, q: Float[Tensor, "B H T K"], cache: KeyValueCache) -> Float[Tensor, "B H T V"]:
-        """Softmax attention of the last T of the cached tokens."""
+        """Softmax attention of the last T cached tokens to all cached tokens."""
         q, k = self.operands(q, cache.k)
         if q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(q, k, cache.v, is_causal=True)
-        # Here, since it takes seconds that most commands should not pay.
+        # Imported here, because the import takes seconds and most commands do not need it.
         from torch.nn.attention.bias import causal_lower_right
 
         bias = causal_lower_right(q.shape[2], k.shape[2])
         return F.scaled_dot_product_attention(q, k, cache.v, attn_mask=bias)
 
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
-        """The logits written out, without the mask."""
+        """The logits written out, without the causal mask."""
         q, cache = self.project(x, 0)
         q, k = self.operands(q, cache.k)
         return q @ k.mT / math.sqrt(q.shape[-1])
@@ -68,17 +68,17 @@ class FusedAttention(Attention):
         if cu_seqlens is not None:
             if state is not None or keep_state:
                 raise ValueError(
-                    "cu_seqlens: found a state or keep_state, wanted neither: packed documents "
-                    "carry no key-value cache"
+                    "cu_seqlens: found with a state or keep_state, wanted neither: packed "
+                    "documents have no key-value cache"
                 )
-            parts = Documents(x, cu_seqlens).split(x)
-            return torch.cat([self(part, keep_state=False)[0] for part in parts], dim=1), None
+            documents = Documents(x, cu_seqlens).split(x)
+            return torch.cat([self(one, keep_state=False)[0] for one in documents], dim=1), None
         q, cache = self.project(x, 0 if state is None else state.k.shape[2])
         if state is not None:
             pairs = zip(state, cache, strict=True)
             cache = KeyValueCache(*(torch.cat(pair, dim=2) for pair in pairs))
         elif keep_state:
-            # Views of the projection would keep all of it alive.
+            # A view would keep the whole projection in memory.
             cache = KeyValueCache(*(one.contiguous() for one in cache))
         mixed = rearrange(self.mix(q, cache), "b h t v -> b t h v")
         return self.read_out(x, mixed), cache if keep_state else None
@@ -114,7 +114,7 @@ class FusedAttention(Attention):
 
     @abstractmethod
     def cached_per_token(self) -> int:
-        """Numbers that the cache keeps of a token."""
+        """Numbers that the cache holds per token."""
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         return T * self.cached_per_token() * dtype.itemsize

@@ -1,4 +1,7 @@
-"""Numbers a token and head that gate, weigh or forget, in float32 whatever the activations are."""
+"""Projections to one scalar per token and head, such as gates and key logits.
+
+They are computed in at least float32, whatever the dtype of the activations is.
+"""
 
 import torch
 from jaxtyping import Float
@@ -8,8 +11,8 @@ from torch.nn.functional import logsigmoid
 from longhaul.modules.attention.base import InFloat32, linear_in_float32
 
 
-class PerHead(InFloat32):
-    """W x_t, one number a head."""
+class ScalarPerHead(InFloat32):
+    """W x_t, one scalar per head."""
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -24,10 +27,10 @@ class PerHead(InFloat32):
 
 
 class ForgetGate(InFloat32):
-    """log gamma_t = log sigmoid(W x_t + b), one a head, float32.
+    """log gamma_t = log sigmoid(W x_t + b), one per head, at least float32.
 
-    The bias starts head h at gamma = 1 - 2^(-5 - h) (the decays of retention, arXiv:2307.08621), so
-    that training begins with memories of 32 tokens and longer.
+    The bias of head h is initialised for gamma = 1 - 2^(-5 - h), the decays of retention
+    (arXiv:2307.08621), so that training starts with memories of 32 tokens and more.
     """
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -40,7 +43,7 @@ class ForgetGate(InFloat32):
         nn.init.normal_(self.weight, std=0.02)
         head = torch.arange(self.bias.numel(), dtype=torch.float64)
         with torch.no_grad():
-            # The logit of 1 - 2^(-5 - h), in a form that no rounding makes infinite.
+            # The logit of 1 - 2^(-5 - h), in a form that cannot round to infinity.
             self.bias.copy_(torch.log(2.0 ** (5 + head) - 1))
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:

@@ -1,4 +1,4 @@
-"""A learned state before the first token: what a few pivot tokens would leave behind."""
+"""A learned initial state: the state that a few learned pivot tokens would leave."""
 
 import torch
 from jaxtyping import Float
@@ -6,17 +6,21 @@ from torch import Tensor, nn
 
 
 class InitialState(nn.Module):
-    """Keys W_a and values W_b of `rank` pivot tokens a head, at position 0 of every document.
+    """Learned keys W_a and values W_b of `rank` pivot tokens per head.
 
-    They leave S_0 = sum_r phi(a_r) b_r^T, which at degree 1 is the low-rank state W_a W_b^T, and
-    are then rotated and forgotten like any tokens. Values begin at zero.
+    The pivot tokens stand at position 0 of every document. They leave the state
+    S_0 = sum_r phi(a_r) b_r^T, which at degree 1 is the low-rank matrix W_a W_b^T. Rotation and
+    decay then act on them as on any other token. Values are initialised to zero.
     Source: Quantum-Inspired Linear Attention, "Fine-tuning".
     """
 
     def __init__(
         self, num_heads: int, key_dim: int, value_dim: int, rank: int, *, has_log_mass: bool
     ) -> None:
-        """has_log_mass: where keys are weighed by a softmax, also the log of the pivots' mass."""
+        """With has_log_mass, also learn the log-sum-exp of the pivot tokens' key logits, per head.
+
+        Variants that weigh values by a softmax over key logits need it.
+        """
         super().__init__()
         self.key = nn.Parameter(torch.empty(num_heads, rank, key_dim))
         self.value = nn.Parameter(torch.empty(num_heads, rank, value_dim))
@@ -30,5 +34,5 @@ class InitialState(nn.Module):
             nn.init.zeros_(self.log_mass)
 
     def forward(self) -> tuple[Float[Tensor, "1 rank H K"], Float[Tensor, "1 rank H V"]]:
-        """Keys and values as a document of `rank` tokens."""
+        """Keys and values in the shape of a document of `rank` tokens."""
         return self.key.transpose(0, 1)[None], self.value.transpose(0, 1)[None]

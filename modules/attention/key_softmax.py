@@ -1,4 +1,4 @@
-"""A softmax over key logits, which is a forget gate."""
+"""A softmax over key logits, computed in linear time as a forget gate."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,10 @@ from longhaul.modules.documents import Documents
 
 
 class KeySoftmax(NamedTuple):
-    """softmax_i(s_1 .. s_t) = exp(G_t - G_i) alpha_i for every t, in linear time."""
+    """softmax_i(s_1 .. s_t) = exp(G_t - G_i) alpha_i for every t, G the running sum of log_g.
+
+    log_mass is log(exp(s_1) + ... + exp(s_t)), with everything before the first token included.
+    """
 
     log_g: Float[Tensor, "B T H"]
     alpha: Float[Tensor, "B T H"]
@@ -20,13 +23,14 @@ class KeySoftmax(NamedTuple):
 def key_softmax(
     logit: Float[Tensor, "B T H"], documents: Documents, log_mass: Float64[Tensor, "N H"]
 ) -> KeySoftmax:
-    """Gates and factors of the values, with L_t = logsumexp_(j <= t) s_j and L_0 = log_mass:
+    """Gates and factors of the values. With L_t = logsumexp_(j <= t) s_j and L_0 = log_mass:
 
         gamma_t = exp(L_(t-1) - L_t) = sigma(L_(t-1) - s_t)
         alpha_t = exp(s_t - L_t) = 1 - gamma_t
 
-    Nothing looks at later tokens: the maximum that steadies L_t is over tokens up to t. The
-    difference L_(t-1) - L_t itself would have lost its digits where the past is heavy.
+    This is causal: the maximum that stabilises L_t is taken over tokens up to t. The gate is not
+    computed as the difference L_(t-1) - L_t, which would lose its digits where the past has much
+    more mass than token t.
     """
     total, before = documents.logcumsumexp(logit.double(), log_mass)
     excess = (logit - before).to(logit.dtype)

@@ -1,4 +1,4 @@
-"""Linear attention: a feature map instead of the exponential."""
+"""Linear attention: the product of feature maps replaces the exponential."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,10 @@ from longhaul.modules.documents import Documents
 @register("linear")
 @dataclass(frozen=True, kw_only=True)
 class LinearConfig(PowerConfig):
-    """Feature map, and what keeps the output's size in bounds."""
+    """The feature map, and how the output is normalised."""
 
     feature_map: str = "elu"
-    """elu (elu(x) + 1) | relu | identity."""
+    """elu (elu(x) + 1) | relu | identity: the function applied to queries and keys."""
 
     normalizer: str = "sum"
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
@@ -43,9 +43,10 @@ class LinearConfig(PowerConfig):
 
 
 class Linear(PowerAttention):
-    """y_t = sum_i f(q_t) . f(k_i) v_i / sum_i f(q_t) . f(k_i), or the numerator / sqrt(K), normed.
+    """y_t = sum_i f(q_t) . f(k_i) v_i / sum_i f(q_t) . f(k_i).
 
-    Without positions: tokens are told apart by what they hold and by how many precede them.
+    With normalizer head_norm: the numerator / sqrt(K), then a norm per head. There are no
+    positions: tokens differ only in their content and in how many tokens precede them.
     Source: Katharopoulos et al. (2020), arXiv:2006.16236 (f = elu + 1).
     """
 
@@ -64,7 +65,7 @@ class Linear(PowerAttention):
         return Operands(self._features(q), self._features(k), v), {}
 
     def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
-        # Weights of pivot tokens must not be negative either, or sums of weights may vanish.
+        # Weights of pivot tokens must not be negative either, or the sum of weights could be zero.
         return self._features(key)
 
     def _features(self, x: Tensor) -> Tensor:
@@ -72,5 +73,5 @@ class Linear(PowerAttention):
             return x
         if self.feature_map == "relu":
             return F.relu(x)
-        # elu(x) + 1 without the sum, which 16 bits would round to 0 for x < -6.
+        # elu(x) + 1 for x < 0 is exp(x). Computed as a sum, 16 bits would round it to 0 at x < -6.
         return torch.where(x > 0, x + 1, x.clamp(max=0).exp())

@@ -1,4 +1,4 @@
-"""Retention: linear attention with a fixed decay a head."""
+"""Retention: linear attention with a fixed decay per head."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -17,13 +17,13 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("retention")
 @dataclass(frozen=True, kw_only=True)
 class RetentionConfig(RotaryConfig, PowerConfig):
-    """What follows the retention, and its rotation."""
+    """The norm and the gate after the retention, and its rotation."""
 
     group_norm: bool = True
-    """Normalise each head's output."""
+    """Normalise the output of each head."""
 
     swish_gate: bool = False
-    """Multiply the output by swish(W_g x), a fifth D x D matrix."""
+    """Multiply the output by swish(W_g x), where W_g is an additional D x D matrix."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Retention(self, model_dim, num_heads)
@@ -32,7 +32,7 @@ class RetentionConfig(RotaryConfig, PowerConfig):
 class Retention(PowerAttention):
     """y_t = sum_i gamma_h^(t - i) (q_t . k_i / sqrt(K)) v_i, gamma_h = 1 - 2^(-5 - h), h = 0, 1 ...
 
-    with q and k rotated by their positions, then group norm and swish(W_g x) where asked for.
+    where q and k are rotated by their positions. Group norm and swish(W_g x) follow if configured.
     Source: Sun et al. (2023), arXiv:2307.08621.
     """
 
@@ -53,7 +53,7 @@ class Retention(PowerAttention):
         rotation = documents.positions(carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = log_decays(x, self.num_heads)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
+        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
         return operands, {"rotation": documents.last(rotation)}
 
     def read_out(
@@ -66,7 +66,7 @@ class Retention(PowerAttention):
 
 
 def log_decays(x: Float[Tensor, "B T D"], num_heads: int) -> Float[Tensor, "B T H"]:
-    """log(1 - 2^(-5 - h)), h = 0, 1, ..., at every token of x: memories of 32 tokens, 64, ..."""
+    """log(1 - 2^(-5 - h)), h = 0, 1, ..., at every token of x: memories of 32, 64, ... tokens."""
     head = torch.arange(num_heads, dtype=torch.float64, device=x.device)
     decays = torch.log1p(-(2.0 ** (-5 - head))).to(torch.promote_types(x.dtype, torch.float32))
     return decays.expand(*x.shape[:2], -1)

@@ -21,7 +21,7 @@ class SoftmaxConfig(RotaryConfig):
     cost: ClassVar[str] = "quadratic"
 
     longest_document: int | None = None
-    """When given, N in theta_j = 2 pi / N^(2 (j - 1) / K) instead, tokens."""
+    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ class Softmax(FusedAttention):
         self, x: Float[Tensor, "B T D"], past: int
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
-        # Keys are cached rotated, unless a longer sequence would rotate them otherwise.
+        # The cache holds rotated keys, unless their rotation depends on the sequence length.
         return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, past), v)
 
     def operands(
@@ -64,7 +64,7 @@ class Softmax(FusedAttention):
     def _turn(
         self, x: Float[Tensor, "B H T K"], past: int, length: int | None = None
     ) -> Float[Tensor, "B H T K"]:
-        """x rotated by its positions past + 1, past + 2, ... in a sequence of `length` tokens."""
+        """x rotated by positions past + 1, past + 2, ... of a sequence of `length` tokens."""
         T = x.shape[2]
         position = torch.arange(past + 1, past + T + 1, dtype=torch.float64, device=x.device)
         cos, sin = self.rotary.phases(position[None], length or past + T, x.dtype)

@@ -1,4 +1,4 @@
-"""Symmetric-power attention: a kernel (q . k)^p with a state of fixed size."""
+"""Symmetric-power attention: the kernel (q . k)^p, whose state has a fixed size."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
 from longhaul.modules.attention.gates import ForgetGate
-from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -18,18 +18,18 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("sympow")
 @dataclass(frozen=True, kw_only=True)
 class SympowConfig(PowerConfig):
-    """Options that all symmetric-power kinds share."""
+    """Options that all symmetric-power variants share."""
 
     positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
 
     degree: int = 2
-    """Even power p of the kernel (q . k)^p."""
+    """Power p of the kernel (q . k)^p, even, 2 or more."""
 
     longest_document: int = 65_536
-    """N in the rotation rates theta_j = 2 pi / N^(2 (j - 1) / K), tokens."""
+    """N of the rotation rates theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more."""
 
     qk_norm: bool = False
-    """RMS-normalise queries and keys, each head by itself, with a learned gain."""
+    """RMS-normalise the queries and keys of each head, with a learned gain."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,7 +48,10 @@ class SympowConfig(PowerConfig):
 
 
 class RotationRate(InFloat32):
-    """beta_t = 1 + tanh(W x_t): one a layer, in tokens of fixed rotation, float32."""
+    """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
+
+    beta_t = 1 rotates by as much as one position does in fixed rotary embeddings.
+    """
 
     def __init__(self, model_dim: int) -> None:
         super().__init__()
@@ -63,10 +66,10 @@ class RotationRate(InFloat32):
 
 
 class Sympow(PowerAttention):
-    """y_t = sum_i w_ti v_i / sum_i w_ti, w_ti = (q_t . k_i)^p / K^(p / 2), rotated by t theta.
+    """y_t = sum_i w_ti v_i / sum_i w_ti with w_ti = (q_t . k_i)^p / K^(p / 2).
 
-    Subclasses set `gate` (w_ti is multiplied by gamma_(i+1) ... gamma_t) and `rate` (the rotation
-    becomes mu_t = mu_(t-1) + beta_t theta).
+    q_t and k_t are rotated by t theta. Subclasses may set `gate`, which multiplies w_ti by
+    gamma_(i+1) ... gamma_t, and `rate`, which makes the rotation mu_t = mu_(t-1) + beta_t theta.
     Source: Symmetric Power Transformers, Buckman, Gelada, Zhang (2024).
     """
 
@@ -95,9 +98,9 @@ class Sympow(PowerAttention):
             rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = None if self.gate is None else self.gate(x)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (Read(log_g),))
+        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
         return operands, {"rotation": documents.last(rotation)}
 
     def tensor_power_size(self) -> int:
-        """Numbers that the state would hold with the whole tensor power for features."""
+        """Numbers that the state would hold if features were the full tensor power."""
         return self.num_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)

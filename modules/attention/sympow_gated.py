@@ -19,7 +19,7 @@ class SympowGatedConfig(SympowConfig):
 class SympowGated(Sympow):
     """Sympow with w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t + b).
 
-    The gate is one scalar a head and token; the normaliser is gated alike.
+    The gate is one scalar per head and token. The denominator has the same gate.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.1.
     """
 

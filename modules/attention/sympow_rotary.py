@@ -1,4 +1,4 @@
-"""Symmetric-power attention that learns how fast to rotate: sympow + learned rotary."""
+"""Symmetric-power attention with learned rotation rates: sympow + learned rotary."""
 
 from dataclasses import dataclass
 

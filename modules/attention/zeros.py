@@ -1,4 +1,4 @@
-"""ZeroS: softmax over key logits without its constant term, so that weights sum to zero."""
+"""ZeroS: a softmax over key logits without its constant term, so that weights sum to zero."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.gates import ForgetGate, PerHead
+from longhaul.modules.attention.gates import ForgetGate, ScalarPerHead
 from longhaul.modules.attention.key_softmax import key_softmax
-from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig, Read
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -20,16 +20,16 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
 class ZerosConfig(RotaryConfig, PowerConfig):
-    """Which terms of the softmax's expansion are taken apart."""
+    """Which terms of the softmax's expansion get gates of their own."""
 
     zeroth: str = "none"
-    """none | first_layer: keep the mean of the values there, times tanh(W_0 x)."""
+    """none | first_layer: the first layer keeps the mean of the values, times tanh(W_0 x)."""
 
     second_order: bool = False
-    """Take the second-order term out of the rest, with a gate of its own."""
+    """Give the second-order term a gate of its own, separate from higher orders."""
 
     ordered: bool = False
-    """Subtracted terms fade with forget gates, a product of them for each order."""
+    """Multiply subtracted terms by products of forget gates, one gate for each order."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,9 +41,9 @@ class ZerosConfig(RotaryConfig, PowerConfig):
 
 
 class DeviationLogit(nn.Module):
-    """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from its smoothed mean.
+    """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from its running mean m_i.
 
-    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), with a learned prior mu.
+    m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), with a learned prior mu of weight e^tau.
     """
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -65,7 +65,7 @@ class DeviationLogit(nn.Module):
         documents: Documents,
         sum_u: Float[Tensor, "N H K"],
     ) -> tuple[Float[Tensor, "B T H"], Float[Tensor, "B T H K"]]:
-        """Logits, and the sums of u up to every token, at least in float32."""
+        """Logits, and the sums of u up to every token, in at least float32."""
         u = rearrange(self.project(x), "b t (h k) -> b t h k", h=self.num_heads)
         u = u.to(torch.promote_types(u.dtype, torch.float32))
         total = documents.cumsum(u, sum_u).to(u.dtype)
@@ -76,9 +76,9 @@ class DeviationLogit(nn.Module):
 
 
 class Zeros(PowerAttention):
-    """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, then a norm a head.
+    """y_t = sum_i w_ti (R_t q_t / |q_t|) . (R_i k_i / |k_i|) v_i, then a norm per head.
 
-    With the mean S_t of the logits s_1 .. s_t, softmax_i(s) = zeroth + first + second + ...:
+    With S_t the mean of the logits s_1 .. s_t, softmax_i(s) = zeroth + first + second + ...:
 
         zeroth = 1 / t,  first = (s_i - S_t) / t,  second = ((s_i - S_t)^2 - variance_t) / (2 t)
 
@@ -86,11 +86,12 @@ class Zeros(PowerAttention):
                + sigma^2_t second - sigma^h_t second       with second_order
                + sigma^0_t zeroth                          with zeroth, in the first layer
 
-    Each sums to zero over i, zeroth alone apart. ordered multiplies what sigma^h subtracts of order
-    n by gamma^n_(i+1) ... gamma^n_t; the sums are then no longer zero.
+    Each line sums to zero over i, except for zeroth. With `ordered`, the term of order n that
+    sigma^h subtracts is multiplied by gamma^n_(i+1) ... gamma^n_t; the sums then are not zero.
 
-    A term is a polynomial in s_i whose coefficients depend on t, so all are reads of the op with
-    values s_i^m v_i / t, each a running mean (gate (t - 1) / t), next to the softmax's own read.
+    The softmax itself is one gated sum. Every other term is a polynomial in s_i whose coefficients
+    depend on t, and so a combination of gated sums with values s_i^m v_i / t for m = 0, 1, 2. Each
+    of those is a running mean, with the gate (t - 1) / t.
     Sources: ZeroS, Lu et al. (2025), arXiv:2602.05230; the notes for ordered and second order.
     """
 
@@ -107,14 +108,17 @@ class Zeros(PowerAttention):
         self.logit = DeviationLogit(model_dim, num_heads)
         self.orders = (0, 1, 2) if config.second_order else (0, 1)
         names = [str(order) for order in self.orders if order or keeps_mean]
-        self.sigma = nn.ModuleDict({name: PerHead(model_dim, num_heads) for name in (*names, "h")})
+        self.sigma = nn.ModuleDict(
+            {name: ScalarPerHead(model_dim, num_heads) for name in (*names, "h")}
+        )
         self.fading = nn.ModuleList(
             ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
         )
-        # A sum of small weights of both signs: the usual 1e-5 would be most of a head's variance.
-        # A second token's two weights can vanish: with 1e-12 their rounding alone decided its sign.
+        # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would dominate
+        # their variance. But both weights of the second token can be almost zero, and at an eps of
+        # 1e-12 rounding errors decided the sign of its output.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
-        self.num_reads = 1 + len(self._moments())
+        self.num_sums = 1 + len(self._moments())
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         zeros = torch.zeros(count, self.num_heads, dtype=torch.float64, device=device)
@@ -127,8 +131,8 @@ class Zeros(PowerAttention):
             carried["sum_s2"] = zeros.clone()
         return carried
 
-    def pivot_columns(self) -> tuple[float, ...]:
-        # Pivot tokens are competitors in the softmax; the means are over real tokens.
+    def pivot_value_scales(self) -> tuple[float, ...]:
+        # Pivot tokens take part in the softmax. The means are over real tokens only.
         return (1.0, *(0.0 for _ in self._moments()))
 
     def project(
@@ -146,33 +150,36 @@ class Zeros(PowerAttention):
         softmax = key_softmax(s, documents, carried["log_mass"])
         after["log_mass"] = softmax.log_mass
 
-        # sigma^0 may take either sign, as the paper has it.
+        # sigma^0 may have either sign, as in the paper.
         sigma = {
             name: logit(x).tanh() if name == "0" else logit(x).sigmoid()
             for name, logit in self.sigma.items()
         }
         if self.initial_state is None:
-            # A first token weighs itself with zero: the norm would be given nothing but rounding.
+            # The first token's weight on itself is zero: the norm would amplify rounding errors.
             is_later = (after["rotation"] > 1)[..., None]
             sigma = {name: one if name == "0" else one * is_later for name, one in sigma.items()}
-        reads = [Read(softmax.log_g, softmax.alpha[..., None], sigma["h"][..., None])]
-        reads += self._means(x, s, sigma, after)
-        # In float32, since the reads all but cancel: their rounding in 16 bits would be the output.
-        operands = Operands(q, k, v.to(q.dtype), tuple(reads))
+        sums = [GatedSum(softmax.log_g, softmax.alpha[..., None], sigma["h"][..., None])]
+        sums += self._means(x, s, sigma, after)
+        # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
+        operands = Operands(q, k, v.to(q.dtype), tuple(sums))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def _terms(self) -> list[tuple[int | None, int, str, int]]:
-        """Gate product, order, sigma and sign of every term besides the softmax itself."""
-        kept = [(None, int(name), name, 1) for name in self.sigma if name != "h"]
-        fading = [order if len(self.fading) else None for order in self.orders]
+        """Every term of w_ti except the softmax itself: (forget gate, order, name of sigma, sign).
+
+        The forget gate is an index of `self.fading`, or None.
+        """
+        added = [(None, int(name), name, 1) for name in self.sigma if name != "h"]
+        gates = [order if len(self.fading) else None for order in self.orders]
         subtracted = [
-            (chain, order, "h", -1) for chain, order in zip(fading, self.orders, strict=True)
+            (gate, order, "h", -1) for gate, order in zip(gates, self.orders, strict=True)
         ]
-        return [*kept, *subtracted]
+        return [*added, *subtracted]
 
     def _moments(self) -> list[tuple[int | None, int]]:
-        """Gate product and power m of s_i of every read besides the softmax's."""
-        found = {(chain, m): None for chain, order, _, _ in self._terms() for m in range(order + 1)}
+        """Every gated sum except the softmax: (forget gate, power m of s_i)."""
+        found = {(gate, m): None for gate, order, _, _ in self._terms() for m in range(order + 1)}
         return list(found)
 
     def _means(
@@ -181,8 +188,8 @@ class Zeros(PowerAttention):
         s: Float[Tensor, "B T H"],
         sigma: dict[str, Tensor],
         after: dict[str, Tensor],
-    ) -> list[Read]:
-        """The reads of all terms, those of one moment and gate product together."""
+    ) -> list[GatedSum]:
+        """The gated sums of all terms. Terms with the same gate and power of s_i share one."""
         count = after["rotation"][..., None]
         mean = (after["sum_s"] / count).to(s.dtype)
         coefficients = [[torch.ones_like(s)], [-mean, torch.ones_like(s)]]
@@ -190,16 +197,20 @@ class Zeros(PowerAttention):
             half = torch.full_like(s, 0.5)
             square = (after["sum_s2"] / count).to(s.dtype)
             coefficients.append([mean.square() - square / 2, -mean, half])
-        rows: dict[tuple[int | None, int], Tensor] = defaultdict(lambda: torch.zeros_like(s))
-        for chain, order, gate, sign in self._terms():
+        output_scale: dict[tuple[int | None, int], Tensor] = defaultdict(
+            lambda: torch.zeros_like(s)
+        )
+        for gate, order, name, sign in self._terms():
             for m, coefficient in enumerate(coefficients[order]):
-                rows[chain, m] = rows[chain, m] + sign * sigma[gate] * coefficient
+                output_scale[gate, m] = output_scale[gate, m] + sign * sigma[name] * coefficient
         log_mean = (-1 / count).log1p().to(s.dtype).expand_as(s)
         log_g: dict[int | None, Tensor] = {None: log_mean}
         for order, forget in enumerate(self.fading):
             log_g[order] = log_mean + forget(x)
-        reads = []
-        for chain, m in self._moments():
-            column = s**m / count.to(s.dtype)
-            reads.append(Read(log_g[chain], column[..., None], rows[chain, m][..., None]))
-        return reads
+        sums = []
+        for gate, m in self._moments():
+            value_scale = s**m / count.to(s.dtype)
+            sums.append(
+                GatedSum(log_g[gate], value_scale[..., None], output_scale[gate, m][..., None])
+            )
+        return sums

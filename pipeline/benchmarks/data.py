@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, prepare_shards
+from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokens import TokenDataModule
 

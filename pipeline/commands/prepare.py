@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from longhaul.datamodules.corpus import open_corpus
-from longhaul.datamodules.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.text import prepare_text
+from longhaul.datamodules.preparation.corpus import open_corpus
+from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
+from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.tokenizer import BUILT_IN, build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
 

@@ -12,11 +12,11 @@ _ALIGNMENT = 16
 
 
 class ContextParallel:
-    """The sequence parts (modules/sequence_parts.py) of a group's ranks, in their order.
+    """The sequence parts (modules/sequence_part.py) of a group's ranks, in their order.
 
     One collective carries all tensors of a call, as bytes, whatever their dtypes. Autograd runs
     backward in the reverse order of the forward pass wherever the graph is the same, which
-    `SequenceParts` asks for, so collectives meet there as well; those that activation checkpointing
+    `SequencePart` asks for, so collectives meet there as well; those that activation checkpointing
     repeats are repeated by every rank.
     """
 

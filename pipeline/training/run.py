@@ -121,7 +121,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
             micro_batch=config.trainer.micro_batch,
             rank=trainer.global_rank,
             world_size=config.trainer.world_size,
-            ranks_a_sample=config.trainer.context_parallel,
+            ranks_per_sample=config.trainer.context_parallel,
             pin_memory=torch.cuda.is_available(),
         )
     except FileNotFoundError as error:
@@ -146,7 +146,7 @@ def build_module(config: RunConfig) -> Pretraining:
         train_only=config.trainer.train_only,
     )
     if config.trainer.context_parallel > 1:
-        module.model.check_parts()
+        module.model.check_context_parallel()
     prepare_blocks(
         module.model,
         checkpoint_every=config.trainer.activation_checkpointing,

@@ -1,5 +1,10 @@
-"""Strict configs: presets build, mistakes are named, values survive a round trip."""
+"""Strict configs: presets build, errors name the key, values survive a round trip."""
 
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
 from importlib import resources
 from pathlib import Path
 
@@ -8,7 +13,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
 
 CONFIGS = Path(str(resources.files("longhaul.configs")))
@@ -28,7 +33,7 @@ def test_preset_loads_builds_and_says_how_to_launch_it(preset: str) -> None:
     assert (CONFIGS / preset).read_text().startswith(f"# longhaul train {preset}\n")
 
 
-def test_the_papers_grid_is_whole() -> None:
+def test_the_presets_cover_the_grid_of_the_paper() -> None:
     found = set()
     for path in (CONFIGS / "run" / "paper").glob("*.yaml"):
         if path.name == "recipe.yaml":
@@ -64,7 +69,7 @@ def test_yaml_round_trip(preset: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", registered_variants())
-def test_every_kind_survives_yaml(kind: str, tmp_path: Path) -> None:
+def test_every_kind_is_the_same_after_yaml(kind: str, tmp_path: Path) -> None:
     overrides = [f"model.attention.kind={kind}"]
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(load_run_config("run/demo.yaml", overrides)))
@@ -140,7 +145,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_in_one_line(override: str, message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config("run/demo.yaml", [override])
     assert "\n" not in str(caught.value)
@@ -156,7 +161,7 @@ def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
         load_run_config(file)
 
 
-def test_another_kind_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_another_kind_keeps_the_options_that_it_has(tmp_path: Path) -> None:
     degree = "model.attention.degree=4"
     config = load_run_config("run/demo.yaml", [degree, "model.attention.kind=sympow"])
     file = tmp_path / "run.yaml"
@@ -230,7 +235,7 @@ def hybrid(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_run_config(file, overrides)
 
 
-def test_a_layers_kind_is_that_of_its_last_entry(tmp_path: Path) -> None:
+def test_a_layer_has_the_kind_of_its_last_matching_entry(tmp_path: Path) -> None:
     model = hybrid(tmp_path).model
     kinds = [model.attention_of(layer).kind for layer in range(8)]
     base = ["conformal_sympow"] * 2
@@ -238,7 +243,7 @@ def test_a_layers_kind_is_that_of_its_last_entry(tmp_path: Path) -> None:
     assert model.kinds == ("sympow_gated", "conformal_sympow", "softmax", "sympow")
 
 
-def test_a_hybrid_survives_yaml_in_its_order(tmp_path: Path) -> None:
+def test_a_hybrid_keeps_the_order_of_its_entries_in_yaml(tmp_path: Path) -> None:
     config = hybrid(tmp_path)
     file = tmp_path / "config.yaml"
     file.write_text(to_yaml(config))
@@ -250,7 +255,7 @@ def test_a_hybrid_survives_yaml_in_its_order(tmp_path: Path) -> None:
     assert flat["model.layer_attention.7.degree"] == 4
 
 
-def test_another_kind_of_a_layer_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_another_kind_of_a_layer_keeps_the_options_that_it_has(tmp_path: Path) -> None:
     kind = "model.layer_attention.7.kind"
     gated = hybrid(tmp_path, f"{kind}=sympow_gated").model.attention_of(7)
     assert gated == attention_config("sympow_gated")(degree=4)  # type: ignore[call-arg]
@@ -260,9 +265,39 @@ def test_another_kind_of_a_layer_keeps_the_options_it_has(tmp_path: Path) -> Non
     assert deeper == attention_config("sympow")(degree=6)  # type: ignore[call-arg]
 
 
-def test_a_kind_beside_the_command_line_keeps_the_options_it_has(tmp_path: Path) -> None:
+def test_a_kind_argument_keeps_the_options_that_the_kind_has(tmp_path: Path) -> None:
     overrides = ["model.attention.degree=4", "model.attention.qk_norm=true"]
     gated = load_run_config("run/demo.yaml", overrides, kind="sympow_gated").model.attention
     assert gated == attention_config("sympow_gated")(degree=4, qk_norm=True)  # type: ignore[call-arg]
     softmax = load_run_config("run/demo.yaml", overrides, kind="softmax").model.attention
     assert softmax == attention_config("softmax")()
+
+
+def nested_configs(cls: type) -> set[type]:
+    """The config class and all dataclasses in its fields, every registered kind included."""
+    found = {cls}
+    for hint in typing.get_type_hints(cls).values():
+        for one in (hint, *typing.get_args(hint)):
+            if one is AttentionConfig:
+                found |= {attention_config(kind) for kind in registered_variants()}
+            elif dataclasses.is_dataclass(one):
+                found |= nested_configs(one)  # type: ignore[arg-type]
+    return found | {base for one in found for base in one.__mro__ if dataclasses.is_dataclass(base)}
+
+
+CONFIG_CLASSES = sorted(nested_configs(RunConfig), key=lambda cls: cls.__qualname__)
+
+
+@pytest.mark.parametrize("cls", CONFIG_CLASSES, ids=lambda cls: cls.__qualname__)
+def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    for statement, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or "ClassVar" in ast.dump(statement.annotation):
+            continue
+        assert isinstance(following, ast.Expr), ast.unparse(statement)
+        assert isinstance(following.value, ast.Constant), ast.unparse(statement)
+        text = following.value.value
+        assert isinstance(text, str), ast.unparse(statement)
+        assert text.endswith("."), text
+        assert "\n" not in text, text

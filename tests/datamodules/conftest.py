@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, prepare_shards
+from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 
 DOCUMENT_TOKENS = 64
@@ -19,7 +19,7 @@ def _one_thread() -> None:
 
 
 class CountingDocuments:
-    """Document d holds the numbers from d * DOCUMENT_TOKENS on: a token tells where it is from."""
+    """Document d holds the numbers from d * DOCUMENT_TOKENS on, so a token shows its origin."""
 
     dropped_tokens = 0
 

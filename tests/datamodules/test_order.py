@@ -38,7 +38,9 @@ def samples_of(order: SampleOrder, first: int, last: int) -> list[tuple[int, int
 
 @pytest.mark.parametrize("shuffle_shards", [1, 2, 3, 100])
 @pytest.mark.parametrize("documents", [(1,), (5, 3), (4, 4, 4, 1, 7)])
-def test_an_epoch_is_every_window_once(documents: tuple[int, ...], shuffle_shards: int) -> None:
+def test_an_epoch_contains_every_window_once(
+    documents: tuple[int, ...], shuffle_shards: int
+) -> None:
     order = SampleOrder(manifest_of(*documents), 16, seed=3, shuffle_shards=shuffle_shards)
     size = order.samples_per_epoch
     assert size == sum(documents) * 4
@@ -49,7 +51,7 @@ def test_an_epoch_is_every_window_once(documents: tuple[int, ...], shuffle_shard
         assert sorted(sample[1:] for sample in samples) == sorted(every)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     manifest = manifest_of(8, 8, 8, 8)
     order = SampleOrder(manifest, 16, seed=0, shuffle_shards=2)
     other = SampleOrder(manifest, 16, seed=1, shuffle_shards=2)
@@ -72,12 +74,12 @@ def test_a_block_mixes_its_own_shards_and_no_others() -> None:
     ]
     assert [len(set(block)) for block in blocks] == [3, 3, 3]
     assert set().union(*blocks) == set(range(9))
-    # Mixed: within a block the shard changes from sample to sample most of the time.
+    # Within a block, consecutive samples mostly come from different shards.
     for block in blocks:
         assert sum(a != b for a, b in itertools.pairwise(block)) > 20
 
 
-def test_a_far_index_is_found_without_those_before_it() -> None:
+def test_a_far_index_is_located_without_earlier_ones() -> None:
     manifest = manifest_of(*[256] * 3000, document_tokens=65_536)
     index = 10**9
     order = SampleOrder(manifest, 8192, seed=0, shuffle_shards=8)
@@ -87,8 +89,8 @@ def test_a_far_index_is_found_without_those_before_it() -> None:
     assert fresh.epoch == index // order.samples_per_epoch == 162
 
 
-def test_the_order_is_that_of_runs_started_long_ago() -> None:
-    # Recorded once: a change of these numbers breaks the resumption of every run there is.
+def test_the_order_never_changes_between_versions() -> None:
+    # Recorded once. If these numbers change, no existing run can resume correctly.
     order = SampleOrder(manifest_of(5, 3, 7), 16, seed=42, shuffle_shards=2)
     assert [tuple(order.locate(index)) for index in (0, 1, 2, 59, 60, 10**9)] == [
         (0, 1, 1, 0),
@@ -100,7 +102,7 @@ def test_the_order_is_that_of_runs_started_long_ago() -> None:
     ]
 
 
-def test_documents_follow_each_other_in_validation() -> None:
+def test_validation_reads_windows_in_stored_order() -> None:
     order = DocumentOrder(manifest_of(1, 2), 32)
     found = order.locate_many(np.arange(6))
     assert found.shard.tolist() == [0, 0, 1, 1, 1, 1]
@@ -121,7 +123,7 @@ def test_permute_is_a_permutation(size: int) -> None:
     assert sorted(permute(np.arange(size), size, keys).tolist()) == list(range(size))
 
 
-def test_permute_leaves_no_trace_of_the_order_before() -> None:
+def test_permute_is_uncorrelated_with_its_input() -> None:
     size, rounds = 2000, 50
     generator = np.random.default_rng(0)
     places = np.arange(size)
@@ -130,8 +132,8 @@ def test_permute_leaves_no_trace_of_the_order_before() -> None:
         keys = generator.integers(0, 2**63, 6).astype(np.uint64)
         image = permute(places, size, keys)
         correlations.append(np.corrcoef(places, image)[0, 1])
-        # Neighbours land anywhere: a random permutation has some 1,150 distances between them.
+        # Neighbours get random distances; a random permutation has about 1,150 different ones.
         assert np.unique(np.diff(image)).size > 1000
-    # For random permutations these are normal with deviation 1 / sqrt(size).
+    # For random permutations, correlations are normal with standard deviation 1 / sqrt(size).
     assert abs(np.mean(correlations)) < 4 / np.sqrt(size * rounds)
     assert 0.7 < np.std(correlations) * np.sqrt(size) < 1.4

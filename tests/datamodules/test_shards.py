@@ -87,7 +87,7 @@ def test_a_bad_shard_is_replaced_by_the_next_good_one(make_shards, damage: str) 
     for position in (1, 2, 4):
         DAMAGES[damage][0](path_of(manifest, position))
     expected = {0: 0, 1: 3, 2: 3, 3: 3, 4: 0}
-    # Whatever is asked for first: processes that read in other orders agree.
+    # The replacement does not depend on the order in which a process opens shards.
     for positions in (range(5), reversed(range(5))):
         store = store_of(manifest, replaces_bad=True)
         for position in positions:
@@ -115,7 +115,7 @@ def raise_io_error(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("fail", [loop, fail_to_read, fail_to_map])
 @pytest.mark.parametrize("replaces_bad", [False, True])
-def test_a_file_system_that_fails_makes_no_shard_bad(
+def test_a_failing_file_system_marks_no_shard_as_bad(
     make_shards, monkeypatch, fail, replaces_bad: bool
 ) -> None:
     manifest = make_shards()
@@ -164,14 +164,14 @@ def test_a_shard_is_hashed_again_only_when_it_changed(make_shards, monkeypatch) 
         store[2]
 
 
-def test_a_shard_that_is_cut_while_it_is_open_is_found_out(make_shards) -> None:
+def test_a_shard_truncated_while_open_is_detected(make_shards) -> None:
     manifest = make_shards()
     for replaces_bad in (False, True):
         store = store_of(manifest, replaces_bad=replaces_bad)
         assert first_tokens(store, 1)[0] == 3 * 64
         path = path_of(manifest, 1)
         content = path.read_bytes()
-        os.truncate(path, 512)  # not all of it can be read any more
+        os.truncate(path, 512)
         if replaces_bad:
             assert first_tokens(store, 1)[0] == 6 * 64
             assert store.bad_shards == (path.name,)

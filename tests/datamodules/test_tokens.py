@@ -35,7 +35,7 @@ def module_of(location: str, *, rank: int = 0, world_size: int = 1, **options) -
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_any_number_of_ranks_and_workers_sees_the_same_updates(
+def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
     make_shards, world_size: int, workers: int
 ) -> None:
     manifest = make_shards(documents=10)
@@ -52,8 +52,8 @@ def test_any_number_of_ranks_and_workers_sees_the_same_updates(
             num_samples=72,  # past the end of the first epoch, which has 40
         )
         batches = list(module.train_dataloader())
-        # By definition: a micro-step's samples are dealt out in order of rank, and a document of
-        # these shards counts on from the one before it, 64 tokens each, 3 documents a shard.
+        # The samples of a micro-step are assigned in order of rank. In these shards, tokens count
+        # on from document to document, with 64 tokens per document and 3 documents per shard.
         assert [batch["index"].tolist() for batch in batches] == [
             list(range(start, start + micro_batch))
             for start in range(rank * micro_batch, 72, stride)
@@ -65,7 +65,7 @@ def test_any_number_of_ranks_and_workers_sees_the_same_updates(
                 assert target.tolist() == list(range(first, first + CONTEXT))
 
 
-def test_micro_steps_deal_samples_out_in_order_of_rank(make_shards) -> None:
+def test_micro_steps_assign_samples_in_order_of_rank(make_shards) -> None:
     location = make_shards().location
     for rank in (0, 1):
         module = module_of(location, rank=rank, world_size=2, micro_batch=4, num_samples=24)
@@ -73,7 +73,7 @@ def test_micro_steps_deal_samples_out_in_order_of_rank(make_shards) -> None:
         assert starts == [list(range(s, s + 4)) for s in range(4 * rank, 24, 8)]
 
 
-def test_a_batch_is_the_windows_of_the_order_with_bos_in_front(make_shards) -> None:
+def test_a_batch_holds_the_windows_in_order_with_bos_in_front(make_shards) -> None:
     manifest = make_shards(documents=10, docs_per_shard=3)
     module = module_of(manifest.location, num_samples=48)
     order = SampleOrder(manifest, CONTEXT, 5, 2)
@@ -88,7 +88,7 @@ def test_a_batch_is_the_windows_of_the_order_with_bos_in_front(make_shards) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_starting_later_gives_what_would_have_come(make_shards, workers: int) -> None:
+def test_starting_later_gives_the_same_samples(make_shards, workers: int) -> None:
     location = make_shards().location
     whole = list(module_of(location, num_samples=96).train_dataloader())
     module = module_of(location, first_sample=48, num_samples=48, workers=workers)
@@ -97,7 +97,7 @@ def test_starting_later_gives_what_would_have_come(make_shards, workers: int) ->
             assert found[name].equal(tensor)
 
 
-def test_the_stream_has_no_end_and_no_length_unless_told(make_shards) -> None:
+def test_the_stream_is_endless_without_num_samples(make_shards) -> None:
     loader = module_of(make_shards(documents=2).location).train_dataloader()
     with pytest.raises(TypeError):
         len(loader)
@@ -106,7 +106,7 @@ def test_the_stream_has_no_end_and_no_length_unless_told(make_shards) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_validation_is_dealt_out_and_filled_up(make_shards, world_size: int) -> None:
+def test_validation_is_divided_among_ranks_and_padded(make_shards, world_size: int) -> None:
     train = make_shards()
     indices, lengths = [], set()
     for rank in range(world_size):
@@ -129,7 +129,7 @@ def test_validation_is_dealt_out_and_filled_up(make_shards, world_size: int) -> 
     assert len(indices) == lengths.pop() * 2 * world_size
 
 
-def test_validation_takes_what_there_is(make_shards) -> None:
+def test_validation_is_limited_to_the_samples_that_exist(make_shards) -> None:
     small = make_shards(documents=1).location
     module = module_of(small, validation_manifest=small, validation_tokens=64 * CONTEXT)
     assert [b["index"].tolist() for b in module.val_dataloader()] == [[0, 1], [2, 3]]
@@ -142,7 +142,7 @@ def test_manifests_of_two_tokenizers_are_refused(make_shards) -> None:
         module_of(train.location, validation_manifest=other.location)
 
 
-def test_sizes_that_do_not_fit_are_refused(make_shards) -> None:
+def test_invalid_sizes_are_refused(make_shards) -> None:
     location = make_shards().location
     with pytest.raises(ValueError, match=r"24 is no multiple of micro-batch 5 times 2 ranks = 10"):
         module_of(location, micro_batch=5, world_size=2)
@@ -165,12 +165,12 @@ def test_a_worker_reports_a_bad_shard_in_one_line(make_shards) -> None:
     loader = module_of(manifest.location, workers=1, num_samples=72).train_dataloader()
     with pytest.raises(ShardError) as caught:
         list(loader)
-    # Left to the garbage collector, which the exception's frames leave it to, it takes 5 s.
+    # Without this, the garbage collector would shut the workers down, which takes 5 s.
     loader._loader._iterator._shutdown_workers()
     assert str(caught.value) == f"shard {shard}: 10230 bytes, wanted 10240"
 
 
-def test_a_worker_reports_a_file_system_that_fails_in_one_line(make_shards) -> None:
+def test_a_worker_reports_a_failing_file_system_in_one_line(make_shards) -> None:
     manifest = make_shards()
     shard = Path(manifest.url_of("train-000001.tar"))
     shard.unlink()
@@ -182,9 +182,9 @@ def test_a_worker_reports_a_file_system_that_fails_in_one_line(make_shards) -> N
     assert str(caught.value) == f"shard {shard}: {os.strerror(errno.ELOOP)}"
 
 
-def test_the_caller_sees_what_workers_replaced(make_shards) -> None:
+def test_the_training_process_knows_what_workers_replaced(make_shards) -> None:
     manifest = make_shards()
-    # What replaces it, the last, has one document for its three.
+    # Its replacement, the last shard, has only one document instead of three.
     Path(manifest.url_of("train-000002.tar")).unlink()
     module = module_of(
         manifest.location,

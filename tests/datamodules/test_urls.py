@@ -14,7 +14,7 @@ from longhaul.datamodules.store import ShardStore
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
-    """A web server over `tmp_path`: its URL, and the paths it was asked for."""
+    """A web server for `tmp_path`: its URL, and the list of requested paths."""
     asked: list[str] = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -48,7 +48,9 @@ def last_token(store: ShardStore) -> int:
     return int(shard.tokens[shard.starts[-1] + 63])
 
 
-def test_two_sources_with_shards_of_one_name_stay_apart(make_shards, served, tmp_path) -> None:
+def test_shards_of_the_same_name_from_two_sources_do_not_collide(
+    make_shards, served, tmp_path
+) -> None:
     make_shards(documents=3, name="a/shards")
     make_shards(documents=2, name="b/shards")
     url, asked = served
@@ -69,7 +71,7 @@ def test_a_damaged_copy_is_fetched_again(make_shards, served, tmp_path) -> None:
     assert last_token(store_of(f"{served[0]}/shards", tmp_path / "cache")) == 127
 
 
-def test_what_is_damaged_at_its_source_is_never_kept(
+def test_a_file_damaged_at_its_source_is_not_cached(
     make_shards, served, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
@@ -84,7 +86,7 @@ def test_what_is_damaged_at_its_source_is_never_kept(
     assert last_token(store) == 127
 
 
-def test_a_command_is_a_source(make_shards, tmp_path) -> None:
+def test_a_pipe_command_is_a_source_of_shards(make_shards, tmp_path) -> None:
     location = make_shards(documents=2).location
     assert last_token(store_of(f"pipe:cat {location}", tmp_path / "cache")) == 127
 

@@ -1,4 +1,4 @@
-"""The contract that every registered variant keeps."""
+"""Contract tests: properties that every registered variant must have."""
 
 import dataclasses
 
@@ -23,7 +23,8 @@ VARIANTS = registered_variants()
 LINEAR = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
 WIDTH, HEADS = 16, 2
 
-# Options that change what a kind computes, beside its defaults. A new kind needs no entry.
+# Options that change what a variant computes, tested besides its defaults. A new variant needs no
+# entry.
 OPTIONS: dict[str, list[dict[str, object]]] = {
     "cartan": [
         {"generator": "additive"},
@@ -59,9 +60,10 @@ LEARNED = [
 
 @pytest.fixture(autouse=True)
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 tokens, which sizes as small as here would not be given.
+    """Use chunks of 16 tokens, which the cost model would not choose for sizes this small.
 
-    test_identities.py holds the same variants to their formulas in the form for short sequences.
+    test_identities.py compares the same variants with their formulas in the form for short
+    sequences.
     """
     for module in (op, power):
         monkeypatch.setattr(
@@ -88,7 +90,7 @@ linear_cases = pytest.mark.parametrize(
 
 
 def build(kind: str, options: dict[str, object] | None = None) -> Attention:
-    """A float64 module with parameters large enough for every part to matter."""
+    """A float64 module with large parameters, so that each of them influences the output."""
     torch.manual_seed(0)
     attention = build_attention(kind, WIDTH, HEADS, **(options or {})).double()
     with torch.no_grad():
@@ -120,7 +122,9 @@ def test_changing_a_token_changes_nothing_before_it(kind: str, options: dict[str
 
 @pytest.mark.parametrize("T", [1, 63, 100])
 @every_case
-def test_forward_applies_the_mixing_matrix(kind: str, options: dict[str, object], T: int) -> None:
+def test_forward_equals_the_explicit_attention_matrix(
+    kind: str, options: dict[str, object], T: int
+) -> None:
     attention, x = build(kind, options), tokens(T)
     weights, values = attention.weights(x), attention.values(x)
     assert weights.shape == (2, values.shape[2], T, T)
@@ -175,7 +179,7 @@ def test_packed_documents_continue_their_own_states(kind: str, options: dict[str
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-def test_bounds_of_documents_are_checked(kind: str) -> None:
+def test_offsets_of_documents_are_checked(kind: str) -> None:
     attention, x = build(kind), tokens(20, batch=1)
     for bounds in ([0, 10, 10, 20], [0, 10, 19], [0, 10, 30]):
         with pytest.raises(ValueError, match="cu_seqlens"):
@@ -201,12 +205,12 @@ def test_chunk_size_changes_nothing(kind: str, options: dict[str, object]) -> No
         outputs.append(attention(x, keep_state=False)[0])
     assert_same(outputs[0], outputs[2])
     assert_same(outputs[1], outputs[2])
-    if attention.degree <= 4:  # other sums in another order: the chunks were really others
+    if attention.degree <= 4:  # different rounding shows that the chunks really were different
         assert not torch.equal(outputs[0], outputs[2])
 
 
 @every_case
-def test_gradients_equal_those_through_the_mixing_matrix(
+def test_gradients_equal_those_of_the_explicit_attention_matrix(
     kind: str, options: dict[str, object]
 ) -> None:
     attention, x = build(kind, options), tokens(63).requires_grad_()
@@ -276,7 +280,7 @@ def test_builds_on_meta_without_memory(kind: str, options: dict[str, object]) ->
 
 
 @every_case_and_learned
-def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, object]) -> None:
+def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, object]) -> None:
     T = 96
     attention = build(kind, options).float().requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
@@ -289,7 +293,7 @@ def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, ob
     )
     tensors = torch.utils._pytree.tree_leaves(state)
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    if kind not in LINEAR:  # what lies under a view counts
+    if kind not in LINEAR:  # the memory under a view counts too
         assert attention.allocated_bytes(T, torch.float32) == sum(held.values())
     assert attention.allocated_bytes(T, torch.float32) == sum(x.nbytes for x in tensors)
     if kind not in LINEAR:
@@ -300,16 +304,16 @@ def test_sizes_and_flops_are_those_of_what_runs(kind: str, options: dict[str, ob
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
     pivots = 3 if options.get("initial_state") == "learned" else 0
     learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
-    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_reads * learned
+    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_sums * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 
 def padding(attention: PowerAttention) -> int:
-    """Numbers allocated and not counted: tiles above C(K + p - 1, p), norms that nobody reads."""
+    """Numbers allocated but not counted: padding of tiles above C(K + p - 1, p), unused norms."""
     K, V, p = attention.key_dim, attention.value_dim, attention.degree
     allocated = state_features(K, p) * (V + 1)
     needed = symmetric_dim(K, p) * (V + attention.normalize)
-    return HEADS * attention.num_reads * (allocated - needed)
+    return HEADS * attention.num_sums * (allocated - needed)
 
 
 D, H, K = WIDTH, HEADS, WIDTH // HEADS
@@ -329,7 +333,7 @@ PARAMETERS: dict[str, int] = {
 }
 
 
-def test_numbers_of_parameters_are_the_formulas() -> None:
+def test_numbers_of_parameters_match_the_formulas() -> None:
     found = {
         kind: sum(parameter.numel() for parameter in build(kind).parameters())
         for kind in PARAMETERS
@@ -338,7 +342,7 @@ def test_numbers_of_parameters_are_the_formulas() -> None:
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-def test_a_learned_state_adds_rank_keys_and_values_a_head(kind: str) -> None:
+def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     attention = build(kind, {"initial_state": "learned", "rank": 5})
     added = sum(p.numel() for p in attention.parameters()) - sum(
         p.numel() for p in build(kind).parameters()
@@ -348,7 +352,7 @@ def test_a_learned_state_adds_rank_keys_and_values_a_head(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-def test_a_fresh_learned_state_holds_no_values(kind: str) -> None:
+def test_a_new_learned_state_has_values_of_zero(kind: str) -> None:
     torch.manual_seed(0)
     attention = build_attention(kind, WIDTH, HEADS, initial_state="learned")
     assert not attention.initial_state.value.any()
@@ -357,7 +361,7 @@ def test_a_fresh_learned_state_holds_no_values(kind: str) -> None:
 
 @every_case
 def test_bf16_is_near_float64_late_in_a_document(kind: str, options: dict[str, object]) -> None:
-    # Freshly initialised, as training meets it: sums of both signs must not be all rounding.
+    # Freshly initialised, as in training: sums of both signs must not consist of rounding errors.
     torch.manual_seed(0)
     attention = build_attention(kind, 64, 2, **options)
     x = torch.randn(1, 700, 64)
@@ -370,9 +374,7 @@ def test_bf16_is_near_float64_late_in_a_document(kind: str, options: dict[str, o
 
 
 @every_case
-def test_head_norm_gives_late_tokens_the_variance_that_it_says(
-    kind: str, options: dict[str, object]
-) -> None:
+def test_head_norm_gives_late_tokens_unit_variance(kind: str, options: dict[str, object]) -> None:
     torch.manual_seed(0)
     attention = build_attention(kind, 64, 2, **options)
     norm = getattr(attention, "norm", None)
@@ -400,13 +402,13 @@ def test_config_names_its_kind_and_is_frozen(kind: str) -> None:
         config.kind = "other"  # type: ignore[misc]
 
 
-def test_state_size_is_the_mathematical_one() -> None:
+def test_state_size_matches_the_published_one() -> None:
     # 12 layers of 12 heads of 64 in half precision: the 39 MB and 14 GB of the sympow article.
     for degree, published in ((2, 39e6), (4, 14e9)):
         size = build_attention("sympow", 768, 12, degree=degree).state_size()
         assert size is not None
         assert 12 * 2 * size == pytest.approx(published, rel=0.03)
-        assert size == 12 * symmetric_dim(64, degree) * 65 + 1  # and the rotation
+        assert size == 12 * symmetric_dim(64, degree) * 65 + 1  # + 1 is the rotation
 
 
 def test_softmax_has_no_state_of_fixed_size() -> None:

@@ -1,6 +1,6 @@
-"""A sequence in parts, on processes over gloo, is the sequence in one: outputs and gradients.
+"""Context parallelism over gloo gives the outputs and gradients of a single process.
 
-Each process is this file run as a script. It writes what it found of every case; tests compare.
+Each process runs this file as a script and saves its results of every case; the tests compare them.
 """
 
 import multiprocessing
@@ -24,19 +24,19 @@ from torch.utils.checkpoint import checkpoint
 from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
 from longhaul.modules.attention import attention_config, build_attention, registered_variants
+from longhaul.modules.attention.context_parallel import PowerOptions, context_parallel_attention
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.attention.sequence_part import PowerSettings, mix_part
 from longhaul.modules.documents import Documents
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
-from longhaul.modules.sequence_parts import SequenceParts
+from longhaul.modules.sequence_part import SequencePart
 from longhaul.pipeline.training.context_parallel import ContextParallel
 
 WORLDS = (2, 4)
-TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens a part: chunks of 8, and a rest
+TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens per part: no multiple of the chunk
 LIMIT_S = 58
 
-# Documents that lie across one border and more, end at one, and share a part.
+# Offsets of documents that span several parts, end where a part ends, or share a part.
 PACKINGS = {
     "rows": None,
     "straddling": [0, 1, 40, 100, 108],
@@ -81,14 +81,14 @@ def offsets_of(bounds: list[int] | None) -> Tensor | None:
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
 
-def own(x: Tensor, parts: SequenceParts | None) -> Tensor:
-    return x if parts is None else x.chunk(parts.count, dim=1)[parts.index]
+def own(x: Tensor, part: SequencePart | None) -> Tensor:
+    return x if part is None else x.chunk(part.count, dim=1)[part.index]
 
 
 def layer(
-    kind: str, options: dict[str, Any], bounds: list[int] | None, parts: SequenceParts | None
+    kind: str, options: dict[str, Any], bounds: list[int] | None, part: SequencePart | None
 ) -> Results:
-    """Output, and gradients of a random functional of it, with parameters that all matter."""
+    """The output, and gradients of its product with a random tensor; all parameters are large."""
     torch.manual_seed(0)
     attention = build_attention(kind, WIDTH, HEADS, chunk_size=CHUNK, **options).double()
     with torch.no_grad():
@@ -96,30 +96,31 @@ def layer(
             parameter.normal_(std=0.5)
     shape = (2 if bounds is None else 1, TOKENS, WIDTH)
     x, probe = torch.randn(2, *shape, dtype=torch.float64).unbind(0)
-    x, probe = own(x, parts).clone().requires_grad_(), own(probe, parts)
-    attention.parts = parts
+    x, probe = own(x, part).clone().requires_grad_(), own(probe, part)
+    attention.sequence_part = part
     y, _ = attention(x, cu_seqlens=offsets_of(bounds), keep_state=False)
     (y * probe).sum().backward()
     gradients = {f"d {name}": p.grad for name, p in attention.named_parameters()}
     return {"y": y.detach(), "dx": x.grad} | gradients
 
 
-def resets(bounds: list[int] | None, parts: SequenceParts | None) -> Results:
-    """The op with gates of 0 in the middle of documents, one of them a part's first token."""
+def resets(bounds: list[int] | None, part: SequencePart | None) -> Results:
+    """The op with gates of 0 inside documents, one of them at the first token of a part."""
     torch.manual_seed(0)
     B = 2 if bounds is None else 1
     q, k, v, probe = torch.randn(4, B, TOKENS, HEADS, 4, dtype=torch.float64).unbind(0)
     log_g = logsigmoid(torch.randn(B, TOKENS, HEADS, dtype=torch.float64) + 2)
     log_g[:, [3, 54, 60]] = -torch.inf
     log_g[:, 81:, 0] = -torch.inf
-    leaves = [own(x, parts).clone().requires_grad_() for x in (q, k, v, log_g)]
-    settings = PowerSettings(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
+    leaves = [own(x, part).clone().requires_grad_() for x in (q, k, v, log_g)]
+    options = PowerOptions(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
     offsets = offsets_of(bounds)
-    if parts is not None:
-        y = mix_part(Documents(leaves[0], offsets, parts), *leaves, None, settings)
+    if part is not None:
+        documents = Documents(leaves[0], offsets, part)
+        y = context_parallel_attention(documents, *leaves, None, options)
     else:
-        y, _ = power_attention(*leaves, cu_seqlens=offsets, **settings._asdict())
-    (y * own(probe, parts)).sum().backward()
+        y, _ = power_attention(*leaves, cu_seqlens=offsets, **options._asdict())
+    (y * own(probe, part)).sum().backward()
     gradients = {f"d{name}": x.grad for name, x in zip("qkvg", leaves, strict=True)}
     return {"y": y.detach()} | gradients
 
@@ -147,14 +148,14 @@ def build_model(initial_state: str = "zero") -> LanguageModel:
 
 
 def language_model(
-    parts: SequenceParts | None,
+    part: SequencePart | None,
     *,
     tokens: int = TOKENS,
     recompute: bool = False,
     initial_state: str = "zero",
     scaling: PositionScaling | None = None,
 ) -> Results:
-    """Mean loss over the part's own tokens, and its gradients."""
+    """Mean loss over the tokens of this part, and its gradients."""
     model = build_model(initial_state)
     if initial_state == "learned":
         for name, parameter in model.named_parameters():
@@ -164,9 +165,9 @@ def language_model(
             block.forward = recomputed(block.forward)
     if scaling is not None:
         model.set_positions(scaling)
-    model.split_sequence(parts)
+    model.split_sequence(part)
     ids = torch.randint(24, (2, 2, tokens), generator=torch.Generator().manual_seed(0))
-    loss = model.loss(own(ids[0], parts), own(ids[1], parts))
+    loss = model.loss(own(ids[0], part), own(ids[1], part))
     loss.backward()
     grads = {f"d {name}": p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": loss.detach()} | grads
@@ -176,17 +177,17 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def bytes_sent(parts: ContextParallel, tokens: int) -> Tensor:
-    before = parts.bytes_sent
-    language_model(parts, tokens=tokens)
-    return torch.tensor(parts.bytes_sent - before)
+def bytes_sent(part: ContextParallel, tokens: int) -> Tensor:
+    before = part.bytes_sent
+    language_model(part, tokens=tokens)
+    return torch.tensor(part.bytes_sent - before)
 
 
-def every_case(parts: ContextParallel) -> dict[str, Results]:
-    results = {name: layer(*case, parts) for name, case in LAYERS.items()}
-    results |= {f"resets {name}": resets(bounds, parts) for name, bounds in PACKINGS.items()}
-    results |= {name: language_model(parts, **how) for name, how in MODELS.items()}
-    sent = {f"{times} T": bytes_sent(parts, times * TOKENS) for times in (1, 4)}
+def every_case(part: ContextParallel) -> dict[str, Results]:
+    results = {name: layer(*case, part) for name, case in LAYERS.items()}
+    results |= {f"resets {name}": resets(bounds, part) for name, bounds in PACKINGS.items()}
+    results |= {name: language_model(part, **options) for name, options in MODELS.items()}
+    sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
     return results | {"bytes": sent}
 
 
@@ -208,7 +209,7 @@ def one_rank(rank: int, world: int, folder: Path) -> None:
 
 
 def main(world: int, folder: Path) -> None:
-    """Forked after the imports, which take longer than all cases."""
+    """Fork the ranks after the imports, which take longer than all cases."""
     torch.set_num_threads(1)
     use_chunks()
     fork = multiprocessing.get_context("fork")
@@ -222,7 +223,7 @@ def main(world: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module", params=WORLDS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What every rank found of every case."""
+    """The results of every case, on every rank."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks = subprocess.Popen(
         [sys.executable, "-P", __file__, str(request.param), str(folder)],
@@ -242,7 +243,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(autouse=True)
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks, which sequences as short as here would not be given."""
+    """Use the chunked form, which the cost model would not choose for sequences this short."""
     monkeypatch.setattr(op, "choose_form", lambda *_: "chunked")
 
 
@@ -253,8 +254,8 @@ def assert_same(found: Tensor, wanted: Tensor, name: str) -> None:
     )
 
 
-def assert_parts_make(ranks: list[Results], wanted: Results, sequences: tuple[str, ...]) -> None:
-    """Values along the sequence side by side, gradients of what all parts share summed."""
+def assert_ranks_equal(ranks: list[Results], wanted: Results, sequences: tuple[str, ...]) -> None:
+    """Concatenate values along the sequence, and sum gradients of shared parameters over ranks."""
     for name, whole in wanted.items():
         if name in sequences:
             assert_same(torch.cat([rank[name] for rank in ranks], 1), whole, name)
@@ -263,38 +264,38 @@ def assert_parts_make(ranks: list[Results], wanted: Results, sequences: tuple[st
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_a_layer_of_parts_is_that_of_the_sequence(found: list[Any], case: str) -> None:
+def test_a_layer_over_parts_equals_the_layer_over_the_sequence(found: list[Any], case: str) -> None:
     ranks = [rank[case] for rank in found]
-    assert_parts_make(ranks, layer(*LAYERS[case], None), ("y", "dx"))
+    assert_ranks_equal(ranks, layer(*LAYERS[case], None), ("y", "dx"))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_a_reset_in_any_part_forgets_all_before_it(found: list[Any], packing: str) -> None:
+def test_a_reset_in_any_part_forgets_everything_before_it(found: list[Any], packing: str) -> None:
     ranks = [rank[f"resets {packing}"] for rank in found]
     wanted = resets(PACKINGS[packing], None)
-    assert_parts_make(ranks, wanted, tuple(wanted))
+    assert_ranks_equal(ranks, wanted, tuple(wanted))
 
 
 @pytest.mark.parametrize("case", MODELS)
 def test_ranks_average_to_the_loss_and_gradients_of_one(found: list[Any], case: str) -> None:
     ranks = [{name: x / len(found) for name, x in rank[case].items()} for rank in found]
-    how = {name: x for name, x in MODELS[case].items() if name != "recompute"}
-    assert_parts_make(ranks, language_model(None, **how), ())
+    options = {name: x for name, x in MODELS[case].items() if name != "recompute"}
+    assert_ranks_equal(ranks, language_model(None, **options), ())
 
 
-def test_runs_of_the_same_parts_have_the_same_bits(found: list[Any]) -> None:
+def test_a_second_run_gives_the_same_bits(found: list[Any]) -> None:
     for rank in found:
         for name, x in rank["model"].items():
             assert torch.equal(x, rank["model, again"][name]), name
 
 
-def test_what_is_sent_does_not_grow_with_the_sequence(found: list[Any]) -> None:
+def test_communication_does_not_grow_with_the_sequence(found: list[Any]) -> None:
     for rank in found:
         assert rank["bytes"]["1 T"] == rank["bytes"]["4 T"] > 0
 
 
-class NoOthers:
-    """Parts that nothing may be asked of."""
+class FirstOfTwo:
+    """A sequence part whose collective must not be called."""
 
     index, count = 0, 2
 
@@ -315,38 +316,38 @@ def test_quadratic_kinds_are_refused_by_name(kind: str) -> None:
         )
     )
     with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of linear cost"):
-        model.split_sequence(NoOthers())
-    assert all(block.attention.parts is None for block in model.blocks)
+        model.split_sequence(FirstOfTwo())
+    assert all(block.attention.sequence_part is None for block in model.blocks)
 
 
 @pytest.mark.parametrize("degree", [6, 8])
 def test_degrees_whose_states_are_too_large_are_refused(degree: int) -> None:
     attention = build_attention("sympow", WIDTH, HEADS, degree=degree)
     with pytest.raises(ValueError, match=rf"degree: found {degree} .*, wanted|too large to build"):
-        attention.check_parts()
+        attention.check_context_parallel()
 
 
-def test_states_in_and_out_are_refused() -> None:
+def test_input_and_output_states_are_refused() -> None:
     attention, x = build_attention("retention", WIDTH, HEADS), torch.randn(1, 4, WIDTH)
     _, state = attention(x)
-    attention.parts = NoOthers()
+    attention.sequence_part = FirstOfTwo()
     for call in (
         lambda: attention(x),
         lambda: attention(x, state, keep_state=False),
         lambda: attention.step(x[:, :1], state),
     ):
-        with pytest.raises(ValueError, match="parts: found a state"):
+        with pytest.raises(ValueError, match="state: found one, or keep_state, under context par"):
             call()
 
 
-def test_offsets_are_those_of_the_whole_sequence() -> None:
+def test_offsets_must_cover_the_whole_sequence() -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens: found \[0, 4\], wanted offsets from 0 to 8"):
-        Documents(torch.randn(1, 4, 2), torch.tensor([0, 4]), NoOthers())
+        Documents(torch.randn(1, 4, 2), torch.tensor([0, 4]), FirstOfTwo())
 
 
-def test_a_sequence_is_whole_again_without_parts() -> None:
+def test_splitting_the_sequence_can_be_undone() -> None:
     model = build_model()
-    model.split_sequence(NoOthers())
+    model.split_sequence(FirstOfTwo())
     model.split_sequence(None)
     assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, WIDTH)
 

@@ -1,9 +1,9 @@
 """Every attention variant against the formula of its source, written out over pairs of tokens.
 
-Nothing but parameters is taken from the modules. A matrix over pairs (t, i) is filled entry by
-entry, rows and columns counted from 0; a token's position counts from 1, and i = -1 stands for
-position 0, where a learned initial state has its pivot tokens. One long file, because tests are no
-package and cannot share what they build formulas from.
+Only parameters are taken from the modules. A matrix over pairs (t, i) is filled entry by entry.
+Rows and columns count from 0 and positions from 1; i = -1 stands for position 0, where a learned
+initial state has its pivot tokens. This is one long file, because tests are not a package and
+cannot import helpers from each other.
 """
 
 import math
@@ -22,11 +22,11 @@ HEADS, T = 2, 19  # heads are 8 wide
 SYMPOW = ["sympow", "sympow_gated", "sympow_rotary", "conformal_sympow"]
 GENERATORS = ["additive", "product", "full"]
 INITIAL_STATE = pytest.mark.parametrize("initial_state", ["zero", "learned"])
-PairWeight = Callable[[int, int], Tensor]  # of (t, i), for every row and head: (B, H)
+PairWeight = Callable[[int, int], Tensor]  # from (t, i) to a weight for every row and head, (B, H)
 
 
 def build(kind: str, *, heads: int = HEADS, layer: int = 0, **options: object) -> Attention:
-    """A float64 module with parameters large enough for every part to matter."""
+    """A float64 module with large parameters, so that each of them influences the output."""
     torch.manual_seed(0)
     if options.get("initial_state") == "learned":
         options["rank"] = 3
@@ -52,7 +52,7 @@ def by_head(x: Tensor, weight: Tensor, heads: int = HEADS) -> Tensor:
 
 
 def projections(x: Tensor, weight: Tensor, heads: int = HEADS) -> list[Tensor]:
-    """Queries, keys and values: the three thirds of a weight."""
+    """Queries, keys and values, whose projections are the three thirds of one weight."""
     return [by_head(x, part, heads) for part in weight.chunk(3)]
 
 
@@ -65,7 +65,7 @@ def sympow_rates(longest_document: int) -> list[float]:
 
 
 def rotation(position: float, theta: list[float]) -> Tensor:
-    """The matrix that turns the plane (j, j + K / 2) by position theta_j."""
+    """The matrix that rotates the plane (j, j + K / 2) by position theta_j."""
     J = len(theta)
     R = torch.zeros(2 * J, 2 * J, dtype=torch.float64)
     for j, rate in enumerate(theta):
@@ -76,7 +76,7 @@ def rotation(position: float, theta: list[float]) -> Tensor:
 
 
 def rotated(x: Tensor, theta: list[float], position: Tensor | None = None) -> Tensor:
-    """x (B, T, H, K) turned by its positions: 1, 2, ... unless given as (B, T)."""
+    """x (B, T, H, K) rotated by positions (B, T), which default to 1, 2, ..."""
     y = torch.empty_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
@@ -144,7 +144,7 @@ def pivots(
 
 
 def head_norm(attention: Attention, mixed: Tensor) -> Tensor:
-    """Each head of each token with mean 0 and variance 1, then a gain and a shift a channel."""
+    """Normalise each head of each token, then apply a gain and a bias per channel."""
     y = mixed - mixed.mean(-1, keepdim=True)
     eps = 1e-10 if attention.config.kind in ("cartan", "zeros") else 1e-5
     y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -157,7 +157,7 @@ def assert_forward(attention: Attention, x: Tensor, mixed: Tensor) -> None:
     assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
 
 
-# Softmax kinds
+# Variants with a softmax over queries and keys
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,9 @@ def assert_forward(attention: Attention, x: Tensor, mixed: Tensor) -> None:
         ({"longest_document": 512}, sympow_rates(512)),
     ],
 )
-def test_softmax_is_that_of_rotated_products(options: dict[str, int], theta: list[float]) -> None:
+def test_softmax_uses_products_of_rotated_vectors(
+    options: dict[str, int], theta: list[float]
+) -> None:
     attention, x = build("softmax", **options), tokens()
     q, k, v = projections(x, attention.qkv.weight)
     q, k = rotated(q, theta), rotated(k, theta)
@@ -188,7 +190,7 @@ SLOPES = {
 
 
 @pytest.mark.parametrize("heads", SLOPES)
-def test_alibi_slopes_are_geometric_and_filled_up_from_twice_as_many_heads(heads: int) -> None:
+def test_alibi_slopes_are_geometric_with_extra_heads_from_twice_as_many(heads: int) -> None:
     assert alibi.alibi_slopes(heads) == pytest.approx(SLOPES[heads], rel=1e-15)
 
 
@@ -204,7 +206,7 @@ def test_alibi_is_a_fixed_gate(heads: int) -> None:
 @pytest.mark.parametrize("heads", [2, 3])
 @pytest.mark.parametrize("queries", [T, 5, 1])
 @torch.no_grad()
-def test_alibi_as_a_formula_equals_its_bias(heads: int, queries: int) -> None:
+def test_alibi_with_flex_attention_equals_its_explicit_bias(heads: int, queries: int) -> None:
     attention, x = build("alibi", heads=heads), tokens(heads=heads)
     q, cache = attention.project(x, 0)
     q = q[:, :, T - queries :]
@@ -228,7 +230,7 @@ def coca_operands(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tens
     return q, torch.cat([t, t], -1), v
 
 
-def test_coca_strict_has_no_angle_but_that_of_distance() -> None:
+def test_coca_strict_depends_on_distance_alone() -> None:
     attention, x = build("coca", mode="strict"), tokens()
     (q, coefficient, v), theta = coca_operands(attention, x), rotary_rates()
 
@@ -267,7 +269,7 @@ def test_coca_strict_alone_is_shift_invariant(mode: str, is_invariant: bool) -> 
     assert change < 1e-11 if is_invariant else change > 1
 
 
-# Kinds with a feature map, or a fixed decay
+# Variants with a feature map or a fixed decay
 
 
 def no_decay(t: int, i: int) -> Tensor:
@@ -290,7 +292,7 @@ def fixed_decay(t: int, i: int) -> Tensor:
         ("identity", "head_norm", lambda x: x),
     ],
 )
-def test_linear_weighs_by_products_of_features(
+def test_linear_weights_are_products_of_features(
     feature_map: str, normalizer: str, f: Callable[[Tensor], Tensor], initial_state: str
 ) -> None:
     options = {"feature_map": feature_map, "normalizer": normalizer, "initial_state": initial_state}
@@ -301,14 +303,14 @@ def test_linear_weighs_by_products_of_features(
     mixed = mix(weights, v) + before
     if normalizer == "sum":
         total = weights.sum(-1).mT + mass
-        mixed = mixed / torch.where(total == 0, 1, total)[..., None]  # without any key it reads 0
+        mixed = mixed / torch.where(total == 0, 1, total)[..., None]  # 0 where all weights are 0
     assert_forward(attention, x, mixed)
 
 
 @INITIAL_STATE
 @pytest.mark.parametrize("group_norm", [True, False])
 @pytest.mark.parametrize("swish_gate", [True, False])
-def test_retention_has_its_decay_matrix(
+def test_retention_matches_its_decay_matrix(
     group_norm: bool, swish_gate: bool, initial_state: str
 ) -> None:
     options = {"group_norm": group_norm, "swish_gate": swish_gate, "initial_state": initial_state}
@@ -326,7 +328,7 @@ def test_retention_has_its_decay_matrix(
 
 @INITIAL_STATE
 @pytest.mark.parametrize(("decay", "fade"), [(False, no_decay), (True, fixed_decay)])
-def test_complex_keeps_both_parts_of_the_inner_product(
+def test_complex_uses_real_and_imaginary_part_of_the_inner_product(
     decay: bool, fade: PairWeight, initial_state: str
 ) -> None:
     attention, x = build("complex", decay=decay, initial_state=initial_state), tokens()
@@ -358,7 +360,7 @@ def test_complex_keeps_both_parts_of_the_inner_product(
 @pytest.mark.parametrize("degree", [2, 4, 6, 8])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("kind", SYMPOW)
-def test_sympow_weighs_by_powers_and_products_of_gates(
+def test_sympow_weights_are_powers_times_products_of_gates(
     kind: str, qk_norm: bool, degree: int, initial_state: str
 ) -> None:
     options = {"degree": degree, "qk_norm": qk_norm, "initial_state": initial_state}
@@ -398,7 +400,7 @@ def test_symmetric_power_is_the_multinomial_embedding(degree: int) -> None:
     assert len(chosen) == math.comb(8 + degree - 1, degree) == symmetric_dim(8, degree)
     phi = [orders.sqrt() * x[:, torch.tensor(chosen)].prod(-1) for x in (a, b)]
     assert_same(dot(*phi), dot(a, b) ** degree)
-    # The state's layout counts the orders of a feature on the query's side alone.
+    # The state layout multiplies by the multiplicity of a feature on the side of the query only.
     query = expand(a, degree) * multiplicity(8, degree, a)
     assert_same(dot(query, expand(b, degree)), dot(a, b) ** degree)
 
@@ -407,14 +409,14 @@ def test_symmetric_power_is_the_multinomial_embedding(degree: int) -> None:
 
 
 def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
-    """exp(s_i) / sum_j exp(s_j); pivot tokens are counted in the sum, as position 0."""
+    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
     start = attention.initial_state
     mass = torch.zeros_like(s[:, 0]) if start is None else start.log_mass.exp().expand(2, -1)
     return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
 
 
 def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
-    """g_ti, for position 0 too."""
+    """g_ti, also for position 0."""
     generator = attention.config.generator
     if generator != "product":
         softmax = key_softmax(attention, x @ attention.logit.weight.mT)
@@ -429,7 +431,7 @@ def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
 @INITIAL_STATE
 @pytest.mark.parametrize("negative_diagonal", [False, True])
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_scales_products_of_rotated_directions(
+def test_cartan_weighs_inner_products_of_rotated_unit_vectors(
     generator: str, negative_diagonal: bool, initial_state: str
 ) -> None:
     options = {"negative_diagonal": negative_diagonal, "initial_state": initial_state}
@@ -447,21 +449,19 @@ def test_cartan_scales_products_of_rotated_directions(
 
 @INITIAL_STATE
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_without_the_bilinear_form_is_a_sum_a_channel(
-    generator: str, initial_state: str
-) -> None:
+def test_cartan_without_bilinear_form_sums_per_channel(generator: str, initial_state: str) -> None:
     attention = build("cartan", generator=generator, bilinear=False, initial_state=initial_state)
     x = tokens()
     q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
-    theta = rotary_rates(width=16)  # 8 channels a head, each a plane with a rate of its own
+    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
     q, k = (rotated(one, theta).unflatten(-1, (2, 8)).mT for one in (q, k))  # (B, T, H, V, 2)
     g = cartan_generator(attention, x)
-    kept = torch.zeros_like(k[0, 0])
+    initial = torch.zeros_like(k[0, 0])
     if (start := attention.initial_state) is not None:
-        kept = (start.key * start.value).sum(1).unflatten(-1, (2, 8)).mT
+        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8)).mT
     mixed = torch.zeros_like(v)
     for t in range(T):
-        mixed[:, t] = g(t, -1)[..., None] * dot(q[:, t], kept)
+        mixed[:, t] = g(t, -1)[..., None] * dot(q[:, t], initial)
         for i in range(t + 1):
             mixed[:, t] += g(t, i)[..., None] * dot(q[:, t], k[:, i]) * v[:, i]
     assert_forward(attention, x, mixed)
@@ -471,14 +471,14 @@ def test_cartan_without_the_bilinear_form_is_a_sum_a_channel(
 
 
 def zeros_logits(attention: Attention, x: Tensor) -> Tensor:
-    """s_i (B, T, H): how far u_i points away from the smoothed mean of u_1 .. u_i."""
+    """s_i (B, T, H): how far u_i points away from the running mean of u_1 .. u_i."""
     u, mass = by_head(x, attention.logit.project.weight), attention.logit.tau.exp()[:, None]
     means = [(mass * attention.logit.mu + u[:, : i + 1].sum(1)) / (mass + i + 1) for i in range(T)]
     return torch.stack([-dot(u[:, i], mean) / 8**0.5 for i, mean in enumerate(means)], 1)
 
 
 def zeros_gates(attention: Attention, x: Tensor, names: str) -> dict[str, Tensor]:
-    """sigma^1 and its like, (B, T, H); sigma^0 alone may be negative."""
+    """The gates sigma of these names, (B, T, H); only sigma^0 may be negative."""
     assert set(attention.sigma) == set(names)
     logits = {name: x @ attention.sigma[name].weight.mT for name in names}
     return {name: one.tanh() if name == "0" else sigmoid(one) for name, one in logits.items()}
@@ -493,7 +493,7 @@ def orders(s: Tensor, t: int, i: int) -> list[Tensor]:
 
 
 def zeros_radial(attention: Attention, x: Tensor, names: str) -> Tensor:
-    """w_ti (B, H, T, T): everything but the product of directions."""
+    """w_ti (B, H, T, T): the weights without the inner products of unit vectors."""
     s, sigma = zeros_logits(attention, x), zeros_gates(attention, x, names)
     softmax, num_orders = key_softmax(attention, s), 3 if "2" in names else 2
     fading = [torch.ones_like(s)] * num_orders
@@ -516,7 +516,7 @@ def zeros_directions(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, T
     return rotated(unit(q), rotary_rates()), rotated(unit(k), rotary_rates()), v
 
 
-# Options, layer, and the gates that there are then.
+# Options, layer, and the names of the gates sigma that follow from them.
 ZEROS = [
     ({}, 0, "1h"),
     ({"second_order": True}, 0, "12h"),
@@ -529,7 +529,7 @@ ZEROS = [
 
 @INITIAL_STATE
 @pytest.mark.parametrize(("options", "layer", "names"), ZEROS)
-def test_zeros_takes_orders_out_of_the_softmax(
+def test_zeros_matches_its_formula(
     options: dict[str, object], layer: int, names: str, initial_state: str
 ) -> None:
     attention, x = build("zeros", layer=layer, initial_state=initial_state, **options), tokens()
@@ -544,7 +544,7 @@ def test_zeros_takes_orders_out_of_the_softmax(
 
 
 @pytest.mark.parametrize(("options", "layer", "names"), ZEROS)
-def test_zeros_rows_sum_to_zero_or_to_the_gate_of_their_mean(
+def test_zeros_weights_sum_to_zero_or_to_the_gate_of_the_mean(
     options: dict[str, object], layer: int, names: str
 ) -> None:
     attention, x = build("zeros", layer=layer, **options), tokens()
@@ -557,7 +557,7 @@ def test_zeros_rows_sum_to_zero_or_to_the_gate_of_their_mean(
         assert_same(sums, torch.zeros_like(sums), 1e-12)
 
 
-def test_terms_that_zeros_takes_out_are_the_orders_of_the_softmax() -> None:
+def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:
     s, rests = tokens()[..., :HEADS], []
     for size in (1e-2, 5e-3):
         softmax = softmax_rows(matrix(lambda t, i, s=size * s: s[:, i]))
@@ -567,7 +567,7 @@ def test_terms_that_zeros_takes_out_are_the_orders_of_the_softmax() -> None:
 
 
 @pytest.mark.parametrize("second_order", [False, True])
-def test_zeros_with_gates_that_never_fade_has_no_order(second_order: bool) -> None:
+def test_ordered_zeros_with_gates_of_one_equals_unordered(second_order: bool) -> None:
     ordered = build("zeros", ordered=True, second_order=second_order)
     unordered = build("zeros", second_order=second_order)
     unordered.load_state_dict(ordered.state_dict(), strict=False)
@@ -580,7 +580,7 @@ def test_zeros_with_gates_that_never_fade_has_no_order(second_order: bool) -> No
     assert_same(ordered(tokens(), keep_state=False)[0], wanted)
 
 
-def test_zeros_is_three_reads_of_the_op() -> None:
+def test_zeros_is_three_calls_of_the_op() -> None:
     attention, x = build("zeros"), tokens()
     q, k, v = zeros_directions(attention, x)
     s, sigma = zeros_logits(attention, x), zeros_gates(attention, x, "1h")
@@ -588,13 +588,13 @@ def test_zeros_is_three_reads_of_the_op() -> None:
     mean_s = torch.stack([s[:, : t + 1].mean(1) for t in range(T)], 1)[..., None]
     count = torch.arange(1, T + 1, dtype=x.dtype)[:, None].expand_as(s)
 
-    def read(log_g: Tensor, column: Tensor) -> Tensor:
+    def gated_sum(log_g: Tensor, value_scale: Tensor) -> Tensor:
         options = {"degree": 1, "scale": 1.0, "normalize": False, "backend": "reference"}
-        return power_attention(q, k, v * column[..., None], log_g, **options)[0]
+        return power_attention(q, k, v * value_scale[..., None], log_g, **options)[0]
 
     before = torch.cat([torch.full_like(mass[:, :1], -math.inf), mass[:, :-1]], 1)
-    soft = read(before - mass, (s - mass).exp())
-    mean, mean_sv = (read(((count - 1) / count).log(), one / count) for one in (s**0, s))
+    soft = gated_sum(before - mass, (s - mass).exp())
+    mean, mean_sv = (gated_sum(((count - 1) / count).log(), one / count) for one in (s**0, s))
     high, low = sigma["h"][..., None], (sigma["1"] - sigma["h"])[..., None]
     mixed = high * soft + low * mean_sv - (low * mean_s + high) * mean
     radial = zeros_radial(attention, x, "1h")

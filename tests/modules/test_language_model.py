@@ -1,4 +1,4 @@
-"""The model around the variants: losses, memory, decoding."""
+"""The language model: losses, memory, decoding, and layers of different variants."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ def small(kind: str = "conformal_sympow") -> LanguageModel:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("T", [8192, pytest.param(65_536, marks=pytest.mark.soak)])
-def test_the_loss_of_many_tokens_never_holds_the_logits(T: int) -> None:
+def test_the_loss_of_many_tokens_never_stores_all_logits(T: int) -> None:
     result = subprocess.run(
         [sys.executable, "-P", "-c", PEAK_OF_A_LONG_LOSS, str(T)],
         check=True,
@@ -57,7 +57,7 @@ def test_the_loss_of_many_tokens_never_holds_the_logits(T: int) -> None:
     )
     peak = int(result.stdout)
     print(f"peak of loss, backward and token losses: {peak / 2**20:.0f} MiB")
-    # The logits alone would be 1.6 GB, or 13 GB.
+    # The logits alone would take 1.6 GB, or 13 GB in the longer case.
     assert peak < 1 << 30
 
 
@@ -84,18 +84,18 @@ def test_the_loss_in_bf16_is_a_mean_in_float32() -> None:
         loss = model.loss(tokens, target)
         losses, _ = model.token_losses(tokens, target)
     assert loss.dtype == torch.float32
-    # A number in bf16 is off by as much as 0.008 here.
+    # Rounding to bf16 would change it by up to 0.008.
     torch.testing.assert_close(loss, losses.mean(), rtol=0, atol=5e-4)
 
 
-def test_a_new_model_knows_nothing() -> None:
+def test_a_new_model_has_the_loss_of_uniform_guesses() -> None:
     tokens = torch.randint(64, (2, 50))
     target = torch.randint(64, (2, 50))
     assert small().loss(tokens, target).item() == pytest.approx(math.log(64), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", registered_variants())
-def test_prefill_and_steps_give_the_logits_of_one_pass(kind: str) -> None:
+def test_prefill_and_steps_equal_one_forward_pass(kind: str) -> None:
     model = small(kind).double().eval()
     tokens = torch.randint(64, (2, 30))
     hidden, _ = model(tokens)
@@ -135,7 +135,7 @@ def test_residual_projections_start_smaller() -> None:
         assert layer.weight.std().item() == pytest.approx(0.01, rel=0.1)
 
 
-def test_counts_are_the_formulas() -> None:
+def test_parameters_and_flops_match_the_formulas() -> None:
     D, L, vocabulary = 32, 2, 64
     model = small("softmax")
     assert model.num_parameters() == vocabulary * D + L * (12 * D * D + 2 * D) + 2 * D
@@ -174,7 +174,7 @@ def test_a_hybrid_is_built_from_the_kinds_of_its_layers() -> None:
     assert model.mixing_flops(100) == sum(b.attention.mixing_flops(100) for b in model.blocks)
 
 
-def test_positions_reach_every_layer_or_are_refused() -> None:
+def test_position_scaling_reaches_every_layer_or_is_refused() -> None:
     model = hybrid().double().eval()
     tokens = torch.randint(64, (2, 30))
     plain, _ = model(tokens)
@@ -190,7 +190,7 @@ def test_positions_reach_every_layer_or_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in registered_variants() if is_linear(kind)])
 def test_a_learned_initial_state_alone_lowers_the_loss_on_unseen_documents(kind: str) -> None:
-    # Only what precedes a document can tell how its first tokens are answered.
+    # The targets of the first tokens cannot be learned from earlier tokens, only from the state.
     plain = small(kind)
     attention = attention_config(kind)(initial_state="learned", rank=4)
     model = LanguageModel(dataclasses.replace(plain.config, attention=attention))

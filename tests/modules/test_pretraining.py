@@ -1,4 +1,4 @@
-"""One update: its average, its clipping, and what happens when the gradient is not finite."""
+"""One update: averaging, clipping, and skipping of spikes and gradients that are not finite."""
 
 import copy
 import math
@@ -98,7 +98,7 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was() -> None:
+def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment() -> None:
     spoiled = build(4)
     before = copy.deepcopy(spoiled.model.state_dict())
     fit(spoiled, 2, 4, spoil=lambda update: True)
@@ -118,7 +118,7 @@ def test_training_goes_on_after_a_skipped_update() -> None:
     assert module.last_update.skip is None
 
 
-def test_a_loss_is_a_spike_from_so_many_deviations_on() -> None:
+def test_a_loss_is_a_spike_above_spike_sigma_deviations() -> None:
     calm = fit(build(8), 40, 8)
     for step, sigma, factor, is_spike in ((30, 4.0, 1.01, True), (30, 4.0, 0.99, False)):
         recent = torch.tensor(calm[:step], dtype=torch.float64)
@@ -130,7 +130,7 @@ def test_a_loss_is_a_spike_from_so_many_deviations_on() -> None:
         assert module.progress.skipped == ([Skip(step + 1, 240, 247, True)] if is_spike else [])
 
 
-def test_a_spike_is_not_looked_for_among_few_losses_nor_unasked() -> None:
+def test_spikes_are_detected_only_if_configured_and_after_enough_losses() -> None:
     for module, at in ((build(8, spike_sigma=3.0), 19), (build(8), 30)):
         fit(module, 32, 8, add=lambda update: 50.0 * (update == at))  # noqa: B023
         assert not module.progress.skipped
@@ -149,7 +149,7 @@ def test_gradients_are_clipped_to_the_global_norm() -> None:
     fit(clipped, 1, 8)
     assert free.last_update is not None
     assert clipped.last_update is not None
-    # The norm that is reported is the one before clipping.
+    # The reported norm is the one before clipping.
     assert clipped.last_update.gradient_norm == pytest.approx(free.last_update.gradient_norm)
     moments = [state["exp_avg"] for state in clipped.optimizers().state_dict()["state"].values()]
     norm = torch.stack([moment.norm() for moment in moments]).norm() / (1 - 0.9)
@@ -164,7 +164,7 @@ def test_only_matrices_decay() -> None:
     assert groups[1]["weight_decay"] == 0
 
 
-def test_what_is_not_trained_is_frozen_and_has_no_moments() -> None:
+def test_parameters_not_trained_are_frozen_without_moments() -> None:
     module = build(4, train_only="initial_state", weight_decay=0.1)
     before = copy.deepcopy(module.model.state_dict())
     fit(module, 2, 4)

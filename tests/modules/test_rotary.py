@@ -1,4 +1,4 @@
-"""Phases stay right over a million tokens; rotations are rotations; rates scale at evaluation."""
+"""Rotary phases are accurate over a million tokens, and positions scale at evaluation."""
 
 import math
 
@@ -21,7 +21,7 @@ STATEFUL = [kind for kind in ROTARY if attention_config(kind).cost == "linear"]
 
 
 def accumulate(rates: torch.Tensor) -> torch.Tensor:
-    """mu_t as the variants sum it."""
+    """mu_t, summed as the variants do."""
     return Documents(rates).cumsum(rates.double(), torch.zeros(len(rates), dtype=torch.float64))
 
 
@@ -40,18 +40,18 @@ def test_phase_is_within_1e_4_turns_after_a_million_tokens() -> None:
     rotary = Rotary(8, base=65_536.0, first_turns=1.0)
     cos, sin = rotary.phases(accumulate(rates), MILLION, torch.bfloat16)
     assert cos.dtype == torch.float32
-    # The oracle adds with integers: rates in units of 2^-40 are exact, so are their sums.
+    # The oracle adds integers: rates are exact in units of 2^-40, and so are their sums.
     exact = (rates[0].double() * 2.0**40).round().to(torch.int64).cumsum(0)
     turns_per_token = rotary.turns(MILLION, CPU)
     wanted = exact.double()[:, None] / 2.0**40 * turns_per_token
     error = circular_distance(phase_in_turns(cos, sin)[0, :, 0], wanted)
     assert error < 1e-4
-    # The same sum in float32 fails this test: that the bound means something is checked too.
+    # The same sum in float32 exceeds the bound, which shows that the bound is not too loose.
     naive = rates[0].cumsum(0).double()[:, None] * turns_per_token
     assert circular_distance(naive, wanted) > 1e-4
 
 
-def test_rates_are_the_formulas() -> None:
+def test_rates_match_the_formulas() -> None:
     found = (Rotary(8, base=65_536.0, first_turns=1.0).turns(1, CPU) * 2 * math.pi).tolist()
     assert found == pytest.approx([2 * math.pi / 65_536 ** (2 * (j - 1) / 8) for j in range(1, 5)])
     found = (Rotary(8, base=10_000.0).turns(1, CPU) * 2 * math.pi).tolist()
@@ -99,7 +99,7 @@ def tokens(T: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ROTARY)
-def test_scaled_positions_change_the_output_and_none_changes_it_back(kind: str) -> None:
+def test_scaling_positions_changes_the_output_until_reset(kind: str) -> None:
     attention, x = small(kind, PositionScaling()), tokens(40)
     plain, _ = attention(x, keep_state=False)
     for scaling in (
@@ -147,7 +147,7 @@ def test_dynamic_ntk_refuses_a_state(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_linear_interpolation_goes_on_in_steps(kind: str) -> None:
+def test_linear_interpolation_continues_in_steps(kind: str) -> None:
     attention, x = small(kind, PositionScaling(name="linear", factor=3.0)), tokens(20)
     whole, _ = attention(x)
     y, state = attention(x[:, :19])

@@ -29,7 +29,7 @@ def test_a_job_that_fails_at_once_is_not_queued_again_and_nothing_follows(
     work.cluster.wait(after, "CANCELLED", 30)
     assert "train ended with status 1 on node" in work.said(job)
     assert "longhaul: no luck" in work.said(job)
-    assert "not queued again: no checkpoint was gained" in work.said(job)
+    assert "not queued again: no checkpoint was added" in work.said(job)
 
 
 @pytest.mark.wide

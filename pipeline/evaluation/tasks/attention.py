@@ -93,7 +93,7 @@ def report_layer(
     gates: Tensor | None = None
     if isinstance(attention, PowerAttention):
         # Of several reads the first that forgets.
-        gated = [read.log_g for read in attention.operands(x).reads if read.log_g is not None]
+        gated = [one.log_g for one in attention.operands(x).sums if one.log_g is not None]
         gates = gated[0][0] if gated else None  # (T, H)
     rate = getattr(attention, "rate", None)
     beta = None if rate is None else rate(x)[0].double()

@@ -8,11 +8,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longhaul.datamodules import corpus
-from longhaul.datamodules.corpus import in_validation, open_corpus
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation import corpus
+from longhaul.datamodules.preparation.corpus import in_validation, open_corpus
+from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import Shard
-from longhaul.datamodules.text import prepare_text
 from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
 
 EOT = 256
@@ -29,7 +29,7 @@ def tokens_of(manifest: Manifest) -> list[int]:
 
 
 def texts_of(manifest: Manifest) -> list[str]:
-    """The texts that end within the documents."""
+    """The texts that end inside the documents of the shards."""
     content = tokens_of(manifest)
     texts, start = [], 0
     for place, token in enumerate(content):
@@ -55,7 +55,7 @@ def test_texts_are_joined_and_cut_into_documents(tmp_path: Path) -> None:
     assert (manifest.bos_id, manifest.eot_id, manifest.vocab_size) == (256, 256, 257)
 
 
-def test_every_kind_of_file_gives_its_texts(tmp_path: Path) -> None:
+def test_every_file_format_gives_its_texts(tmp_path: Path) -> None:
     texts = [f"text {n}: ünïcode\r\nnext line " + "x" * n for n in range(30)]
     lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))
     (tmp_path / "a.jsonl").write_text(lines)
@@ -75,7 +75,7 @@ def test_every_kind_of_file_gives_its_texts(tmp_path: Path) -> None:
     assert sorted(texts_of(manifest)) == sorted(texts)
 
 
-def test_folders_leave_out_what_is_no_text(tmp_path: Path) -> None:
+def test_files_in_folders_that_are_not_text_are_left_out(tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "__pycache__").mkdir(parents=True)
     (source / ".git").mkdir()
@@ -92,7 +92,7 @@ def test_folders_leave_out_what_is_no_text(tmp_path: Path) -> None:
     assert sorted(texts_of(manifest)) == ["caf\N{REPLACEMENT CHARACTER}", "good"]
 
 
-def test_a_split_is_of_files_and_always_the_same(tmp_path: Path) -> None:
+def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for number in range(200):
@@ -112,12 +112,12 @@ def test_a_split_is_of_files_and_always_the_same(tmp_path: Path) -> None:
     assert sorted(train + validation) == sorted(f"file {n}" for n in range(200))
     assert 20 <= len(validation) <= 60
     assert validation == [t for t in validation if in_validation(f"{t.split()[1]}.txt", 0.2)]
-    # A mixture of the folder, not one end of it.
+    # The files are in a mixed order.
     numbers = [int(text.split()[1]) for text in train]
     assert numbers != sorted(numbers)
 
 
-def test_no_source_is_the_standard_library() -> None:
+def test_without_sources_the_corpus_is_the_standard_library() -> None:
     opened = open_corpus([])
     names = [name for name, _ in opened.files]
     assert "json/decoder.py" in names
@@ -150,7 +150,7 @@ def test_a_run_of_white_space_is_not_cut(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(pieces) == ["aaaaaaaa", " bb  c and"]
 
 
-def test_a_text_without_a_place_to_cut_is_whole_again(
+def test_a_text_without_a_place_to_cut_is_reassembled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 10)
@@ -164,7 +164,9 @@ class StopError(Exception):
 
 
 @pytest.mark.parametrize("validation_fraction", [0.0, 0.3])
-def test_a_stop_anywhere_changes_nothing(tmp_path: Path, validation_fraction: float) -> None:
+def test_stopped_preparations_end_with_the_same_files(
+    tmp_path: Path, validation_fraction: float
+) -> None:
     lines = [json.dumps({"text": "word " * (n % 23)}) for n in range(60)]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     (tmp_path / "a.txt").write_text("some plain text, longer than a shard\n" * 20)
@@ -199,7 +201,7 @@ def test_a_stop_anywhere_changes_nothing(tmp_path: Path, validation_fraction: fl
     run(tmp_path / "whole", None)
     expected = files(tmp_path / "whole")
     assert len(expected) > 15
-    # A stop after every few documents, until one start gets to the end.
+    # Stop after every few documents, and restart until one preparation finishes.
     destination = tmp_path / "stopped"
     for _ in range(200):
         kept = {p: p.stat().st_mtime_ns for p in destination.rglob("*.tar")}
@@ -212,7 +214,7 @@ def test_a_stop_anywhere_changes_nothing(tmp_path: Path, validation_fraction: fl
     assert files(destination) == expected
 
 
-def test_a_tokenizer_file_is_kept_beside_its_tokens(tmp_path: Path) -> None:
+def test_a_tokenizer_file_is_copied_next_to_its_shards(tmp_path: Path) -> None:
     import tokenizers
 
     vocabulary = {chr(code): code for code in range(32, 127)}

@@ -1,4 +1,4 @@
-"""Preparing text: tokenized, concatenated with the end-of-text id between, cut into documents."""
+"""Prepare text: tokenize, concatenate with end-of-text ids, and cut into equal documents."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from longhaul.datamodules.corpus import Corpus, Text, in_validation
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, Progress, check_destination, prepare_shards
+from longhaul.datamodules.preparation.corpus import Corpus, Text, in_validation
+from longhaul.datamodules.preparation.resumable import (
+    Cursor,
+    Progress,
+    check_destination,
+    prepare_shards,
+)
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
 
@@ -23,14 +28,15 @@ def prepare_text(
     validation_fraction: float = 0.0,
     progress: Progress = lambda tokens: None,
 ) -> list[Manifest]:
-    """Shards of a corpus in `destination`; or, with a fraction, in its `train` and `validation`.
+    """Write shards of a corpus into `destination`.
 
-    Which texts validate is decided by the hash of their names, so it is the same every time and
-    stays so when others are added. The tokens after the last whole document are dropped, and the
-    manifest tells how many: filling the document up would repeat text.
+    With a validation fraction, they go into its subfolders `train` and `validation`. The hash of
+    its name decides to which of them a text belongs, so adding texts does not change the split of
+    the others. The tokens after the last whole document are dropped, since padding would repeat
+    text; the manifest counts them.
 
     Returns:
-        The manifest; or those of `train` and `validation`.
+        The manifest, or those of `train` and `validation`.
     """
     if document_tokens < 1:
         raise ValueError(f"doc_tokens: found {document_tokens}, wanted 1 or more")
@@ -72,8 +78,8 @@ def prepare_text(
             _PackedTexts(corpus, split, validation_fraction, tokenizer, document_tokens, dtype),
             docs_per_shard=docs_per_shard,
             prefix=split,
-            # A copy beside the tokens: they can be read without the original file.
-            beside={tokenizer.name: tokenizer.content}
+            # With a copy in the folder, the tokens can be decoded without the original file.
+            extra_files={tokenizer.name: tokenizer.content}
             if isinstance(tokenizer, FileTokenizer)
             else {},
             progress=partial(_report, progress, before),
@@ -87,7 +93,10 @@ def _report(progress: Progress, before: int, tokens: int) -> None:
 
 
 class _PackedTexts:
-    """Texts of one split as documents; a cursor is [texts before, tokens used of the next text]."""
+    """The texts of one split as documents.
+
+    A cursor is [number of texts before, tokens already used of the next text].
+    """
 
     def __init__(
         self,
@@ -121,7 +130,7 @@ class _PackedTexts:
                 waiting += pending[-1].size
                 if waiting < self._size:
                     continue
-                # What waited before made less than a document, so all of these end in this text.
+                # Fewer tokens than one document were waiting, so every document ends in this text.
                 joined = np.concatenate(pending)
                 for end in range(self._size, waiting + 1, self._size):
                     yield joined[end - self._size : end], [number, used - (waiting - end)]

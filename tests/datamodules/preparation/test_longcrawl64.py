@@ -9,9 +9,9 @@ import pytest
 import webdataset
 import zarr
 
-from longhaul.datamodules.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import PROGRESS_NAME
+from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
+from longhaul.datamodules.preparation.resumable import PROGRESS_NAME
 
 ROWS, COLUMNS = 200, 96
 CHUNKS = (32, 40)
@@ -21,7 +21,7 @@ MakeStore = Callable[..., tuple[Path, np.ndarray]]
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> MakeStore:
-    """A store as zarr writes it in LongCrawl64's layout, but for its sizes; and what is in it."""
+    """A small store in the layout of LongCrawl64, written by zarr, and its tokens."""
 
     def make(dtype: str = "<u2", largest: int = 50_256, **options) -> tuple[Path, np.ndarray]:
         path = tmp_path / "train.zarr"
@@ -90,13 +90,13 @@ def test_rows_choose_documents(make_store, tmp_path: Path, rows: str, expected) 
 
 
 @pytest.mark.parametrize("rows", ["5:5", "7:3", "0:201", "-1:4", "a:b", "3", "0:9,8:12"])
-def test_rows_that_are_none_are_refused(make_store, rows: str) -> None:
+def test_invalid_rows_are_refused(make_store, rows: str) -> None:
     with pytest.raises(ValueError, match=r"^rows: found '"):
         parse_rows(open_store(make_store()[0]), rows)
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_missing_chunks_are_named_and_can_be_avoided(make_store, tmp_path: Path, nested) -> None:
+def test_missing_chunks_are_named_and_can_be_left_out(make_store, tmp_path: Path, nested) -> None:
     options = {"chunk_key_encoding": {"name": "v2", "separator": "/"}} if nested else {}
     path, tokens = make_store(**options)
     dot = "/" if nested else "."
@@ -119,7 +119,7 @@ def test_missing_chunks_are_named_and_can_be_avoided(make_store, tmp_path: Path,
         assert stock_tokens(manifest) == tokens[taken].tolist()
 
 
-def test_a_store_without_one_whole_row_is_refused(make_store, tmp_path: Path) -> None:
+def test_a_store_without_a_complete_row_of_chunks_is_refused(make_store, tmp_path: Path) -> None:
     path, _ = make_store()
     for row in range(7):
         (path / f"{row}.0").unlink()
@@ -140,7 +140,7 @@ def test_ids_above_gpt2s_are_refused(make_store, tmp_path: Path) -> None:
     zarr.open_array(str(path))[77, 5] = 50_257
     with pytest.raises(ValueError, match="id 50257 at row 77, column 5, wanted ids up to 50256"):
         prepare(path, tmp_path / "out")
-    # The row is not asked for: nor is it an error.
+    # Without that row there is no error.
     assert stock_tokens(prepare(path, tmp_path / "some", "78:90")) == tokens[78:90].tolist()
 
 
@@ -166,7 +166,7 @@ def test_a_chunk_that_does_not_decode_is_named(make_store, tmp_path: Path) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_such_store_is_refused(make_store, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_such_a_store_is_refused(make_store, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such folder"):
         open_store(tmp_path / "nowhere.zarr")
     (tmp_path / "empty.zarr").mkdir()
@@ -201,7 +201,7 @@ def test_a_second_preparation_at_the_same_time_is_refused(make_store, tmp_path: 
 
 
 @pytest.mark.parametrize("is_torn", [False, True])
-def test_a_shard_half_entered_or_not_renamed_is_written_again(
+def test_a_shard_not_fully_recorded_or_renamed_is_written_again(
     make_store, tmp_path: Path, is_torn: bool
 ) -> None:
     path, tokens = make_store()
@@ -216,10 +216,10 @@ def test_a_shard_half_entered_or_not_renamed_is_written_again(
 
     with pytest.raises(StopError):
         prepare(path, folder, progress=progress)
-    # As after a kill between the two: the entry is there, the shard has its temporary name.
+    # The state after a kill before the renaming: recorded, but still with the temporary name.
     os.rename(folder / "train-000002.tar", folder / ".train-000002.tar.tmp")
     if is_torn:
-        # As after one before: nor is the entry whole.
+        # The state after a kill during the recording: the record is incomplete.
         content = (folder / PROGRESS_NAME).read_bytes()
         (folder / PROGRESS_NAME).write_bytes(content[:-20])
     assert stock_tokens(prepare(path, folder)) == tokens.tolist()

@@ -1,4 +1,4 @@
-"""Preparing LongCrawl64: a Zarr v2 array of ids, a document a row, read by rows of chunks."""
+"""Prepare LongCrawl64: a Zarr v2 array of ids with one document per row, read by rows of chunks."""
 
 import json
 import os
@@ -14,16 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation import Cursor, Progress, prepare_shards
+from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
 
 WHOLE = "whole"
 LARGEST_ID = 50_256
-# A row of LongCrawl64's chunks is 256 MiB. It is held once; more would break the promise of 1 GiB.
+# One row of chunks is in memory at a time, 256 MiB in LongCrawl64. Larger ones would break the
+# limit of 1 GiB for the whole process.
 _MAX_ROW_OF_CHUNKS_BYTES = 512 << 20
 _RANGES_NAMED = 20
-# Versions and flags, then the sizes decoded, of a block, and of the whole as it is stored.
+# Versions and flags (4 bytes), then the decoded size, the block size and the stored size.
 _BLOSC_HEADER_BYTES = 16
 
 RowRange = tuple[int, int]
@@ -31,7 +32,7 @@ RowRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class ZarrStore:
-    """A local Zarr v2 store that holds one two-dimensional array of uint16."""
+    """A local Zarr v2 store of one two-dimensional array of uint16."""
 
     path: Path
     rows: int
@@ -39,13 +40,13 @@ class ZarrStore:
     chunk_rows: int
     chunk_columns: int
     separator: str
-    """Between the two numbers in the name of a chunk's file."""
+    """The character between the two numbers in the name of a chunk file."""
     is_blosc: bool
-    """Whether the chunks start with blosc's header."""
+    """Whether chunks are compressed with blosc, and so start with its header."""
 
     @cached_property
     def missing(self) -> list[str]:
-        """Chunks with no file, or an empty one, in order. Zarr would read them as zeros."""
+        """Chunks whose file is missing or empty, in order. Zarr would read them as zeros."""
         present = self._chunk_files()
         return [
             name
@@ -55,7 +56,7 @@ class ZarrStore:
         ]
 
     def whole_ranges(self) -> list[RowRange]:
-        """Ranges of rows whose chunks all have a file, as long as can be."""
+        """The longest ranges of rows in which all chunks have a file."""
         holes = {int(name.split(self.separator)[0]) for name in self.missing}
         ranges: list[RowRange] = []
         for row in range(-(-self.rows // self.chunk_rows)):
@@ -69,7 +70,7 @@ class ZarrStore:
         return ranges
 
     def require_whole(self, ranges: list[RowRange]) -> None:
-        """Raise unless every chunk of these rows has a file; tells which rows could be taken."""
+        """Raise unless every chunk of these rows has a file. The message names complete rows."""
         taken = {
             row
             for start, end in ranges
@@ -90,7 +91,7 @@ class ZarrStore:
         )
 
     def check_length(self, name: str) -> None:
-        """Raise where a chunk's file is cut short: blosc would decode what lies beyond its end."""
+        """Raise where the file of a chunk is cut short: blosc would decode memory after its end."""
         if not self.is_blosc:
             return
         path = self.path / name
@@ -121,7 +122,7 @@ class ZarrStore:
 
 
 def open_store(path: Path) -> ZarrStore:
-    """Check that a folder is a store of LongCrawl64's layout, and tell its sizes."""
+    """Check that a folder is a store with the layout of LongCrawl64, and read its sizes."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such folder, wanted a Zarr v2 store")
     if not (path / ".zarray").is_file():
@@ -153,7 +154,7 @@ def open_store(path: Path) -> ZarrStore:
 
 
 def parse_rows(store: ZarrStore, rows: str | None) -> list[RowRange]:
-    """Ranges of rows out of `A:B`, `A:B,C:D`, `whole` or None, which is all rows."""
+    """Ranges of rows from `A:B`, `A:B,C:D` or `whole`. None is all rows."""
     if rows is None:
         return [(0, store.rows)]
     if rows == WHOLE:
@@ -183,10 +184,11 @@ def prepare_longcrawl64(
     docs_per_shard: int = 256,
     progress: Progress = lambda tokens: None,
 ) -> Manifest:
-    """Shards of these rows of the store, in this order; memory is that of one row of chunks.
+    """Write shards of these rows, in this order. One row of chunks is in memory at a time.
 
     Raises:
-        ValueError: chunks are missing or damaged, an id is too large, or the destination is taken.
+        ValueError: if chunks are missing or damaged, an id is too large, or the destination holds
+            other files.
     """
     if not ranges:
         raise ValueError(f"{store.path}: no row of chunks is whole")
@@ -220,7 +222,7 @@ def prepare_longcrawl64(
 
 
 class _Rows:
-    """Rows of the store as documents; a cursor is [documents before]."""
+    """The rows of a store as documents. A cursor is [number of documents before]."""
 
     dropped_tokens = 0
 
@@ -229,7 +231,7 @@ class _Rows:
         self._ranges = ranges
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
-        # Imported here: a store that is refused should not wait for it.
+        # Imported here, because it is slow and a bad store should be refused at once.
         import zarr
 
         array: Any = zarr.open_array(str(self._store.path), mode="r", zarr_format=2)
@@ -254,7 +256,7 @@ class _Rows:
                 row = last
 
     def _read_row_of_chunks(self, array: Any, chunk_row: int, buffer: NDArray[np.uint16]) -> None:
-        """One chunk at a time: zarr would hold the decoded chunks and their assembly together."""
+        """Read chunk by chunk: zarr would hold the chunks and the assembled row at once."""
         store = self._store
         first = chunk_row * store.chunk_rows
         last = min(first + store.chunk_rows, store.rows)

@@ -1,4 +1,4 @@
-"""Texts out of files: plain text, .jsonl, .jsonl.gz and parquet, streamed, in a fixed order."""
+"""Read texts from files (plain text, .jsonl, .jsonl.gz, parquet) as streams in a fixed order."""
 
 import gzip
 import hashlib
@@ -16,7 +16,7 @@ from typing import IO
 
 _log = logging.getLogger(__name__)
 
-# Characters tokenized at a time: what a tokenizer allocates is some hundred times that.
+# Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
 PIECE_CHARACTERS = 1 << 18
 _SNIFF_BYTES = 8192
 _PARQUET_ROWS = 64
@@ -24,23 +24,24 @@ _PARQUET_ROWS = 64
 
 @dataclass(frozen=True)
 class Text:
-    """One text, read when its pieces are asked for."""
+    """One text, read while iterating over its pieces."""
 
     name: str
-    """The file's path below its source; in a file of records, with `#` and the record's number."""
+    """Path of the file relative to its source, with `#` and a number in a file of records."""
     pieces: Callable[[], Iterator[str]]
-    """The text in order, at most about `PIECE_CHARACTERS` at a time."""
+    """The text in consecutive pieces of about `PIECE_CHARACTERS` at most."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A list of files in the order in which they are read: that of the hashes of their names.
+    """A list of files in the order in which they are read, sorted by the hash of their names.
 
-    Neighbours in a folder are alike; ordered by hash, any stretch of the corpus is a mixture.
+    Neighbouring files in a folder are similar. Sorted by hash, every stretch of the corpus is a
+    mixture.
     """
 
     description: str
-    """What the files are, for the manifest."""
+    """Description of the files, for the manifest."""
     files: tuple[tuple[str, Path], ...]
     """Names, relative to the source, and paths."""
 
@@ -50,13 +51,13 @@ class Corpus:
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
     def texts(self) -> Iterator[Text]:
-        """All texts: a file of plain text is one, every record of the other kinds is one."""
+        """All texts. A plain text file is one text; in other files every record is one text."""
         for name, path in self.files:
             yield from _texts_of(name, path)
 
 
 def open_corpus(sources: list[str]) -> Corpus:
-    """The files and folders named; no name at all is Python's own standard library."""
+    """The files in these sources, which are files or folders; none is Python's standard library."""
     if not sources:
         return _standard_library()
     found: list[tuple[str, Path]] = []
@@ -103,8 +104,8 @@ def _digest(name: str) -> bytes:
 
 
 def in_validation(name: str, fraction: float) -> bool:
-    """Whether the text of this name is of the `fraction` that validates, by its hash."""
-    # Not the bytes that decide the order, or validation would be its beginning.
+    """Whether the text of this name belongs to the validation fraction, by the name's hash."""
+    # Other bytes of the hash than those that decide the order: else validation would come first.
     return int.from_bytes(_digest(name)[-8:], "big") < fraction * 2**64
 
 
@@ -160,7 +161,7 @@ def _json_pieces(line: bytes, where: str) -> Iterator[str]:
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
-    # Imported here: takes long, and only this kind of file needs it.
+    # Imported here, because it is slow and only parquet files need it.
     import pyarrow
     import pyarrow.parquet
 
@@ -182,7 +183,7 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
 
 
 def _cut_up(file: IO[str]) -> Iterator[str]:
-    """A text in pieces, cut where no tokenizer joins what is before and after."""
+    """The text in pieces, cut only where no tokenizer would merge across the cut."""
     text = ""
     while block := file.read(PIECE_CHARACTERS):
         text += block
@@ -195,9 +196,9 @@ def _cut_up(file: IO[str]) -> Iterator[str]:
 
 
 def _place_to_cut(text: str) -> int:
-    """Before the last space that has no other white space beside it, or the end if far off.
+    """Index of the last space without other white space next to it, or the end if it is far off.
 
-    Byte-pair tokenizers split there before they merge: a word takes the space in front along.
+    Byte-pair tokenizers split there before they merge, since a word includes the space before it.
     """
     at = text.rfind(" ", 0, len(text) - 1)
     while at > len(text) // 2:

@@ -1,4 +1,4 @@
-"""Turning documents into shards and a manifest, so that a stop costs one shard at most."""
+"""Write documents as shards and a manifest. A stopped preparation resumes at its last shard."""
 
 import dataclasses
 import fcntl
@@ -20,13 +20,13 @@ Progress: TypeAlias = Callable[[int], None]
 
 
 class DocumentSource(Protocol):
-    """Documents in a fixed order that can be taken up again in the middle."""
+    """Documents in a fixed order, from any cursor on."""
 
     dropped_tokens: int
-    """Tokens at the end that filled no document; known once `documents` is exhausted."""
+    """Tokens at the end that did not fill a document; known once `documents` is exhausted."""
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
-        """Documents after `cursor`, None being the start, each with the cursor after it."""
+        """Documents after `cursor` (None: from the start), each with the cursor after it."""
         ...
 
 
@@ -38,23 +38,23 @@ def prepare_shards(
     docs_per_shard: int,
     prefix: str,
     progress: Progress,
-    beside: Mapping[str, bytes] | None = None,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write the documents of `source` and their manifest into `folder`, or finish doing so.
+    """Write the documents of `source` and their manifest into `folder`, or resume doing so.
 
-    A shard is written under a temporary name, read back, entered in `.progress.jsonl`, and renamed;
-    a restart keeps every shard that has its name and goes on at the cursor entered with the last.
+    A shard is written under a temporary name, read back, recorded in `.progress.jsonl`, and then
+    renamed. A restart keeps every renamed shard and continues at the cursor recorded with the last.
 
     Args:
         folder: empty, new, or left by a stopped preparation with the same `template.source`.
-        template: the manifest but for its shards.
+        template: the manifest without its shards.
         prefix: shards are called `PREFIX-000000.tar` and so on.
-        progress: is told the tokens written so far, those of earlier starts included.
-        beside: other files for the folder, by name.
+        progress: called with the number of tokens written so far, earlier starts included.
+        extra_files: other files to write into the folder, by name.
     """
     if docs_per_shard < 1:
         raise ValueError(f"docs_per_shard: found {docs_per_shard}, wanted 1 or more")
-    finished = _finished_before(folder, template)
+    finished = _finished_manifest(folder, template)
     if finished is not None:
         progress(finished.num_tokens)
         return finished
@@ -69,7 +69,7 @@ def prepare_shards(
         done = sum(shard.documents for shard in shards)
         progress(done * template.document_tokens)
         while (first := next(documents, None)) is not None:
-            batch = _Counting(
+            batch = _ShardDocuments(
                 chain([first], islice(documents, docs_per_shard - 1)),
                 partial(_report, progress, done, template.document_tokens),
             )
@@ -88,7 +88,7 @@ def prepare_shards(
         manifest = dataclasses.replace(
             template, shards=tuple(shards), dropped_tokens=source.dropped_tokens
         )
-        for name, content in (beside or {}).items():
+        for name, content in (extra_files or {}).items():
             (folder / name).write_bytes(content)
         manifest.save(folder)
         (folder / PROGRESS_NAME).unlink()
@@ -96,7 +96,7 @@ def prepare_shards(
 
 
 def check_destination(folder: Path, known: set[str]) -> None:
-    """Refuse a folder that holds something else: the user may have named the wrong one."""
+    """Raise where the folder holds other files: the user may have given the wrong folder."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: found a file, wanted a folder to write into")
     names = {item.name for item in folder.iterdir()} if folder.exists() else set()
@@ -106,7 +106,8 @@ def check_destination(folder: Path, known: set[str]) -> None:
         )
 
 
-def _finished_before(folder: Path, template: Manifest) -> Manifest | None:
+def _finished_manifest(folder: Path, template: Manifest) -> Manifest | None:
+    """The manifest of an earlier preparation that finished, None if there is none."""
     if not (folder / MANIFEST_NAME).exists():
         return None
     manifest = load_manifest(folder)
@@ -115,7 +116,7 @@ def _finished_before(folder: Path, template: Manifest) -> Manifest | None:
         path = folder / shard.name
         if not path.exists() or path.stat().st_size != shard.bytes:
             raise ValueError(
-                f"{path}: missing or short, though {MANIFEST_NAME} lists it; "
+                f"{path}: missing or short, but listed in {MANIFEST_NAME}; "
                 f"prepare into another folder, or empty this one"
             )
     return manifest
@@ -140,10 +141,10 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 def _read_progress(
     file: IO[bytes], folder: Path, template: Manifest
 ) -> tuple[list[ShardEntry], Cursor | None]:
-    """Shards that are there, and the cursor after them; what was written later is cut off."""
+    """The finished shards, and the cursor after them. Records after those are removed."""
     file.seek(0)
     lines = file.read().splitlines(keepends=True)
-    # With no shard finished there is nothing to protect from another source.
+    # As long as no shard is finished, another source may replace this one.
     if len(lines) < 2 or not lines[0].endswith(b"\n"):
         file.truncate(0)
         _append(file, {"source": template.source})
@@ -177,8 +178,8 @@ def _report(progress: Progress, done: int, document_tokens: int, count: int) -> 
     progress((done + count) * document_tokens)
 
 
-class _Counting:
-    """The documents of one shard; remembers the cursor after the last one taken."""
+class _ShardDocuments:
+    """Iterates over the documents of one shard, and remembers the cursor after the last one."""
 
     def __init__(
         self, pairs: Iterator[tuple[Tokens, Cursor]], progress: Callable[[int], None]

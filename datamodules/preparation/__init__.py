@@ -1,0 +1,1 @@
+"""Write shards from LongCrawl64 or from a corpus of texts."""

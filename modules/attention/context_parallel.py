@@ -1,0 +1,98 @@
+"""Power attention under context parallelism: one part of a sequence, given the earlier parts."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longhaul.kernels import PowerState, power_attention, power_state
+from longhaul.modules.documents import Documents
+
+
+class PowerOptions(NamedTuple):
+    """The arguments of `power_attention` of these names, as a variant chooses them."""
+
+    degree: int
+    scale: float | None
+    normalize: bool
+    chunk_size: int | None
+
+
+def context_parallel_attention(
+    documents: Documents,
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    log_g: Float[Tensor, "B T H"] | None,
+    start: PowerState | None,
+    options: PowerOptions,
+) -> Float[Tensor, "B T H V"]:
+    """The output for the tokens of this part.
+
+    `start` is the state at the beginning of every document, None where that is zero.
+    """
+    arguments = options._asdict()
+    state = _state_before(documents, k, v, log_g, start, options)
+    if documents.count == documents.rows:
+        mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **arguments)
+        return mixed
+    # All documents but the first begin in this part. They are a call of their own, because one call
+    # would need an initial state for each of them, and keep those zeros until the backward pass.
+    sizes, cu_seqlens = documents.split_after_first()
+    first, others = zip(
+        *((None, None) if x is None else x.split(sizes, dim=1) for x in (q, k, v, log_g)),
+        strict=True,
+    )
+    others_start = None if start is None else PowerState(*(x[documents.rows :] for x in start))
+    mixed_first, _ = power_attention(*first, initial_state=state, **arguments)
+    mixed_others, _ = power_attention(
+        *others, initial_state=others_start, cu_seqlens=cu_seqlens, **arguments
+    )
+    return torch.cat([mixed_first, mixed_others], dim=1)
+
+
+def _state_before(
+    documents: Documents,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    start: PowerState | None,
+    options: PowerOptions,
+) -> PowerState:
+    """The state of the first document before its first token in this part.
+
+    Let S be the state at the beginning of a document. In part j, let S_j be the state that the
+    tokens of the last document leave when they start from zero, and D_j the sum of their log gates.
+    For a document that began in part a, the state before part r is
+
+        exp(D_a + ... + D_(r-1)) S + sum_(a <= j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
+
+    Only S_j and D_j are exchanged between ranks. S is added here instead of to S_a, so that every
+    rank computes the same graph, whichever parameters are frozen and wherever documents begin: the
+    collectives of the backward pass need that.
+    """
+    k, v = documents.last_document(k), documents.last_document(v)
+    log_g = None if log_g is None else documents.last_document(log_g)
+    own = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
+    if log_g is None:
+        kv, norm = (every.sum(dim=0) for every in documents.gather_earlier_parts(*own))
+        decay_of_start = kv.new_ones(kv.shape[:2])
+    else:
+        # Log gates are summed in float64, because the sums run over a whole sequence. The decays
+        # are exp of sums, not of differences, because a full reset is a sum of -inf.
+        every_kv, every_norm, log_decay = documents.gather_earlier_parts(
+            *own, log_g.double().sum(dim=1)
+        )
+        after = torch.cat([log_decay, log_decay.new_zeros(1, *log_decay.shape[1:])])
+        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(own.kv.dtype)  # (parts + 1, rows, H)
+        kv = (decay[1:, ..., None, None] * every_kv).sum(dim=0)
+        norm = (decay[1:, ..., None] * every_norm).sum(dim=0)
+        decay_of_start = decay[0]
+    if start is None:
+        return PowerState(kv, norm)
+    rows = documents.rows
+    return PowerState(
+        kv + decay_of_start[..., None, None] * start.kv[:rows],
+        norm + decay_of_start[..., None] * start.norm[:rows],
+    )
