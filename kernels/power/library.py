@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from longhaul.kernels.power import chunked
 from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
 from longhaul.kernels.power.cost import power_backward_flops, power_flops, power_state_flops
 from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.shapes import state_features
 
 _INPUTS = (
@@ -74,7 +74,7 @@ def run(
 
 def _implementation(backend: str) -> ModuleType:
     if backend != "triton":
-        return chunked
+        return torch_backend
     # Triton takes long to import, and may not be there.
     from longhaul.kernels.power import triton
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_not_in
-from longhaul.kernels.power import library, plain
+from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import (
     check_keys,
@@ -91,12 +91,12 @@ def power_attention(
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
         if resolved == "triton":
             resolved = _for_step(backend, degree, q, k, v, log_g, kv, norm)
-        one: plain.Form = partial(
-            plain.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
+        one: recurrent.Form = partial(
+            recurrent.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
         )
         # Autocast would turn the matrix products inside into 16-bit ones.
         with torch.autocast(q.device.type, enabled=False):
-            out, after = plain.per_document(one, q, k, v, log_g, initial_state, offsets)
+            out, after = recurrent.per_document(one, q, k, v, log_g, initial_state, offsets)
         return out, after if output_final_state else None
 
     longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
@@ -148,7 +148,7 @@ def power_attention_step(
         resolved = _for_step(backend, degree, q, k, v, log_g, *state)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        return plain.step(
+        return recurrent.step(
             resolved, state, q, k, v, log_g,
             degree=degree, scale=scale, normalize=normalize, inplace=inplace,
         )  # fmt: skip
@@ -186,10 +186,12 @@ def power_state(
         check_state(initial_state, S, G, K, V, degree)
     if resolved == "reference":
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
-        one: plain.Form = partial(plain.FORMS[resolved], degree=degree, scale=1.0, normalize=False)
+        one: recurrent.Form = partial(
+            recurrent.FORMS[resolved], degree=degree, scale=1.0, normalize=False
+        )
         with torch.autocast(k.device.type, enabled=False):
             # A state does not depend on queries.
-            return plain.per_document(one, k, k, v, log_g, initial_state, offsets)[1]
+            return recurrent.per_document(one, k, k, v, log_g, initial_state, offsets)[1]
     longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
     call = library.state_call(
         degree, chunk_size or choose_chunk_size(longest, K, V, degree, resolved)

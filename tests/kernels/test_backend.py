@@ -11,8 +11,9 @@ from torch import Tensor
 import longhaul.kernels.power
 from longhaul.kernels import PowerState, backend, power_attention, power_attention_step
 from longhaul.kernels.backend import resolve_backend
-from longhaul.kernels.power import chunked, op
+from longhaul.kernels.power import op
 from longhaul.kernels.power.cost import Form
+from longhaul.kernels.power.torch import backend as torch_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -67,7 +68,7 @@ class FakeTriton(ModuleType):
 
     def forward(self, *args: Any) -> Any:
         self.calls += 1
-        return chunked.forward(*args)
+        return torch_backend.forward(*args)
 
     def step(self, state: PowerState, *token: Any, **settings: Any) -> Any:
         self.calls += 1

@@ -16,14 +16,11 @@ from longhaul.kernels.power.call import (
     StateGrads,
 )
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.power.triton.attention import attention_forward
-from longhaul.kernels.power.triton.attention_backward import attention_backward
-from longhaul.kernels.power.triton.chunked import (
-    chunked_backward,
-    chunked_forward,
-    final_state,
-    final_state_backward,
-)
+from longhaul.kernels.power.triton.attention.backward import attention_backward
+from longhaul.kernels.power.triton.attention.forward import attention_forward
+from longhaul.kernels.power.triton.chunked.backward import chunked_backward
+from longhaul.kernels.power.triton.chunked.final_state import final_state, final_state_backward
+from longhaul.kernels.power.triton.chunked.forward import chunked_forward
 from longhaul.kernels.power.triton.step import take_step
 
 __all__ = ["backward", "forward", "state_backward", "state_forward", "step", "why_not"]

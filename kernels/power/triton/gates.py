@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.sequences import (
+from longhaul.kernels.power.triton.chunking import (
     _LOG2_E,
     _LOG2_SMALLEST,
     Chunks,

@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.power.triton.attention import power
 from longhaul.kernels.power.triton.features import features, tiles_of
 from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)

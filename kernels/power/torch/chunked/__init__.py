@@ -1,0 +1,1 @@
+"""The chunked form in plain torch: linear cost, a state between chunks."""
