@@ -1,4 +1,4 @@
-"""Triton kernels compiled for chips that this machine does not have."""
+"""Compile Triton kernels for chips that this machine does not have."""
 
 from longhaul.kernels.offline.compilation import Compiled, recording, skipping
 

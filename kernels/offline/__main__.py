@@ -1,9 +1,9 @@
-"""Compile every Triton kernel for real chips, on a machine that may have none.
+"""Compile every Triton kernel for real chips, on a machine that needs none of them.
 
     python -m longhaul.kernels.offline [--targets sm_80,sm_90,sm_100,gfx942] [--only TEXT]
 
 prints the registers, shared memory and stack that each kernel takes, and fails when one spills or
-does not fit. compilation.py says how it is done; SHAPES lists the calls that ship.
+does not fit. compilation.py explains how; shapes.py lists the calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--targets", default="sm_80,sm_90,sm_100", help="of " + ", ".join(CHIPS))
     parser.add_argument(
-        "--only", default="", help="shapes with this in their name, and where their PTX lies"
+        "--only",
+        default="",
+        help="only shapes with this text in their name; also print PTX folders",
     )
     options = parser.parse_args(arguments)
     targets = options.targets.split(",")

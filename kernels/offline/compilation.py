@@ -1,8 +1,8 @@
-"""What Triton would compile for a chip that is not here, and what it would cost there.
+"""Compile what Triton would compile for a chip that is absent, and measure the resources it needs.
 
-No list of signatures is kept: launchers run, on small CPU tensors, while Triton believes that it
-faces the chip and every launch stops after compiling. So a kernel is compiled here as it would be
-there, with the same specialisation and the same flags.
+The launchers run on small CPU tensors with a fake driver that reports the chip, and every launch
+stops after compiling. So each kernel is compiled with the specialisation and the flags that it
+would have on the chip, and no list of signatures is needed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from triton.runtime.interpreter import InterpretedFunction
 
 @dataclass(frozen=True)
 class Chip:
-    """What Triton must know of a chip, and what a thread block may have of its shared memory."""
+    """A chip as Triton describes it, and the shared memory that a thread block may use."""
 
     target: GPUTarget
     shared_bytes: int
 
 
-# Columns of tensor memory on the chips that have it. Triton looks only when it launches.
+# Columns of tensor memory on the chips that have it. Triton checks this only when it launches.
 TENSOR_COLUMNS = 512
 
 # CUDA C++ programming guide, "technical specifications per compute capability": an SM has one KiB
-# more, which the system keeps. CDNA 3 instruction set: 64 KiB of local data share a workgroup.
+# more, reserved for the system. CDNA 3 instruction set: 64 KiB of local data share per workgroup.
 CHIPS = {
     "sm_80": Chip(GPUTarget("cuda", 80, 32), 163 * 1024),
     "sm_90": Chip(GPUTarget("cuda", 90, 32), 227 * 1024),
@@ -60,15 +60,15 @@ class Compiled:
     stack_bytes: int
     spill_stores: int
     spill_loads: int
-    products: str  # how many matrix instructions of which kind
-    seconds: float  # of compiling; next to nothing when it was in Triton's cache
+    products: str  # number of matrix instructions by kind
+    seconds: float  # of compiling; nearly 0 if the kernel was in Triton's cache
 
 
-class _StandIn:
-    """The part of Triton's driver that compiling asks for, without a driver."""
+class _FakeDriver:
+    """The part of Triton's driver that compiling needs."""
 
-    # JITFunction remembers what it compiled by device, so that every recording is a device of its
-    # own: far from the numbers of real ones.
+    # JITFunction caches compiled kernels by device, so every recording gets a new device number,
+    # far from the numbers of real devices.
     _numbers = itertools.count(1_000_000)
 
     def __init__(self, chip: Chip) -> None:
@@ -86,8 +86,8 @@ class _StandIn:
 
 
 INTERPRETED = (
-    "a kernel was imported with TRITON_INTERPRET set: it is Python and cannot be compiled; wanted "
-    "a process without that variable"
+    "TRITON_INTERPRET: found it set, so kernels are interpreted and cannot be compiled; wanted a "
+    "process without it"
 )
 
 
@@ -98,9 +98,9 @@ def is_interpreting() -> bool:
 
 @contextlib.contextmanager
 def recording(target: str) -> Iterator[list[Compiled]]:
-    """Inside, launches compile for the target, touch no data, and are added to the list.
+    """Make launches compile for the target without running; each compiled kernel joins the list.
 
-    A launcher that wants to know the chip asks triton.runtime.driver.active.get_current_target().
+    A launcher finds the chip with triton.runtime.driver.active.get_current_target().
     """
     if is_interpreting():
         raise RuntimeError(INTERPRETED)
@@ -128,7 +128,7 @@ def recording(target: str) -> Iterator[list[Compiled]]:
             (Autotuner, "run", compile_every_config),
             (InterpretedFunction, "run", refuse),
             (knobs.compilation, "listener", listen),
-            (driver, "_active", _StandIn(CHIPS[target])),
+            (driver, "_active", _FakeDriver(CHIPS[target])),
         ):
             changes.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, value)
@@ -137,7 +137,7 @@ def recording(target: str) -> Iterator[list[Compiled]]:
 
 @contextlib.contextmanager
 def skipping(target: str) -> Iterator[None]:
-    """Inside, launchers face the target and allocate what they would; launches do nothing."""
+    """Make launchers allocate what they would on the target, while launches do nothing."""
 
     def skip(self: Any, *args: Any, **kwargs: Any) -> None:
         return None
@@ -147,7 +147,7 @@ def skipping(target: str) -> Iterator[None]:
             (JITFunction, "run", skip),
             (Autotuner, "run", skip),
             (InterpretedFunction, "run", skip),
-            (driver, "_active", _StandIn(CHIPS[target])),
+            (driver, "_active", _FakeDriver(CHIPS[target])),
         ):
             changes.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, value)
@@ -200,8 +200,8 @@ def _nvidia_resources(
     sizes = {name: int(size) for name, size in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     stores = loads = 0
     if sizes["STACK"] or sizes["LOCAL"]:
-        # Only ptxas tells spills from other uses of the stack. Running it again is dear, so that
-        # kernels without a stack are spared; Triton's own stage knows the flags it was run with.
+        # Only ptxas tells spills from other uses of the stack. Running it again is slow, so only
+        # kernels with a stack need it. Triton's own stage repeats the flags of the first run.
         backend = make_backend(CHIPS[target].target)
         log = io.StringIO()
         with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
@@ -222,8 +222,8 @@ def _nvidia_resources(
 
 def _amd_resources(code: str) -> dict[str, int]:
     sizes = {name: int(size) for name, size in re.findall(r"\.(\w+): +(\d+)$", code, re.MULTILINE)}
-    # The compiler counts registers spilled, not bytes; a register of four bytes is written once and
-    # read at least once. Scalar registers go to lanes of vector registers and cost no memory.
+    # The compiler counts spilled registers, not bytes; each has four bytes and is written once and
+    # read at least once. Scalar registers spill into vector registers and use no memory.
     spilled = 4 * sizes["vgpr_spill_count"]
     return {
         "registers": sizes["vgpr_count"],

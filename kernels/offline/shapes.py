@@ -1,4 +1,4 @@
-"""The calls that ship, and how each is launched without meaningful data."""
+"""The calls that we compile for every chip, and how to launch each on tensors of zeros."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from longhaul.kernels.shapes import state_features
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call that ships: T is two chunks, B is 2 with 8 query heads on 4 key heads.
+    """One call: T is two chunks, B is 2, with 8 query heads and 4 key heads.
 
-    The backward pass takes heads in two halves: 2 are compiled as 4 are, but 1 would not be.
+    The backward pass splits the key heads in two halves. Triton compiles the same kernels for 2 as
+    for 4 heads, but others for 1.
     """
 
     form: Literal["attention", "chunked", "step"]
@@ -27,7 +28,7 @@ class Shape:
     K: int
     V: int
     dtype: torch.dtype = torch.bfloat16
-    plain: bool = False  # neither gates nor normaliser
+    plain: bool = False  # neither gates nor a denominator
     packed: bool = False  # two documents of odd lengths, with initial and final states
     chunk_size: int = 128  # tokens
 
@@ -70,8 +71,8 @@ SHAPES = (
 
 
 def launch(shape: Shape) -> None:
-    """Run the launchers of one shape, forward and backward, on tensors without meaningful data."""
-    # By name: compiling other kernels must work where these cannot be imported.
+    """Run the launchers of one shape, forward and backward, on tensors of zeros."""
+    # Imported here, as compiling other kernels must work even if these cannot be imported.
     power = importlib.import_module("longhaul.kernels.power.triton")
     B, T, H, G = 2, 2 * shape.chunk_size, 8, 4
     if shape.packed:

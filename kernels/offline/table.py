@@ -1,4 +1,4 @@
-"""Shapes compiled for chips: a row for every kernel, and what is wrong with any of them."""
+"""Compile shapes for chips: print a row for every kernel, and collect the faults."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import triton
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
 from longhaul.kernels.offline.shapes import Shape, launch
 
-# Kernels that may spill: a pattern for "shape / kernel / target", and the most bytes of spill loads
-# that were looked at and found harmless. Whatever is not listed must not spill at all.
+# Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
+# of spill loads that was inspected and found harmless. All other kernels must not spill at all.
 MAY_SPILL: dict[str, int] = {
-    # An older chip, which ptxas gives fewer ways around a full register file.
+    # On this older chip ptxas has fewer ways around a full register file.
     "* / sm_80": 64,
-    # Here ptxas gives up a few registers for another block in flight.
+    # Here ptxas spills a few registers to fit another block per multiprocessor.
     "* / sm_100": 32,
-    # Products in three parts hold both operands twice; whoever wants speed takes bfloat16.
+    # Products of three parts hold both operands twice. Fast runs use bfloat16.
     "* float32* / *": 480,
     "* float16* / *": 160,
     # Accumulators of 256 columns, or two of 128, fill the register file by themselves.
@@ -40,19 +40,19 @@ def _compile_shape(task: tuple[Shape, str]) -> tuple[Shape, str, list[Compiled],
     torch.set_num_threads(1)
     compiled: list[Compiled] = []
     try:
-        # A failing ptxas makes Triton print a thousand lines of PTX; the error says what is wrong.
+        # If ptxas fails, Triton prints a thousand lines of PTX, which the error makes redundant.
         with contextlib.redirect_stdout(io.StringIO()), recording(target) as compiled:
             launch(shape)
-    except Exception as error:  # whatever one shape raises, the table of the others is wanted
+    except Exception as error:  # the table shows the other shapes even if one raises
         cause: BaseException = error
-        while cause.__cause__ is not None:  # Triton's innermost error is the one that tells
+        while cause.__cause__ is not None:  # Triton's innermost error names the cause
             cause = cause.__cause__
         return shape, target, compiled, f"{type(cause).__name__}: {cause}"
     return shape, target, compiled, None if compiled else "launched no kernel"
 
 
 def faults(compiled: Compiled, place: str) -> list[str]:
-    """Why this kernel may not ship."""
+    """Why this kernel is unacceptable; empty if it is fine."""
     found = []
     limit = CHIPS[compiled.target].shared_bytes
     if compiled.shared_bytes > limit:
@@ -65,7 +65,7 @@ def faults(compiled: Compiled, place: str) -> list[str]:
     allowed = max((size for p, size in MAY_SPILL.items() if fnmatchcase(place, p)), default=0)
     if max(compiled.spill_loads, compiled.spill_stores) > allowed:
         found.append(
-            f"spills: {compiled.spill_stores} bytes stored and {compiled.spill_loads} loaded by a "
+            f"spills: {compiled.spill_stores} bytes stored and {compiled.spill_loads} loaded per "
             f"thread, {allowed} allowed"
         )
     return [f"{place}: {fault}" for fault in found]
@@ -88,12 +88,12 @@ def row(compiled: Compiled, shape: str = "") -> str:
 
 
 def print_table(tasks: Iterable[tuple[Shape, str]], *, folders: bool) -> list[str]:
-    """Compile shapes for targets, print a row for every kernel that differs; what is wrong."""
+    """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
     found = []
     seen = set()
     workers = min(8, len(os.sched_getaffinity(0)))
     print(_COLUMNS, flush=True)
-    # A fresh process for each worker: a forked one may inherit a lock that torch's threads hold.
+    # Spawned rather than forked: a fork may inherit a lock that one of torch's threads holds.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for shape, target, compiled, error in pool.map(_compile_shape, tasks):
             for kernel in compiled:

@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments; every error names one."""
+"""Checks of the public functions' arguments; every error names the argument."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
 
 
 def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
-    """What is asked of keys and values that no query meets."""
+    """As `check_tensors`, for a call without queries."""
     _check_layout(k=k, v=v)
     _check_like_keys(k, v, log_g)
 
@@ -63,7 +63,7 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
 
 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
-    """What is known of packed documents without their offsets."""
+    """Checks of packed documents that do not need the values of the offsets."""
     if q.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"
@@ -73,15 +73,15 @@ def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
 
 
 def check_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
-    """The offsets as numbers: one wait for the device per tensor, not one per layer."""
+    """The offsets as numbers, copied from the device once per tensor rather than once per layer."""
     if cu_seqlens.is_inference():
-        # Nothing tells whether it was written to since.
+        # Inference tensors have no version, so a later write would go unnoticed.
         return _read_offsets(cu_seqlens, T)
-    return _remembered_offsets(cu_seqlens, cu_seqlens._version, T)
+    return _cached_offsets(cu_seqlens, cu_seqlens._version, T)
 
 
 @lru_cache(maxsize=8)
-def _remembered_offsets(cu_seqlens: Tensor, version: int, T: int) -> tuple[int, ...]:
+def _cached_offsets(cu_seqlens: Tensor, version: int, T: int) -> tuple[int, ...]:
     return _read_offsets(cu_seqlens, T)
 
 

@@ -1,4 +1,4 @@
-"""The forms outside the custom ops: plain differentiable torch, and the kernel of one token."""
+"""Calls outside the custom ops: one token, the recurrent form of each backend, the reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.power.torch.step import power_attention_recurrent
 from longhaul.kernels.shapes import state_features
 
-# (q, k, v, log_g, state) of whole rows to output and final state.
+# Maps (q, k, v, log_g, state) of unpacked sequences to the output and the final state.
 Form = Callable[
     [Tensor, Tensor, Tensor, Tensor | None, PowerState | None], tuple[Tensor, PowerState]
 ]
@@ -33,7 +33,7 @@ def step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token, T = 1; in place the state is overwritten and returned, whatever its dtype."""
+    """One token, T = 1. In place, `state` is overwritten and returned, whatever its dtype."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     work = PowerState(state.kv.to(dtype), state.norm.to(dtype))
     if backend == "reference":
@@ -41,7 +41,7 @@ def step(
             q, k, v, log_g, work, degree=degree, scale=scale, normalize=normalize
         )
     elif backend == "triton":
-        # Triton takes long to import, and may not be there.
+        # Triton takes long to import, and may not be installed.
         from longhaul.kernels.power import triton
 
         out, after = triton.step(
@@ -49,7 +49,7 @@ def step(
             degree=degree, scale=scale, normalize=normalize, inplace=inplace,
         )  # fmt: skip
         if inplace:
-            # Autograd does not see what a kernel writes.
+            # Autograd cannot see that a kernel wrote to these tensors.
             torch.autograd.graph.increment_version(tuple(work))
     else:
         out, after = torch_backend.step(
@@ -73,11 +73,11 @@ def per_document(
     state: PowerState | None,
     offsets: tuple[int, ...] | None,
 ) -> tuple[Tensor, PowerState]:
-    """Packed documents one after the other: nothing can leak, and each has states of its own."""
+    """Run packed documents one by one, each with its own state, so that nothing leaks."""
     if offsets is None:
         return form(q, k, v, log_g, state)
     lengths = [end - start for start, end in pairwise(offsets)]
-    # A split has one backward for all parts, where N slices would each fill a whole gradient.
+    # A split has one backward for all parts; N slices would each allocate a gradient of full size.
     q_parts, k_parts, v_parts = (torch.split(x, lengths, dim=1) for x in (q, k, v))
     gates = None if log_g is None else torch.split(log_g, lengths, dim=1)
     states = None if state is None else (torch.split(state.kv, 1), torch.split(state.norm, 1))
@@ -124,14 +124,14 @@ def _recurrent(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, PowerState]:
-    """Differentiable torch, token by token."""
+    """The recurrent form in torch, differentiable."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, after = power_attention_recurrent(
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
         None if log_g is None else log_g.to(dtype),
-        _own_state(q, v, state, degree),
+        _initial_state(q, v, state, degree),
         degree=degree,
         scale=scale,
         normalize=normalize,
@@ -150,8 +150,8 @@ def _recurrent_triton(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One kernel per token, without gradients, on a copy of the state."""
-    after = PowerState(*(x.clone() for x in _own_state(q, v, state, degree)))
+    """Triton's kernel for each token, without gradients, on a copy of the state."""
+    after = PowerState(*(x.clone() for x in _initial_state(q, v, state, degree)))
     outputs = []
     for t in range(q.shape[1]):
         at = (slice(None), slice(t, t + 1))
@@ -163,8 +163,8 @@ def _recurrent_triton(
     return torch.cat(outputs, dim=1), after
 
 
-def _own_state(q: Tensor, v: Tensor, state: PowerState | None, degree: int) -> PowerState:
-    """The initial state as it is accumulated, zeros where there is none."""
+def _initial_state(q: Tensor, v: Tensor, state: PowerState | None, degree: int) -> PowerState:
+    """The initial state in the dtype of accumulation, zeros if there is none."""
     B, _, _, K = q.shape
     G, V = v.shape[2:]
     like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))

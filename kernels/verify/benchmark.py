@@ -1,4 +1,4 @@
-"""Time, memory and kernels of calls, one task at a time, so that one that fails ends alone."""
+"""Time, memory and kernels of calls, measured one task at a time."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ What = Literal["training", "profile", "decoding", "decoding, as a graph", "matmu
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One thing to measure: what, of whom, and the row of the table that it belongs to."""
+    """One measurement: what is measured, of which implementation, for which row of the table."""
 
     what: What
     row: str
-    who: str = "longhaul"
+    implementation: str = "longhaul"
     shape: Shape = field(default_factory=Shape)
     device: str = "cuda"
-    size: int = 8192  # of the square matrices; the copy moves as many bytes as one has entries
+    size: int = 8192  # of the square matrices; the copy moves 16 · size² bytes
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """The task's numbers. Times are medians in milliseconds, beside the middle 60 % of all runs."""
+    """The results of a task. Times are medians in milliseconds, beside the middle 60 %."""
     device = torch.device(task.device)
     if task.what == "training":
         return _measure_training(task, device)
@@ -58,17 +58,17 @@ def measure(task: Task) -> dict[str, Any]:
         target = source.clone()
         times = _time(lambda: target.copy_(source), device)
         return times | {"gb_per_s": 2 * source.numel() / times["ms"] / 1e6}
-    num_states = 1 if task.who == "sdpa flash" else _DECODED_STATES
-    with chosen_kernels(task.who):
-        step = decoding_call(task.who, task.shape, device, num_states)
+    num_states = 1 if task.implementation == "sdpa flash" else _DECODED_STATES
+    with chosen_kernels(task.implementation):
+        step = decoding_call(task.implementation, task.shape, device, num_states)
         times = _time(step, device, is_graph=task.what == "decoding, as a graph")
     return {"ms": times["ms"] / num_states, "ms_range": [x / num_states for x in times["ms_range"]]}
 
 
 def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
     shape = task.shape
-    with chosen_kernels(task.who):
-        call = training_call(task.who, shape, device)
+    with chosen_kernels(task.implementation):
+        call = training_call(task.implementation, shape, device)
         dout = torch.randn_like(call.forward())
 
         def forward() -> Tensor:
@@ -83,10 +83,10 @@ def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
         for name, function in (("forward", forward), ("forward_backward", both)):
             times = _time(function, device)
             result |= {f"{name}_ms": times["ms"], f"{name}_ms_range": times["ms_range"]}
-    if task.who == "longhaul":
+    if task.implementation == "longhaul":
         return result | _useful_work(shape, call.leaves, result)
-    if task.who != "sdpa flash":
-        # A peer that computes something else is no peer. Its times count even if ours raises.
+    if task.implementation != "sdpa flash":
+        # How far the peer's output is from ours. Its times are kept even if our call raises.
         with suppress(Exception):
             ours = training_call("longhaul", shape, device).forward()
             result["differs_by"] = ((forward() - ours).float().norm() / ours.float().norm()).item()
@@ -94,7 +94,7 @@ def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
 
 
 def _useful_work(shape: Shape, leaves: list[Tensor], result: dict[str, Any]) -> dict[str, Any]:
-    """Rates by the FLOPs that the cost model counts, and the memory that is allowed."""
+    """FLOP rates according to the cost model, and the memory that is allowed."""
     if shape.form == "auto":
         return {}
     C = choose_chunk_size(shape.T, shape.K, shape.K, shape.degree, "triton")
@@ -114,7 +114,7 @@ def _useful_work(shape: Shape, leaves: list[Tensor], result: dict[str, Any]) -> 
 
 
 def _peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Most memory allocated at once during a call, inputs included."""
+    """Peak of allocated memory during a call, inputs included."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -128,7 +128,7 @@ def _peak_bytes(function: Callable[[], object], device: torch.device) -> int | N
 def _time(
     function: Callable[[], object], device: torch.device, *, is_graph: bool = False
 ) -> dict[str, Any]:
-    """Median and middle 60 % of a call, in milliseconds, with a cold cache unless it is a graph."""
+    """Median and middle 60 % of a call in milliseconds; only a CUDA graph finds a warm cache."""
     quantiles = [0.5, 0.2, 0.8]
     if device.type != "cuda":
         middle, low, high = _time_on_cpu(function)
@@ -138,7 +138,7 @@ def _time(
 
         torch.cuda.synchronize()
         if is_graph:
-            # Without the gaps between launches, as decoders run it.
+            # Decoders run as a CUDA graph, without the gaps between launches.
             middle, low, high = do_bench_cudagraph(function, rep=50, quantiles=quantiles)
         else:
             middle, low, high = do_bench(function, warmup=50, rep=300, quantiles=quantiles)
@@ -146,7 +146,7 @@ def _time(
 
 
 def _time_on_cpu(function: Callable[[], object]) -> tuple[float, float, float]:
-    """For tests of this file: three runs by the clock."""
+    """Fastest, median and slowest of three runs; only tests use it."""
     times = []
     for _ in range(3):
         started = time.perf_counter()
@@ -158,7 +158,7 @@ def _time_on_cpu(function: Callable[[], object]) -> tuple[float, float, float]:
 
 def _kernel_times(task: Task, device: torch.device) -> list[dict[str, Any]]:
     """Milliseconds that each kernel of one forward and backward pass takes, slowest first."""
-    call = training_call(task.who, task.shape, device)
+    call = training_call(task.implementation, task.shape, device)
     dout = torch.randn_like(call.forward())
 
     def both() -> None:
@@ -183,10 +183,10 @@ def _kernel_times(task: Task, device: torch.device) -> list[dict[str, Any]]:
 
 @contextmanager
 def untimed_tuning(part: int = 0, parts: int | None = None) -> Iterator[None]:
-    """Triton's autotuner times nothing: it runs the first configuration, or every `parts`-th.
+    """Make Triton's autotuner run its first configuration, or every `parts`-th, without timing.
 
-    What is compiled stays in Triton's cache on disk, where a run that does time finds it. No choice
-    is kept there, as the device may be busy with something else.
+    Compiled kernels stay in Triton's cache on disk, where a later run with timing finds them. No
+    choice of a configuration is stored, as the device may be busy with other work.
     """
     # Triton takes long to import.
     from triton.compiler.errors import CompileTimeAssertionFailure
@@ -205,7 +205,7 @@ def untimed_tuning(part: int = 0, parts: int | None = None) -> Iterator[None]:
             try:
                 result = self.fn.run(*args, **kwargs, **settings)
             except (CompileTimeAssertionFailure, OutOfResources, PTXASError):
-                # Of several configurations some may not fit the chip. Of one it is an error.
+                # Some of several configurations may not fit the chip; a single one must.
                 if parts is None:
                     raise
         return result
@@ -216,20 +216,20 @@ def untimed_tuning(part: int = 0, parts: int | None = None) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """A share of the kernels that a task will tune itself with."""
+    """Every `parts`-th configuration, from number `part`, that the autotuner tries for a task."""
 
     task: Task
     part: int
     parts: int
 
     def run(self) -> None:
-        """Fill Triton's cache, unless the peer is not installed."""
+        """Compile into Triton's cache; a peer that is not installed is skipped."""
         task, device = self.task, torch.device(self.task.device)
         with untimed_tuning(self.part, self.parts), suppress(ImportError):
             if task.what.startswith("decoding"):
-                decoding_call(task.who, task.shape, device, 1)()
+                decoding_call(task.implementation, task.shape, device, 1)()
             else:
-                call = training_call(task.who, task.shape, device)
+                call = training_call(task.implementation, task.shape, device)
                 out = call.forward()
                 torch.autograd.grad(out, call.leaves, torch.ones_like(out))
             if device.type == "cuda":
@@ -238,7 +238,7 @@ class Compilation:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is scaled down where a CPU stands in for the device."""
+    """The sizes of all checks and measurements; tests on a CPU use smaller ones."""
 
     case_tokens: int = 131_073
     case_width: int = 256
@@ -252,7 +252,7 @@ class Sizes:
 
 
 def tasks_of(sizes: Sizes, device: str) -> list[Task]:
-    """Every measurement, the most important first, and last the one that may take all the time."""
+    """Every measurement, the most important first; the last may use up all remaining time."""
     T, H, (wide, narrow) = sizes.tokens, sizes.heads, sizes.widths
     headline = Shape(T=T, H=H, K=wide)
     rows = {
@@ -265,7 +265,10 @@ def tasks_of(sizes: Sizes, device: str) -> list[Task]:
 
     def training(row: str, shape: Shape, *peers: str) -> list[Task]:
         return [
-            Task(what="training", row=row, who=who, shape=shape, device=device) for who in peers
+            Task(
+                what="training", row=row, implementation=implementation, shape=shape, device=device
+            )
+            for implementation in peers
         ]
 
     tasks = [Task(what="matmul", row="matmul", device=device, size=sizes.matmul)]
@@ -278,25 +281,25 @@ def tasks_of(sizes: Sizes, device: str) -> list[Task]:
     decoding: tuple[What, What] = ("decoding", "decoding, as a graph")
     shape = replace(headline, B=sizes.decoding_batch)
     tasks += [
-        Task(what=what, row=what, who=who, shape=shape, device=device)
+        Task(what=what, row=what, implementation=implementation, shape=shape, device=device)
         for what in decoding
-        for who in ("longhaul", "sdpa flash")
+        for implementation in ("longhaul", "sdpa flash")
     ]
     for row, shape in rows_auto.items():
         tasks += training(row, shape, "longhaul", "sdpa flash")
     tasks.append(Task(what="copy", row="copy", device=device, size=sizes.matmul))
-    # It tries some 300 configurations of its kernels.
+    # Its autotuner tries some 300 configurations.
     retention = (f"retention, chunk {C}" for C in RETENTION_CHUNKS)
     return tasks + training("degree 2, K 64", headline, *retention)
 
 
 def compilations_of(tasks: Iterable[Task]) -> list[Compilation]:
-    """What to compile beforehand, several processes at once: peers that tune longest in parts."""
-    # What is tuned does not depend on retention's chunks, and the longest take least memory.
+    """What several processes compile beforehand; peers with much to tune are split into parts."""
+    # retention tunes the same kernels for every chunk size; the longest chunks take least memory.
     parts = {"longhaul": 1, "chunk_simple_gla": 2, f"retention, chunk {max(RETENTION_CHUNKS)}": 12}
     return [
-        Compilation(task=task, part=part, parts=parts[task.who])
+        Compilation(task=task, part=part, parts=parts[task.implementation])
         for task in tasks
         if task.what in ("training", "decoding") and task.shape.form != "auto"
-        for part in range(parts.get(task.who, 0))
+        for part in range(parts.get(task.implementation, 0))
     ]

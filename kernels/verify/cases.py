@@ -1,4 +1,4 @@
-"""Correctness on one device: every kind of call, outputs and all gradients, against float64."""
+"""Checks on one device: outputs and all gradients of many calls, compared with float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from longhaul.kernels.testing import compare, poisoned_memory
 
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Tokens up to which the quadratic definition is the oracle, and entries of its largest tensor.
+# The quadratic definition is the oracle up to so many tokens and entries of its largest tensor.
 _LONGEST_DEFINITION = 2048
 _LARGEST_DEFINITION = 2**28
 _BOTH = ("chunked", "attention")
@@ -27,7 +27,7 @@ _BOTH = ("chunked", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One call to check. Its inputs are drawn anew, from a fixed seed, wherever it runs."""
+    """One call to check. Each process draws the same inputs from a fixed seed."""
 
     name: str
     dtype: str = "bfloat16"
@@ -40,10 +40,11 @@ class Case:
     V: int = 64
     degree: int = 2
     normalize: bool = True
-    gates: str = "soft"  # "soft", "none", "ones", "hard" (zeros and ones among them), "reset"
-    content: str = "normal"  # "large", "orthogonal", "rotated" (orthogonal up to rounding), "wide"
-    documents: tuple[int, ...] = ()  # offsets, last one left out
-    is_continued: bool = False  # from an initial state to a final one
+    gates: str = "soft"  # "soft", "none", "ones", "hard" (some are 0 or 1), "reset" (one is 0)
+    # "normal", "large", "orthogonal", "rotated" (orthogonal up to rounding), "wide" (large strides)
+    content: str = "normal"
+    documents: tuple[int, ...] = ()  # offsets of packed documents, without the last one
+    is_continued: bool = False  # starts from an initial state and returns the final one
     wanted: tuple[str, ...] = ()  # inputs that need a gradient; empty for all
 
     @property
@@ -56,13 +57,13 @@ class Case:
     def multiple(self) -> float:
         """Allowed multiple of the error that the definition makes in the same dtype.
 
-        Features sum terms of both signs where the definition raises a sum to a power, the more so
-        the higher the power. In 16 bits the rounding of operands is already most of the error.
+        Features sum terms of both signs where the definition raises one sum to a power, and the
+        cancellation grows with the degree. In 16 bits the rounding of the inputs dominates.
         """
         return (15.0 if self.dtype == "float32" else 2.0) * max(self.degree, 2)
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        """q, k, v in the dtype; log_g, kv, norm in float32; all without a graph."""
+        """q, k, v in the case's dtype; log_g, kv, norm in float32; none requires a gradient."""
         generator = torch.Generator(device).manual_seed(self.T + 7 * self.K + self.degree)
 
         def randn(*shape: int) -> Tensor:
@@ -71,7 +72,7 @@ class Case:
         B, T, H, G, K, V = self.B, self.T, self.H, self.G, self.K, self.V
         q, k, v = randn(B, T, H, K), randn(B, T, G, K), randn(B, T, G, V)
         if self.content == "large":
-            # Coordinates that make |q| and |k| 1,000 or so.
+            # |q| and |k| become about 1,000.
             q, k = q * 1e3 * K**-0.5, k * 1e3 * K**-0.5
         if self.content in ("orthogonal", "rotated"):
             k[..., K // 2 :] = 0
@@ -88,7 +89,7 @@ class Case:
         if self.content == "wide":
             tensors = {name: _far_apart(x) for name, x in tensors.items()}
         if self.gates != "none":
-            # Heads remember between 3,000 tokens and 8.
+            # The memory of the heads ranges from 8 to 3,000 tokens.
             log_g = logsigmoid(randn(B, T, G) + torch.linspace(8, 2, G, device=device))
             if self.gates == "ones":
                 log_g = torch.zeros_like(log_g)
@@ -120,7 +121,7 @@ class Case:
         wanted = self.wanted or tuple(inputs)
         leaves = {}
         for name, x in inputs.items():
-            # Views keep their strides: a leaf is not a copy, except in another dtype.
+            # A leaf keeps the strides of its input, as only another dtype makes a copy.
             is_rounded = name in ("q", "k", "v") or dtype == torch.float64
             given = x.to(dtype) if is_rounded else x
             leaves[name] = given.detach().requires_grad_(name in wanted and self.has_grads)
@@ -144,7 +145,7 @@ class Case:
             results |= {"final kv": after.kv, "final norm": after.norm}
         if self.has_grads:
             names = [name for name in leaves if name in wanted]
-            # The same for every dtype, so that rounding it is no part of the error.
+            # Rounded alike for every dtype, so that its rounding does not add to the error.
             generator = torch.Generator(out.device).manual_seed(1)
             directions = [
                 torch.randn(x.shape, generator=generator, device=x.device)
@@ -162,8 +163,8 @@ class Case:
     def has_grads(self) -> bool:
         return "step" not in self.forms
 
-    def trusted(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The definition where it can be afforded, else the torch backend that is tested by it."""
+    def expected(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Results of the definition or, where that is too large, of the torch backend."""
         entries = self.T * self.G * state_features(self.K, self.degree) * self.degree
         if self.T <= _LONGEST_DEFINITION and entries <= _LARGEST_DEFINITION:
             return self.run(inputs, dtype, backend="reference")
@@ -171,7 +172,7 @@ class Case:
         return self.run(inputs, dtype, backend="torch", form=form)
 
     def steps(self, inputs: dict[str, Tensor], backend: Backend) -> dict[str, Tensor]:
-        """One token after the other, without gradients; in place once the state is our own."""
+        """Token by token, without gradients. Every second step is in place, never on the inputs."""
         state = PowerState(inputs["kv"], inputs["norm"])
         outputs = []
         with torch.no_grad():
@@ -190,7 +191,7 @@ class Case:
 
 
 def _far_apart(x: Tensor) -> Tensor:
-    """The same values, with strides that pass 2^31 elements over 131,073 tokens."""
+    """The same values with wide strides: 131,073 tokens span more than 2^31 elements."""
     T, H, K = x.shape[1:]
     tokens_apart = max(H * K, 2 ** (31 - 17) + 64) if T > 2**16 else 3 * H * K
     buffer = x.new_full((1, T, tokens_apart // K, K), torch.nan)
@@ -199,16 +200,16 @@ def _far_apart(x: Tensor) -> Tensor:
 
 
 def check(case: Case, device: torch.device, backend: Backend) -> list[dict[str, Any]]:
-    """One record per form: errors of every tensor, and everything that is wrong.
+    """One record per form: the errors of every tensor, and a list of faults.
 
-    Raises only where the device itself no longer answers.
+    Raises only if the device itself has failed.
     """
     started = time.monotonic()
     records = []
     inputs = case.inputs(device)
-    oracle = case.trusted(inputs, torch.float64)
+    oracle = case.expected(inputs, torch.float64)
     is_float32 = case.dtype == "float32"
-    definition = case.trusted(inputs, torch.float32 if is_float32 else case.torch_dtype)
+    definition = case.expected(inputs, torch.float32 if is_float32 else case.torch_dtype)
     for form in case.forms:
         record: dict[str, Any] = asdict(case) | {"form": form, "tensors": {}, "faults": []}
         del record["forms"]
@@ -222,7 +223,7 @@ def check(case: Case, device: torch.device, backend: Backend) -> list[dict[str, 
         records.append(record)
         started = time.monotonic()
     if device.type == "cuda":
-        # Other processes need it too.
+        # Other processes share the GPU's memory.
         torch.cuda.empty_cache()
     return records
 
@@ -247,12 +248,12 @@ def _compare(
     tensors, faults = {}, []
     for name, wanted in oracle.items():
         if case.content == "rotated":
-            # Rounding alone decides what such a query reads: it must stay finite and small.
+            # The output is rounding noise, which must stay finite and small.
             bound = 10 * inputs["v"].abs().max() if name == "out" else torch.inf
             if not (actual[name].isfinite().all() and actual[name].abs().max() < bound):
                 faults.append(f"{name}: not finite, or above {bound}")
             continue
-        # Where float32 overflows, the definition's error is that of rounding the right answer.
+        # If the definition overflows in float32, only the rounding of the oracle is allowed.
         is_usable = definition[name].isfinite().all()
         found = compare(
             actual[name],
@@ -279,7 +280,7 @@ def _differ(these: dict[str, Tensor], those: dict[str, Tensor], name: str) -> bo
 
 
 def core_cases() -> list[Case]:
-    """Every feature of the op in every dtype, bfloat16 first."""
+    """Cases for every feature of the op in every dtype, bfloat16 first."""
     return [replace(case, dtype=dtype) for dtype in DTYPES for case in _features()]
 
 
@@ -309,7 +310,7 @@ def _features() -> Iterable[Case]:
 
 
 def extreme_cases(backend: str) -> list[Case]:
-    """Inputs that overflow, cancel or reset, and sequences longer than 131,072 tokens."""
+    """Cases with overflow, cancellation, resets, or sequences longer than 131,072 tokens."""
     both = ("bfloat16", "float32")
     cases = [
         *(Case(name="reset in the middle", gates="reset", dtype=x) for x in both),
@@ -320,8 +321,8 @@ def extreme_cases(backend: str) -> list[Case]:
         Case(name="reset in the middle, degree 1", gates="reset", degree=1, normalize=False),
     ]
     if backend == "triton":
-        # Its attention form works with logarithms, the torch backend's with float32 powers, and
-        # these weights do not fit in float32.
+        # These weights do not fit in float32. Triton's attention form rescales them; the torch
+        # backend's does not.
         cases += [
             Case(name="large at degree 8", content="large", degree=8, forms=("attention",), T=700)
         ]
@@ -338,7 +339,7 @@ def extreme_cases(backend: str) -> list[Case]:
 
 
 def shrunk(case: Case, tokens: int, width: int) -> Case:
-    """The same call at sizes that a CPU checks in milliseconds."""
+    """The same case at sizes that a CPU checks in milliseconds."""
     T = min(case.T, tokens)
     documents = tuple(range(len(case.documents)))
     return replace(case, T=T, K=min(case.K, width), V=min(case.V, width), documents=documents)

@@ -1,4 +1,4 @@
-"""What is timed: calls of this op and of its peers, on the same inputs in each one's own layout."""
+"""The calls that are timed: this op and its peers, on equal inputs, each in its own layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from longhaul.kernels.shapes import state_features
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes and settings of a timed call. Key heads are as many as query heads."""
+    """Sizes and settings of a timed call, which has as many key heads as query heads."""
 
     T: int = 65_536
     B: int = 1
@@ -45,35 +45,36 @@ class Shape:
 
 
 class Timed(NamedTuple):
-    """A call to time: `forward()` gives (B, T, H, K), or (B, H, T, K) from SDPA."""
+    """A call to time: `forward()` returns (B, T, H, K), or (B, H, T, K) for SDPA."""
 
     forward: Callable[[], Tensor]
     leaves: list[Tensor]
 
 
-# Tokens per chunk that `retention` is timed with: its fastest is the one to beat.
+# Chunk sizes in tokens that `retention` is timed with: we compare with its fastest.
 RETENTION_CHUNKS = (256, 512, 1024)
 
 
 def own_backend(device: torch.device) -> Literal["torch", "triton"]:
-    """The backend to verify: named, so that nothing falls back to another."""
+    """The backend to verify, chosen by name so that no call falls back to another."""
     return "triton" if device.type == "cuda" else "torch"
 
 
-def training_call(who: str, shape: Shape, device: torch.device) -> Timed:
+def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:
     """One forward pass, ready for a backward pass.
 
-    `who` is "longhaul", "sdpa flash", "chunk_simple_gla" or "retention, chunk C" with C tokens.
+    `implementation` is "longhaul", "sdpa flash", "chunk_simple_gla" or "retention, chunk C", where
+    C is a number of tokens.
 
     Raises: ImportError where the peer is not installed.
     """
     q, k, v, log_g = shape.inputs(device)
-    if who == "sdpa flash":
+    if implementation == "sdpa flash":
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         q, k, v = leaves
         return Timed(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), leaves)
     q, k, v, log_g = leaves = [x.requires_grad_() for x in (q, k, v, log_g)]
-    if who == "longhaul":
+    if implementation == "longhaul":
         backend = own_backend(device)
         return Timed(
             lambda: power_attention(
@@ -88,27 +89,29 @@ def training_call(who: str, shape: Shape, device: torch.device) -> Timed:
             )[0],
             leaves,
         )
-    if who == "chunk_simple_gla":
+    if implementation == "chunk_simple_gla":
         chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
         return Timed(lambda: chunk_simple_gla(q, k, v, log_g)[0], leaves)
     power_retention = import_module("retention").power_retention
-    chunk_size = min(int(who.removeprefix("retention, chunk ")), shape.T)
+    chunk_size = min(int(implementation.removeprefix("retention, chunk ")), shape.T)
     return Timed(
         lambda: power_retention(q, k, v, log_g, deg=shape.degree, chunk_size=chunk_size), leaves
     )
 
 
-def chosen_kernels(who: str) -> AbstractContextManager[None]:
-    """Holds SDPA to its flash backend, which raises where it cannot run."""
-    return sdpa_kernel(SDPBackend.FLASH_ATTENTION) if who == "sdpa flash" else nullcontext()
+def chosen_kernels(implementation: str) -> AbstractContextManager[None]:
+    """Restricts SDPA to its flash backend, which raises where it cannot run."""
+    return (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == "sdpa flash" else nullcontext()
+    )
 
 
 def decoding_call(
-    who: str, shape: Shape, device: torch.device, num_states: int
+    implementation: str, shape: Shape, device: torch.device, num_states: int
 ) -> Callable[[], None]:
-    """One token for each of `num_states` layers: more of them than fit in the GPU's cache.
+    """One token for each of `num_states` layers, whose states together exceed the GPU's cache.
 
-    "sdpa flash" reads keys and values of all T tokens, "longhaul" one state.
+    "sdpa flash" reads the keys and values of all T tokens, "longhaul" reads one state per layer.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -116,7 +119,7 @@ def decoding_call(
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
     B, T, H, K = shape.B, shape.T, shape.H, shape.K
-    if who == "sdpa flash":
+    if implementation == "sdpa flash":
         q = randn(B, H, 1, K)
         caches = [(randn(B, H, T, K), randn(B, H, T, K)) for _ in range(num_states)]
 

@@ -1,4 +1,4 @@
-"""Tasks in processes of their own, so that one that crashes, or breaks a device, ends alone."""
+"""Run each task in a worker process, so that a crash or a broken device ends one task only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OUT_OF_TIME = "skipped: out of time"
 
 
 class Outcome(NamedTuple):
-    """What became of a task: a result, or the problem that it met."""
+    """A task's result, or the problem that prevented one."""
 
     result: Any
     problem: str | None
@@ -29,13 +29,13 @@ def run_tasks(
     num_processes: int,
     deadline: float,
 ) -> list[Outcome]:
-    """`function` of every task, started in their order. No problem stops the others.
+    """Call `function` on every task, in order. A problem in one task does not stop the others.
 
     Args:
-        function: importable by name. What it raises becomes the task's problem and ends its
-            process, as the device may be broken there: the next task finds a fresh one.
-        num_processes: how many at once; 0 runs every task in this process.
-        deadline: a moment of `time.monotonic`. Tasks that are not done by then are given up.
+        function: importable by name. An exception becomes the task's problem and ends its worker
+            process, whose device may be broken: the next task gets a new process.
+        num_processes: worker processes at a time; 0 runs every task in this process.
+        deadline: a time on the clock of `time.monotonic`; tasks unfinished by then are abandoned.
     """
     if num_processes == 0:
         outcomes: list[Outcome] = []
@@ -43,11 +43,11 @@ def run_tasks(
             is_late = time.monotonic() > deadline
             outcomes.append(Outcome(None, OUT_OF_TIME) if is_late else _attempt(function, task))
         return outcomes
-    crew = _Crew(function)
+    pool = _WorkerPool(function)
     try:
-        return crew.work(tasks, num_processes, deadline)
+        return pool.run(tasks, num_processes, deadline)
     finally:
-        for process in crew.processes.values():
+        for process in pool.processes.values():
             process.kill()
             process.join()
 
@@ -60,51 +60,51 @@ def _attempt(function: Callable[[Any], Any], task: Any) -> Outcome:
         return Outcome(None, f"{type(error).__name__}: {first_line}"[:500])
 
 
-def _serve(function: Callable[[Any], Any], tasks: Connection) -> None:
-    """The life of a worker: it ends at its first problem, or when killed."""
+def _work(function: Callable[[Any], Any], tasks: Connection) -> None:
+    """The loop of a worker process, which ends at its first problem or when killed."""
     outcome: Outcome = Outcome(None, None)
     while outcome.problem is None:
         outcome = _attempt(function, tasks.recv())
         tasks.send(tuple(outcome))
 
 
-class _Crew:
+class _WorkerPool:
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
         self.processes: dict[Connection, SpawnProcess] = {}
 
-    def work(self, tasks: Sequence[Any], num_processes: int, deadline: float) -> list[Outcome]:
+    def run(self, tasks: Sequence[Any], num_processes: int, deadline: float) -> list[Outcome]:
         outcomes: list[Outcome] = [Outcome(None, OUT_OF_TIME)] * len(tasks)
         waiting = deque(range(len(tasks)))
         idle: list[Connection] = []
         busy: dict[Connection, int] = {}
         while waiting or busy:
             while waiting and len(busy) < num_processes:
-                worker = idle.pop() if idle else self._hire()
+                worker = idle.pop() if idle else self._start()
                 busy[worker] = waiting.popleft()
                 worker.send(tasks[busy[worker]])
             ready = wait(list(busy), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
-            for worker in [one for one in busy if one in ready]:
-                outcomes[busy.pop(worker)], is_alive = self._hear(worker)
+            for worker in [worker for worker in busy if worker in ready]:
+                outcomes[busy.pop(worker)], is_alive = self._receive(worker)
                 if is_alive:
                     idle.append(worker)
         return outcomes
 
-    def _hire(self) -> Connection:
-        # Spawned, not forked: a fork would share what this process did with the device.
+    def _start(self) -> Connection:
+        # Spawned rather than forked: a fork would inherit this process's state of the device.
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(self.function, there), daemon=True)
+        process = context.Process(target=_work, args=(self.function, there), daemon=True)
         process.start()
-        # With the only other end in the worker, its death reads as an end of file here.
+        # The worker now holds the only other end, so that its death reads as an end of file here.
         there.close()
         self.processes[here] = process
         return here
 
-    def _hear(self, worker: Connection) -> tuple[Outcome, bool]:
-        """What became of the worker's task, and whether the worker can take another."""
+    def _receive(self, worker: Connection) -> tuple[Outcome, bool]:
+        """The outcome of the worker's task, and whether the worker can take another."""
         try:
             outcome: Outcome = Outcome(*worker.recv())
         except (EOFError, OSError):

@@ -28,7 +28,7 @@ from longhaul.kernels.verify.cases import Case, check, core_cases, extreme_cases
 from longhaul.kernels.verify.peers import RETENTION_CHUNKS, own_backend
 from longhaul.kernels.verify.processes import Outcome, run_tasks
 
-# Seconds from the start: checks and compilation end at the first, everything at the second.
+# Seconds from the start at which checks and compilation end, and at which everything ends.
 _CHECKED_BY = 250.0
 _DONE_BY = 465.0
 _CROSSOVER_BY = 8192  # tokens
@@ -38,17 +38,17 @@ _PACKAGES = ("torch", "triton", "longhaul", "fla-core", "retention")
 def run(
     device: str, sizes: Sizes, *, num_processes: int, out: Path | None = None
 ) -> dict[str, Any]:
-    """The whole report. With no processes everything runs in this one.
+    """The whole report. With `num_processes` 0 everything runs in this process.
 
     Args:
-        num_processes: how many check and compile at once. One alone takes times.
-        out: file for the report; it is there, without times, as soon as the checks are done.
+        num_processes: processes that check and compile at a time. Timing always uses one.
+        out: file for the report. It is written after the checks, and again with the timings.
     """
     started = time.monotonic()
     cases = [*core_cases(), *extreme_cases(own_backend(torch.device(device)))]
     cases = [shrunk(case, sizes.case_tokens, sizes.case_width) for case in cases]
     tasks = tasks_of(sizes, device)
-    # Checks of the dtype that everyone trains in, then what takes longest, then the rest.
+    # First the checks of the dtype used for training, then compilations, which take longest.
     first = [case for case in cases if case.dtype == "bfloat16"]
     jobs: list[Case | Compilation] = [*first]
     if torch.device(device).type == "cuda":
@@ -67,7 +67,7 @@ def run(
         "versions": _versions(),
         "checks": checks,
         "compilation_problems": [
-            f"{job.task.who}: {outcome.problem}"
+            f"{job.task.implementation}: {outcome.problem}"
             for job, outcome in zip(jobs, outcomes, strict=True)
             if isinstance(job, Compilation) and outcome.problem
         ],
@@ -93,7 +93,7 @@ def _check_or_compile(device: str, job: Case | Compilation) -> list[dict[str, An
 
 
 def _checks(job: Case | Compilation, outcome: Outcome) -> list[dict[str, Any]]:
-    """Records of a case, one per form, also where the case came to nothing."""
+    """Records of a case, one per form, even if the case did not finish."""
     if isinstance(job, Compilation):
         return []
     if outcome.problem is None:
@@ -108,19 +108,24 @@ def _measurement(task: Task, outcome: Outcome) -> dict[str, Any]:
     if task.what in ("matmul", "copy"):
         shape = {"size": task.size}
     problem = outcome.problem
-    record = {"what": task.what, "row": task.row, "who": task.who, "shape": shape}
+    record = {
+        "what": task.what,
+        "row": task.row,
+        "implementation": task.implementation,
+        "shape": shape,
+    }
     return record | {"problem": problem, "result": outcome.result}
 
 
 def targets_of(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each promise of the project beside what was measured; None where something is missing."""
+    """Each performance target beside the measured value; None where a measurement is missing."""
 
-    def get(number: str, row: str, who: str = "longhaul") -> float | None:
+    def get(number: str, row: str, implementation: str = "longhaul") -> float | None:
         found = [
             one["result"].get(number)
             for one in measurements
             if one["row"] == row
-            and one["who"] == who
+            and one["implementation"] == implementation
             and one["what"] != "profile"
             and one["result"]
         ]
@@ -129,8 +134,8 @@ def targets_of(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def ratio(above: float | None, below: float | None) -> float | None:
         return above / below if above is not None and below else None
 
-    def faster(row: str, who: str, number: str = "forward_backward_ms") -> float | None:
-        return ratio(get(number, row, who), get(number, row))
+    def faster(row: str, implementation: str, number: str = "forward_backward_ms") -> float | None:
+        return ratio(get(number, row, implementation), get(number, row))
 
     wide = "degree 2, K 64"
     retention = [faster(wide, f"retention, chunk {C}") for C in RETENTION_CHUNKS]
@@ -149,7 +154,7 @@ def targets_of(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
             faster("degree 1, K 64", "chunk_simple_gla"),
             1.0,
         ),
-        f"{wide}: part of the matmul's rate": (ratio(rate, get("tflops", "matmul")), 0.3),
+        f"{wide}: fraction of the matmul's rate": (ratio(rate, get("tflops", "matmul")), 0.3),
         "attention form: times faster than SDPA-flash": (
             faster("attention form", "sdpa flash"),
             0.7,
@@ -159,7 +164,7 @@ def targets_of(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
             50.0,
         ),
         "decoding: times faster than SDPA": (faster("decoding", "sdpa flash", "ms"), 50.0),
-        f"{wide}: memory allowed over memory taken": (
+        f"{wide}: memory allowed over memory used": (
             ratio(get("allowed_bytes", wide), get("peak_bytes", wide)),
             1.0,
         ),
@@ -169,17 +174,17 @@ def targets_of(measurements: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, (x, target) in lines.items()
     ]
     crossover, met = _crossover(measurements)
-    name = "degree 2, K 64: tokens from which on it is faster than SDPA-flash, at most"
+    name = "degree 2, K 64: tokens from which it is faster than SDPA-flash, at most"
     return [*targets, {"name": name, "value": crossover, "target": _CROSSOVER_BY, "met": met}]
 
 
 def _crossover(measurements: list[dict[str, Any]]) -> tuple[int | None, bool | None]:
-    """Fewest tokens from which on, at every measured length, this op beat SDPA; if early enough."""
+    """The shortest length from which this op is faster than SDPA, and if it meets the target."""
     times: dict[int, dict[str, float]] = {}
     for one in measurements:
         if one["row"].startswith("T ") and one["result"]:
-            by_who = times.setdefault(one["shape"]["T"], {})
-            by_who[one["who"]] = one["result"]["forward_backward_ms"]
+            by_name = times.setdefault(one["shape"]["T"], {})
+            by_name[one["implementation"]] = one["result"]["forward_backward_ms"]
     complete = {T: both for T, both in sorted(times.items()) if len(both) == 2}
     if not complete:
         return None, None
@@ -205,7 +210,7 @@ def _describe(device: str) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    """Of all packages involved, None where one is not installed."""
+    """Versions of all packages involved; None where one is not installed."""
     versions: dict[str, str | None] = {"python": platform.python_version()}
     versions["cuda"] = torch.version.cuda
     for package in _PACKAGES:
@@ -230,7 +235,7 @@ def _write(report: dict[str, Any], out: Path | None) -> None:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """What a person wants to see first: faults, times, targets."""
+    """A short text for people: faults, times, targets."""
     checks = report["checks"]
     faulty = [one for one in checks if one["faults"]]
     lines = [
@@ -244,7 +249,7 @@ def summary(report: dict[str, Any]) -> str:
         times = {key: x for key, x in result.items() if isinstance(x, float) and x is not None}
         text = "  ".join(f"{key} {x:.4g}" for key, x in times.items())
         if one["what"] != "profile" or one["problem"]:
-            lines.append(f"{one['row']}, {one['who']}: {one['problem'] or text}")
+            lines.append(f"{one['row']}, {one['implementation']}: {one['problem'] or text}")
     for one in report["targets"]:
         found = "not measured" if one["value"] is None else f"{one['value']:.4g}"
         verdict = {None: "unknown", True: "met", False: "missed"}[one["met"]]

@@ -136,16 +136,16 @@ def test_the_interpreter_refuses_16_bits(form: Form) -> None:
 
 
 def test_kernels_on_a_gpu_take_16_bits(machine: SimpleNamespace) -> None:
-    assert backend.why_not_in(torch.bfloat16) is None
-    assert backend.why_not_in(torch.float16) is None
-    assert backend.why_not_in(torch.float64) == "it has no float64"
+    assert backend.why_dtype_unsupported(torch.bfloat16) is None
+    assert backend.why_dtype_unsupported(torch.float16) is None
+    assert backend.why_dtype_unsupported(torch.float64) == "it has no float64"
     machine.interpreter = True
-    assert backend.why_not_in(torch.float32) is None
+    assert backend.why_dtype_unsupported(torch.float32) is None
 
 
 def test_a_step_of_triton_refuses_what_it_would_get_wrong() -> None:
     x = [y.requires_grad_() for y in tensors(3)]
-    with pytest.raises(ValueError, match="its kernel of one token has no backward"):
+    with pytest.raises(ValueError, match="its kernel for one token has no backward"):
         power_attention(*x, form="recurrent", backend="triton")
     state = PowerState(torch.zeros(1, 2, 84, 4), torch.zeros(1, 2, 84))
     token = [y.detach()[:, :1, :, :4] for y in x]

@@ -1,4 +1,4 @@
-"""Power attention in plain torch: the backend of every machine."""
+"""The torch backend of power attention, which runs on every device."""
 
 from longhaul.kernels.power.torch.backend import (
     backward,

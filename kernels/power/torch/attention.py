@@ -1,7 +1,7 @@
-"""Causal power attention inside one chunk, block of queries by block of queries.
+"""Causal power attention inside one chunk, one block of queries at a time.
 
 With a single chunk this is the attention form. Tensors are (rows, width, tokens): a row is one
-key head of one batch entry, and tokens run innermost as in the features. The value tensors carry
+key head of one batch entry, and tokens are innermost, as in the features. The value tensors have
 a row of ones at index V, so that index V of every product is the denominator.
 """
 
@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Queries per block: their scores stay in cache, and waste little of the causal half.
+# Queries per block: few enough that scores stay in cache and few of them lie in the future.
 _BLOCK = 128
 
 
 def queries_per_block(tokens: int) -> int:
-    """Queries of a chunk that are scored at a time."""
+    """Queries of a chunk that are scored together."""
     return min(tokens, _BLOCK)
 
 
@@ -36,7 +36,7 @@ class Buffers(NamedTuple):
 
 
 class _Scratch:
-    """Memory that all blocks of queries use in turn."""
+    """Memory that the blocks of queries share, one after the other."""
 
     def __init__(self, buffers: Buffers) -> None:
         rows, width, tokens = buffers.v.shape
@@ -47,18 +47,17 @@ class _Scratch:
         self.products = like.new_empty(rows * max(width, buffers.k.shape[1]) * tokens)
         self.dnum = like.new_empty(rows, width, size)
         self.log_pair = like.new_empty(rows, size, size, dtype=torch.float64)
-        # Added to a difference of logs, −inf turns the future into 2^−inf = 0 before it can
-        # overflow.
+        # Adding −inf to a difference of logs makes the future 2^−inf = 0 before it can overflow.
         self.future = torch.full_like(like[0, 0, :size].expand(size, size), -torch.inf).tril_(-1)
         self.causal = torch.ones_like(like[0, 0, :size]).expand(size, size).triu()
 
 
 class _Block:
-    """Queries start to end of the chunk against all its keys up to end, eq. (4)."""
+    """Queries from start to end of the chunk against all its keys before end, eq. (4)."""
 
     def __init__(self, buffers: Buffers, start: int, end: int, scratch: _Scratch) -> None:
         rows, size = buffers.v.shape[0], end - start
-        # The inner loops run many times over the same memory: every view is made once, here.
+        # The inner loops reuse the same memory many times, so every view is made once, here.
         self.has_past = start > 0
         self._products = scratch.products
         self.start, self.end = start, end
@@ -84,10 +83,10 @@ class _Block:
         self.after = v.new_empty(rows, 1, size)
 
     def set_decay(self, log_decay: Tensor | None) -> None:
-        """Decays between the block's own tokens as a matrix, of earlier keys as two factors.
+        """Set decays: a matrix between the block's own tokens, two factors for earlier keys.
 
-        The two factors ≤ 1 meet at the block's first token, eq. (5): neither can overflow, and
-        where one underflows the weight itself does.
+        The two factors, from the key to the block's first token and from there to the query, are
+        ≤ 1, eq. (5): neither can overflow, and if one underflows so does the weight.
         """
         self.is_gated = log_decay is not None
         if log_decay is None:
@@ -150,14 +149,14 @@ class _Block:
             self._add_product(self.dv_past, dnum, self.weights_past.transpose(1, 2))
 
     def _add_product(self, into: Tensor, a: Tensor, b: Tensor, times: int = 1) -> None:
-        """into += times · a b. torch's own baddbmm takes a part of a buffer row by row."""
+        """into += times · a b. torch's baddbmm would process a slice of a buffer row by row."""
         shape = (a.shape[0], a.shape[1], b.shape[2])
         product = self._products[: a.shape[0] * a.shape[1] * b.shape[2]].view(shape)
         into.add_(torch.bmm(a, b, out=product), alpha=times)
 
 
 class InsideChunk:
-    """Attention among the tokens of one chunk, bound to the buffers it reads and writes."""
+    """Attention among the tokens of one chunk, reading and writing fixed buffers."""
 
     def __init__(self, buffers: Buffers, degree: int) -> None:
         tokens = buffers.v.shape[2]
@@ -167,7 +166,7 @@ class InsideChunk:
         self._degree = degree
 
     def set_decay(self, log_decay: Tensor | None) -> None:
-        """Take the chunk's running sums of log2 γ, (rows, 1, tokens) float64, or None: no gates."""
+        """Set the chunk's sums of log2 γ, (rows, 1, tokens) float64; None means no gates."""
         for block in self._blocks:
             block.set_decay(log_decay)
 
@@ -183,21 +182,21 @@ class InsideChunk:
 
 
 def log2_smallest(dtype: torch.dtype) -> float:
-    """log2 of the smallest decay that is not taken for 0."""
+    """log2 of the smallest decay that is not flushed to 0."""
     return -160.0 if dtype == torch.float64 else -64.0
 
 
 def exp2_flushed_(x: Tensor) -> Tensor:
-    """2^x in place, and 0 where that is far below a rounding of 1.
+    """2^x in place, flushed to 0 where it is far below the rounding of 1.
 
-    Products with smaller decays would be denormal numbers, on which a matrix product runs ten
-    times slower. exp2 rather than exp, whose vector version in torch is as slow on −inf.
+    Products with smaller decays would be denormal, which makes a matrix product ten times slower.
+    exp2 is used because torch's vectorised exp is just as slow on −inf.
     """
     return torch.threshold_(x, log2_smallest(x.dtype), -torch.inf).exp2_()
 
 
 def _raise(x: Tensor, degree: int) -> None:
-    """x^degree in place; squares and cubes are plain products in torch, other powers are slow."""
+    """x^degree in place. torch computes squares and cubes by products; other powers are slow."""
     if degree == 1:
         return
     x.square_()

@@ -1,7 +1,7 @@
-"""The torch backend: the linear-cost form, and the attention form, which is its single chunk.
+"""The passes of the torch backend. The attention form is the chunked form with a single chunk.
 
-Documents packed along T run one after the other, each into its part of the results, so that
-nothing can leak. The passes themselves are in chunked/.
+Packed documents run one by one, each writing its slice of the results, so that nothing leaks. The
+passes over one document, or over whole rows of the batch, are in chunked/.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def forward(
     norm: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> Forward:
-    """Output, final state, and what the backward pass needs of the denominators."""
+    """Output, final state, and the denominators for the backward pass."""
     B, T, H, K = q.shape
     G, V = v.shape[2:]
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
@@ -54,8 +54,8 @@ def forward(
             _part(inverse, tokens),
             _part(is_live, tokens),
         )
-        one = ForwardPass(call, q[tokens], k[tokens], v[tokens], _part(log_g, tokens), into)
-        one.run(_part(kv, state), _part(norm, state))
+        document = ForwardPass(call, q[tokens], k[tokens], v[tokens], _part(log_g, tokens), into)
+        document.run(_part(kv, state), _part(norm, state))
     return results
 
 
@@ -67,14 +67,14 @@ def backward(
     dnorm: Tensor | None,
     needs: tuple[bool, bool, bool, bool, bool, bool],
 ) -> Grads:
-    """Gradients of q, k, v, log_g and the two parts of the initial state, or None for each."""
+    """Gradients of q, k, v, log_g, kv and norm; None where not needed."""
     q, k, v = saved.q, saved.k, saved.v
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     dlog_g = dinitial_kv = dinitial_norm = None
     if saved.log_g is not None and needs[3]:
         dlog_g = saved.log_g.new_empty(saved.log_g.shape)
     if saved.kv is not None and saved.norm is not None and (needs[4] or needs[5]):
-        # Zeros are right where nothing is read from a state.
+        # Stays zero where no chunk reads the state.
         dinitial_kv = saved.kv.new_zeros(saved.kv.shape)
         dinitial_norm = saved.norm.new_zeros(saved.norm.shape)
     dq, dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (q, k, v))
@@ -117,22 +117,22 @@ def state_forward(
     norm: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> PowerState:
-    """The state after the last token of every sequence, and no output."""
+    """The final state alone."""
     B, _, G, K = k.shape
     S, P = (B if cu_seqlens is None else len(cu_seqlens) - 1), state_features(K, call.degree)
     like = k.new_empty(0, dtype=torch.promote_types(k.dtype, torch.float32))
     final = PowerState(like.new_empty(S, G, P, v.shape[3]), like.new_empty(S, G, P))
     for tokens, state in _sequences(cu_seqlens):
-        one = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
+        sequence = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
         into = PowerState(final.kv[state], final.norm[state])
-        one.forward(_part(kv, state), _part(norm, state), into)
+        sequence.forward(_part(kv, state), _part(norm, state), into)
     return final
 
 
 def state_backward(
     call: PowerCall, saved: SavedState, dkv: Tensor | None, dnorm: Tensor | None
 ) -> StateGrads:
-    """Gradients of k, v, log_g and the two parts of the initial state, where there are any."""
+    """Gradients of k, v, log_g, kv and norm; None for absent inputs."""
     k, v, log_g = saved.k, saved.v, saved.log_g
     acc_dtype = torch.promote_types(k.dtype, torch.float32)
     dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (k, v))
@@ -148,8 +148,8 @@ def state_backward(
             _part(dinitial_norm, state),
         )
         final = PowerState(saved.final_kv[state], saved.final_norm[state])
-        one = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
-        one.backward(_part(dkv, state), _part(dnorm, state), final, into)
+        sequence = StatePass(call, k[tokens], v[tokens], _part(log_g, tokens))
+        sequence.backward(_part(dkv, state), _part(dnorm, state), final, into)
     return dk.to(k.dtype), dv.to(v.dtype), dlog_g, dinitial_kv, dinitial_norm
 
 
@@ -165,7 +165,7 @@ def step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token, q (B, 1, H, K) and so on, and the state after it: the given one if in place."""
+    """One token, q (B, 1, H, K), and the state after it, which is `state` itself if in place."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, after = recurrent_step(
         state,
@@ -185,13 +185,13 @@ _Index = tuple[slice, ...]
 
 
 def _sequences(cu_seqlens: Tensor | None) -> list[tuple[_Index, _Index]]:
-    """The same for rows, which run together, and for packed documents."""
+    """Index of the tokens and of the state: all rows at once, or each packed document."""
     everything = (slice(None), slice(None)), (slice(None),)
     return [everything] if cu_seqlens is None else _documents(cu_seqlens)
 
 
 def _documents(cu_seqlens: Tensor) -> list[tuple[_Index, _Index]]:
-    """Where the tokens of every document are, and its state."""
+    """Index of the tokens and of the state of every document."""
     edges = pairwise(cu_seqlens.tolist())
     return [
         ((slice(None), slice(start, end)), (slice(n, n + 1),))

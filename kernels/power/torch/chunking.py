@@ -1,4 +1,4 @@
-"""How a call is cut into blocks of rows and chunks of tokens, and the decays that go with it."""
+"""Splitting a call into blocks of rows and chunks of tokens, and the decays of its chunks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.torch.attention import exp2_flushed_, queries_per_block
 from longhaul.kernels.shapes import state_features
 
-# 2^−192 counts as 0 (exp2_flushed_), so a log gate clamped to it is still a full reset; and
-# differences of float64 sums of such terms keep every bit that matters, where (−inf) − (−inf)
-# would be NaN.
+# A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
+# reset. Differences of float64 sums of such terms are exact enough, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
-# Bytes of features and scores that a block of rows may take. More than the second-level caches
-# hold, but below that the cost of starting each operation outweighs what the caches save.
+# Bytes that the features and scores of a block of rows may take. This exceeds second-level caches,
+# but with smaller blocks starting operations costs more than the caches save.
 _BLOCK_BYTES = 16 << 20
 
 
 class Chunk(NamedTuple):
-    """Tokens start to end, the number-th chunk."""
+    """Chunk `number`, the tokens from start to end."""
 
     number: int
     start: int
@@ -32,7 +31,7 @@ class Chunk(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A block of rows: entries of the batch, and heads."""
+    """A block of rows: a range of batch entries and a range of heads."""
 
     batch: slice
     heads: slice
@@ -49,7 +48,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and settings of one call on whole rows."""
+    """Sizes and settings of one call without packing."""
 
     B: int
     T: int
@@ -65,7 +64,7 @@ class Problem:
 
     @classmethod
     def of(cls, call: PowerCall, q: Tensor, v: Tensor) -> Problem:
-        """The problem that q (B, T, H, K) and v (…, G, V) pose; attention is a single chunk."""
+        """From q (B, T, H, K) and v (…, G, V). The attention form is a single chunk."""
         B, T, H, K = q.shape
         return cls(
             B=B,
@@ -88,20 +87,20 @@ class Problem:
 
     @property
     def P(self) -> int:
-        """Features as allocated."""
+        """Number of features as stored."""
         return state_features(self.K, self.degree)
 
     @property
     def chunks(self) -> list[Chunk]:
-        """All chunks in order; the last may be shorter."""
+        """All chunks in order. The last may be shorter."""
         starts = range(0, self.T, self.chunk_size)
         return [Chunk(n, t, min(t + self.chunk_size, self.T)) for n, t in enumerate(starts)]
 
     @property
     def rows_per_block(self) -> tuple[int, int]:
-        """Batch entries and key heads of a block: as many rows as fit _BLOCK_BYTES.
+        """Batch entries and key heads of a block: the most rows that fit in _BLOCK_BYTES.
 
-        At least two where the sizes allow it, so that each of two cores has a row of its own.
+        At least two rows where the sizes allow, so that each of two cores has its own row.
         """
         C = self.chunk_size
         bytes_per_row = 8 * C * queries_per_block(C) + 16 * C * (self.K + self.V)
@@ -125,19 +124,19 @@ class Problem:
 
 
 class Decay(NamedTuple):
-    """Running sums of log2 γ in every chunk and what follows, eq. (3). None: no gates."""
+    """Running sums of log2 γ in every chunk, and the decays of eq. (3). None means no gates."""
 
     log_decay: Tensor | None = None  # (B, G, N, C) float64, from the start of the chunk
-    from_start: Tensor | None = None  # (B, G, N, C) what is left of the state before
-    to_end: Tensor | None = None  # (B, G, N, C) what is left of a token at the end of the chunk
+    from_start: Tensor | None = None  # (B, G, N, C) decay from the start of the chunk to a token
+    to_end: Tensor | None = None  # (B, G, N, C) decay from a token to the end of the chunk
 
     @classmethod
     def of(cls, log_g: Tensor | None, problem: Problem, dtype: torch.dtype) -> Decay:
-        """Sums in float64: float32 would lose small decays beside a reset."""
+        """From log gates. Sums are float64: float32 would lose small decays next to a reset."""
         if log_g is None:
             return cls()
         C = problem.chunk_size
-        # The padded tail neither decays nor is read, so the last column holds the chunk's total.
+        # Padded tokens have gates of 1, so the last column is the total of the chunk.
         padding = -problem.T % C
         log2_g = (log_g.detach().double() / log(2)).clamp_(min=_LOG2_RESET)
         log2_g = torch.nn.functional.pad(log2_g.permute(0, 2, 1), (0, padding))
@@ -147,7 +146,7 @@ class Decay(NamedTuple):
         return cls(log_decay, from_start, to_end)
 
     def take(self, rows: Rows, chunk: Chunk) -> Decay:
-        """The same for one block of rows and one chunk: (rows, 1, tokens)."""
+        """The decays of one block of rows and one chunk: (rows, 1, tokens)."""
         if self.log_decay is None:
             return self
         tokens = chunk.end - chunk.start
@@ -156,5 +155,5 @@ class Decay(NamedTuple):
 
     @property
     def total(self) -> Tensor | None:
-        """What is left at the end of the chunk of the state before it, (rows, 1, 1)."""
+        """Decay over the whole chunk, (rows, 1, 1)."""
         return None if self.from_start is None else self.from_start[:, :, -1:]

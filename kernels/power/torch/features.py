@@ -1,8 +1,8 @@
 """Symmetric-power features, transposed (tokens innermost), built one tile row at a time.
 
-The layout is defined in README.md, section 3. The recursion behind it, eq. (8): the features of
-degree p whose smallest tile is I are x[tile I] ⊗ (features of degree p − 1 with all tiles ≥ I),
-and the latter are a suffix of the list of degree p − 1, because the list is sorted by tiles.
+README.md, section 3, defines the layout and its recursion, eq. (8): the features of degree p whose
+first tile is I are x[tile I] ⊗ (features of degree p − 1 with all tiles ≥ I). The latter are a
+suffix of the list of degree p − 1, because the list is sorted by tiles.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def _tile_multiplicity(width: int, degree: int) -> tuple[int, ...]:
 
 
 def multiplicity(width: int, degree: int, like: Tensor) -> Float[Tensor, " P"]:
-    """How many orderings of its tiles a feature stands for, eq. (7)."""
+    """Number of orderings of its tiles that each feature represents, eq. (7)."""
     per_tile = torch.tensor(_tile_multiplicity(width, degree), dtype=like.dtype)
     return per_tile.repeat_interleave(tile_width(degree) ** degree).to(like.device)
 
 
 def _level_sizes(width: int, degree: int) -> list[int]:
-    """Number of features of degree 1, 2, … `degree`, all in the tiles of `degree`."""
+    """Number of features of degree 1, 2, … `degree`, all with the tile width of `degree`."""
     tile = tile_width(degree)
     tiles = padded_width(width, degree) // tile
     return [comb(tiles + d - 1, d) * int(tile**d) for d in range(1, degree + 1)]
 
 
 class _TileRow(NamedTuple):
-    """One step of eq. (8): upper[span] = lower ⊗ x[tile], in views that broadcast."""
+    """One step of eq. (8): level[span] = lower ⊗ x[tile], as views that broadcast."""
 
     lower: Tensor  # (rows, suffix, 1, tokens)
     tile: Tensor  # (rows, 1, tile, tokens)
@@ -50,7 +50,7 @@ class _TileRow(NamedTuple):
 
 
 def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRow]:
-    """The steps from degree − 1, in `lower`, to `degree`."""
+    """The steps of eq. (8) from the features of degree − 1 in `lower` to those of `degree`."""
     width = x.shape[1]
     steps = []
     offset = 0
@@ -63,9 +63,9 @@ def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRo
 
 
 class FeatureScratch:
-    """Memory for the features of some tokens and for their gradients, made when first used.
+    """Memory for the features of some tokens and their gradients, allocated at first use.
 
-    Queries and keys of one block of rows share it: only one φ exists at a time.
+    Queries and keys of one block of rows share it, as only one φ exists at a time.
     """
 
     def __init__(self, rows: int, width: int, tokens: int, degree: int, like: Tensor) -> None:
@@ -80,12 +80,12 @@ class FeatureScratch:
 
     @cached_property
     def dlevels(self) -> list[Tensor]:
-        """Their gradients, without the highest degree, which never exists as a whole."""
+        """Their gradients. That of the highest degree never exists as a whole."""
         return [self._like.new_empty(shape) for shape in self._shapes[1:-1]]
 
     @cached_property
     def tile_rows(self) -> Tensor:
-        """Twice the room of the widest tile row, flat."""
+        """Flat memory for two tensors of the size of the widest tile row."""
         rows, suffix, tokens = self._shapes[-2]
         return self._like.new_empty(2, rows * suffix * self.tile * tokens)
 
@@ -93,8 +93,8 @@ class FeatureScratch:
 class FeatureMap:
     """φ of a buffer x (rows, K, tokens), K padded to whole tiles, and its backward into dx.
 
-    The views of every step are made once: at these sizes making a view costs as much as the
-    arithmetic on it.
+    The views of every step are made once, because at these sizes making a view costs as much as
+    the arithmetic on it.
     """
 
     def __init__(self, x: Tensor, dx: Tensor, scratch: FeatureScratch) -> None:
@@ -117,14 +117,14 @@ class FeatureMap:
 
     @cached_property
     def _steps(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
-        """(lower, tile, out) of every step, level by level."""
+        """(lower, tile, out) of every step, for every level."""
         return [
             [(row.lower, row.tile, self._part(level, row)) for row in rows]
             for rows, level in zip(self._rows, self._scratch.levels, strict=True)
         ]
 
     def _part(self, level: Tensor, row: _TileRow) -> Tensor:
-        """What the row writes of a level, (rows, suffix, tile, tokens)."""
+        """The part of a level that a tile row writes, (rows, suffix, tile, tokens)."""
         rows, suffix, _, tokens = row.lower.shape
         return level[:, row.span, :tokens].view(rows, suffix, self._scratch.tile, tokens)
 
@@ -141,7 +141,7 @@ class FeatureMap:
         """Write into dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
 
         state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
-        matrix product, taken one tile row at a time and used up while it is in cache.
+        matrix product, computed one tile row at a time and consumed while it is in cache.
         """
         if self._scratch.degree == 1:
             torch.bmm(state.transpose(1, 2), values, out=self._dx)
@@ -169,12 +169,12 @@ class FeatureMap:
     @staticmethod
     def _product_rule(row: _TileRow, drow: _TileRow, dout: Tensor, product: Tensor) -> None:
         drow.lower.add_(torch.mul(dout, row.tile, out=product).sum(dim=2, keepdim=True))
-        # The last use of dout, so its memory takes the product.
+        # This is the last use of dout, so the product may overwrite it.
         drow.tile.add_(dout.mul_(row.lower).sum(dim=1, keepdim=True))
 
 
 def expand(x: Float[Tensor, "*rows K"], degree: int) -> Float[Tensor, "*rows P"]:
-    """The same features with the width innermost, differentiable: for single tokens."""
+    """φ(x) with the width innermost, differentiable; meant for single tokens."""
     tile = tile_width(degree)
     width = padded_width(x.shape[-1], degree)
     x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Gradients of the gates, in both forms."""
+"""Gradients of the gates."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from longhaul.kernels.power.torch.attention import log2_smallest
 
 def gate_gradient(
     log_g: Tensor,
-    by_query: Tensor | None,
+    row_sums: Tensor | None,
     k_dk: Tensor,
     degree: int,
     finals: tuple[tuple[Tensor | None, Tensor | None], ...],
 ) -> Tensor:
     """Suffix sums of dG_t = Σ_i w_ti dw_ti − Σ_s w_st dw_st, eq. (15), in float64.
 
-    The second sum is k·dk / p, because weights are homogeneous in k. A suffix stops at a reset:
-    nothing after it depends on gates before it.
+    The second sum is k·dk / p, because weights are homogeneous in k. A suffix stops at a reset,
+    after which nothing depends on earlier gates.
 
     Args:
-        by_query: (B, T, G) the first sum; None means 0.
-        k_dk: (B, T, G) in the dtype of the sums.
-        finals: the gradient of each part of the final state, and that part.
+        row_sums: (B, T, G) the first sum; None means 0.
+        k_dk: (B, T, G) k·dk, in the dtype of accumulation.
+        finals: for kv and for norm, the gradient of the final state and the final state.
     """
     change = -k_dk.double() / degree  # (B, T, G)
-    if by_query is not None:
-        change += by_query
+    if row_sums is not None:
+        change += row_sums
     for gradient, final in finals:
         if gradient is not None and final is not None:
             change[:, -1] += (gradient * final).flatten(2).sum(dim=2)

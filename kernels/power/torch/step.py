@@ -1,4 +1,4 @@
-"""One token at a time, at constant cost: the form that decodes."""
+"""The recurrent form: one token at a time at constant cost, for decoding."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def recurrent_step(
     normalize: bool,
     inplace: bool = False,
 ) -> tuple[Float[Tensor, "B H V"], PowerState]:
-    """S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ and the read-out of it, eqs. (9) and (10).
+    """Update the state, S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ, and read it, eqs. (9) and (10).
 
-    The token's own weight is (q·k)^p itself rather than φ(q)·φ(k): the power has no cancellation.
-    In place, the state given is overwritten and returned; nothing can be differentiated then.
+    The token's weight for itself is (q·k)^p rather than φ(q)·φ(k), which would cancel digits. In
+    place, `state` is overwritten and returned, and nothing can be differentiated.
     """
     G = k.shape[1]
     kv, norm = state
@@ -69,7 +69,7 @@ def power_attention_recurrent(
     scale: float,
     normalize: bool,
 ) -> tuple[Float[Tensor, "B T H V"], PowerState]:
-    """`recurrent_step` over T. Autograd keeps one state per token: for decoding and for tests."""
+    """`recurrent_step` over T. Autograd saves one state per token, so this is for short T."""
     state = initial_state
     outputs = []
     for t in range(q.shape[1]):

@@ -1,7 +1,7 @@
-"""Memory for one block of rows and one chunk length, allocated once and used for every chunk.
+"""Memory for one block of rows and one chunk length, allocated once and reused for every chunk.
 
-The views that the inner loops need are made once as well: at these sizes making a view costs as
-much as the arithmetic on it.
+The views that the inner loops need are also made once, because at these sizes making a view costs
+as much as the arithmetic on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longhaul.kernels.power.torch.chunking import Chunk, Problem, Rows
 from longhaul.kernels.power.torch.features import FeatureMap, FeatureScratch
 from longhaul.kernels.shapes import padded_width
 
-# Tokens whose features exist at one time; a longer chunk is expanded piece by piece.
+# Features exist for this many tokens at a time; longer chunks are processed in pieces.
 _FEATURE_TOKENS = 256
 
 
@@ -27,7 +27,7 @@ class Workspace:
         self._rows = problem.rows_per_block
         rows = self._rows[0] * self._rows[1]
         width = padded_width(problem.K, problem.degree)
-        # Rows that lie a large power of two apart fall on the same lines of a cache.
+        # Rows whose distance is a large power of two would compete for the same cache lines.
         stride = tokens + (16 if tokens >= 1024 else 0)
         keys = like.new_empty(4, rows, width, stride)[..., :tokens]
         values = like.new_empty(4, rows, problem.V + 1, stride)[..., :tokens]
@@ -47,7 +47,7 @@ class Workspace:
 
     @cached_property
     def inside(self) -> InsideChunk:
-        """Attention inside the chunk; made when first needed, as a state alone never does."""
+        """Attention inside the chunk. Made at first use, since a state alone never needs it."""
         buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
         return InsideChunk(Buffers(*buffers), self._degree)
 
@@ -58,7 +58,7 @@ class Workspace:
     def load(
         self, into: Tensor, source: Tensor, rows: Rows, chunk: Chunk, scale: float = 1.0
     ) -> None:
-        """Copy the block's part of a (B, T, heads, width) into a buffer, tokens innermost."""
+        """Copy the block's part of `source` (B, T, heads, width) into a buffer, transposed."""
         part = source[rows.at(chunk)].permute(0, 2, 3, 1)
         target = self._by_head(into, part.shape[2])
         if scale == 1.0:
@@ -71,7 +71,7 @@ class Workspace:
     def store(
         self, x: Tensor, into: Tensor, rows: Rows, chunk: Chunk, *, add: bool = False
     ) -> None:
-        """The way back, into a (B, T, heads, width)."""
+        """Copy a buffer into the block's part of `into` (B, T, heads, width)."""
         target = into[rows.at(chunk)].permute(0, 2, 3, 1)
         part = self._by_head(x, target.shape[2])
         if add:
@@ -80,7 +80,7 @@ class Workspace:
             target.copy_(part)
 
     def scaled(self, x: Tensor, factor: Tensor | None) -> Tensor:
-        """x (rows, V + 1, tokens) times a factor per token; the next call overwrites it."""
+        """x (rows, V + 1, tokens) times a factor per token, in memory that the next call reuses."""
         return x if factor is None else torch.mul(x, factor, out=self.scratch)
 
 

@@ -1,7 +1,7 @@
-"""How a call is cut into chunks, packed documents included, and the running sums of its gates.
+"""Splitting a call into chunks, and the running sums of its gates.
 
-A chunk never crosses from one sequence (a row of the batch, or a packed document) into the next.
-Every kernel finds its chunk in one table, so that no kernel knows whether a call is packed.
+A sequence is a row of the batch or a packed document, and no chunk spans two of them. Every kernel
+looks up its chunk in a table, so that no kernel depends on whether a call is packed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A log2 gate is clamped to the first, and a decay below two to the second is 0: README, section 6.
+# A log2 gate is clamped to the first; a log2 decay below the second counts as 0: README, section 6.
 _LOG2_RESET = tl.constexpr(-192.0)
 _LOG2_SMALLEST = tl.constexpr(-64.0)
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -22,7 +22,7 @@ _BLOCK_T = 1024
 
 
 class Chunks(NamedTuple):
-    """Chunks of at most `size` tokens, in order, and which of them belong to a sequence."""
+    """Chunks of at most `size` tokens, in order, and the range of chunks of every sequence."""
 
     table: Tensor  # (chunks, 6) int64: sequence, batch, start, end, sequence's start and end
     sequences: Tensor  # (S, 2) int64: first chunk, number of chunks
@@ -30,19 +30,19 @@ class Chunks(NamedTuple):
 
     @property
     def num(self) -> int:
-        """Rows of the table. Those of a packed call may end in empty chunks."""
+        """Rows of the table. If the call is packed, the last rows may be empty chunks."""
         return self.table.shape[0]
 
 
 def cut(B: int, T: int, size: int, cu_seqlens: Tensor | None, device: torch.device) -> Chunks:
-    """The chunks of a call. Packed or not, nothing here waits for the device."""
+    """The chunks of a call, without waiting for the device even if it is packed."""
     if cu_seqlens is None:
         return _cut_rows(B, T, size, device)
     offsets = cu_seqlens.long()
     starts, ends = offsets[:-1], offsets[1:]
     counts = (ends - starts + size - 1) // size
     after = counts.cumsum(0)
-    # The number of chunks depends on data; this bound on it does not.
+    # The number of chunks depends on data, so the table has as many rows as this upper bound.
     number = torch.arange(T // size + len(starts), device=device)
     sequence = torch.searchsorted(after, number, right=True).clamp_(max=len(starts) - 1)
     first = after - counts
@@ -63,7 +63,7 @@ def _cut_rows(B: int, T: int, size: int, device: torch.device) -> Chunks:
 
 @triton.jit
 def load_chunk(table_ptr, chunk):
-    """Sequence, batch, start, end, and the sequence's own start and end, of one chunk."""
+    """Sequence, batch, start and end of one chunk, and start and end of its sequence."""
     row_ptr = table_ptr + chunk.to(tl.int64) * 6
     return (
         tl.load(row_ptr),
@@ -77,14 +77,14 @@ def load_chunk(table_ptr, chunk):
 
 @triton.jit
 def exp2_flushed(x):
-    """2^x, and exactly 0 below 2^−64: a reset must not leak, not even into a scaled sum."""
+    """2^x, and exactly 0 below 2^−64, so that a reset cannot leak even into a scaled sum."""
     return tl.where(x < _LOG2_SMALLEST, 0.0, tl.exp2(x))
 
 
 class Gates(NamedTuple):
     """Sums of log2 γ from the start of each chunk, as float32 pairs: high + low has 48 bits.
 
-    A difference of two sums is then as exact as its own size allows, beside a reset too.
+    So a difference of two sums is exact to its own float32 rounding, even next to a reset.
     """
 
     high: Tensor  # (B, G, T) float32
@@ -92,7 +92,7 @@ class Gates(NamedTuple):
 
 
 def sum_gates(log_g: Tensor, chunks: Chunks) -> Gates:
-    """Eq. (3): float64 sums, split into two float32 each."""
+    """Eq. (3): float64 sums, each split into two float32."""
     B, T, G = log_g.shape
     high, low = (log_g.new_empty(B, G, T, dtype=torch.float32) for _ in range(2))
     _power_fwd_gates_kernel[(chunks.num, G)](

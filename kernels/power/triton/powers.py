@@ -1,4 +1,4 @@
-"""Integer powers of scores, for every kernel that has any."""
+"""Integer powers, a device function of all kernels."""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def test_every_check_passes_on_the_torch_backend(report: dict[str, Any]) -> None
 def test_the_report_has_times_of_everything_installed(report: dict[str, Any]) -> None:
     assert report["versions"]["torch"] == torch.__version__
     for one in report["measurements"]:
-        if one["who"] == "chunk_simple_gla" or one["who"].startswith("retention"):
+        if one["implementation"] == "chunk_simple_gla" or one["implementation"].startswith(
+            "retention"
+        ):
             continue  # absent here, or in want of a GPU
         assert one["problem"] is None, one
         if one["what"] == "profile":
@@ -85,7 +87,7 @@ def test_the_report_has_times_of_everything_installed(report: dict[str, Any]) ->
 
 
 def test_a_missing_peer_is_reported(report: dict[str, Any]) -> None:
-    peers = [one for one in report["measurements"] if one["who"].startswith("retention")]
+    peers = [one for one in report["measurements"] if one["implementation"].startswith("retention")]
     assert len(peers) == len(RETENTION_CHUNKS)
     for one in peers:
         assert one["result"] is None
@@ -154,7 +156,7 @@ def test_long_sequences_never_meet_the_quadratic_definition(
     monkeypatch.setattr(Case, "run", run)
     for case in [*cases.core_cases(), *cases.extreme_cases("triton")]:
         backend = "torch" if case.T > 2048 or (case.degree > 2 and case.K == 64) else "reference"
-        assert list(case.trusted({}, torch.float64)) == [backend]
+        assert list(case.expected({}, torch.float64)) == [backend]
 
 
 def test_comparison_never_passes_an_oracle_that_is_not_a_number() -> None:
@@ -217,7 +219,7 @@ def test_kernels_are_compiled_beforehand_for_every_measurement() -> None:
         "decoding",
     }
     for job in compilations:
-        if job.task.who == "longhaul":
+        if job.task.implementation == "longhaul":
             job.run()
 
 
@@ -227,9 +229,10 @@ def measured(**times: float) -> list[dict[str, Any]]:
     names["r512"] = "retention, chunk 512"
     return [
         reporting._measurement(
-            replace(task, who=names[who]), Outcome({"forward_backward_ms": ms}, None)
+            replace(task, implementation=names[implementation]),
+            Outcome({"forward_backward_ms": ms}, None),
         )
-        for who, ms in times.items()
+        for implementation, ms in times.items()
     ]
 
 
@@ -253,11 +256,11 @@ def test_the_crossover_is_where_it_wins_for_good(
 ) -> None:
     measurements = [
         reporting._measurement(
-            Task(what="training", row=f"T {T}", who=who, shape=Shape(T=T)),
+            Task(what="training", row=f"T {T}", implementation=implementation, shape=Shape(T=T)),
             Outcome({"forward_backward_ms": ms}, None),
         )
         for T, mine in zip((1024, 2048, 4096), ours, strict=True)
-        for who, ms in (("longhaul", mine), ("sdpa flash", 5))
+        for implementation, ms in (("longhaul", mine), ("sdpa flash", 5))
     ]
     value, met = value_of(measurements, "tokens from which on")
     assert (value, met) == (crossover, crossover is not None)

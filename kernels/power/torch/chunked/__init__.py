@@ -1,1 +1,1 @@
-"""The chunked form in plain torch: linear cost, a state between chunks."""
+"""The chunked form in torch: linear in T, with a state carried from chunk to chunk."""

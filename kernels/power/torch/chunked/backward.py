@@ -1,8 +1,8 @@
-"""Backward of the chunked form by hand: two sweeps over the chunks, nothing of size T × P.
+"""Backward of the chunked form: two sweeps over the chunks, with no tensor of size T × P.
 
-Sweep 1 runs forward, rebuilds the state before each chunk and takes from it the gradient of q.
-Sweep 2 runs backward, carries the gradient of the state and takes from it those of k and v; the
-part inside the chunk, whose scores are recomputed, goes with it. README.md, section 5.
+Sweep 1 runs forward, recomputes the state before each chunk and from it the gradient of q. Sweep 2
+runs backward and carries the gradient of the state, from which it computes the gradients of k and
+v; it also computes all gradients inside the chunk, from recomputed scores. README.md, section 5.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
 
 
 class Gradients(NamedTuple):
-    """Where to write: q, k and v as accumulated, the others as the inputs are. None: not wanted."""
+    """The tensors to fill: dq, dk, dv in the dtype of accumulation, the others like their inputs.
+
+    None means that a gradient is not wanted.
+    """
 
     dq: Tensor
     dk: Tensor
@@ -32,7 +35,7 @@ class Gradients(NamedTuple):
 
 
 class BackwardPass:
-    """One backward pass over whole rows; dkv and dnorm are of the final state."""
+    """One backward pass without packing; dkv and dnorm are gradients of the final state."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class BackwardPass:
         self.decay = Decay.of(saved.log_g, problem, like.dtype)
         self.workspaces = Workspaces(problem, like)
         self.carry = Carry(problem, like)
-        # Σ_v dout · out, the part of every gradient that goes through the denominator.
+        # delta = Σ_v dout · out, from which the gradient of the denominator follows, eq. (11).
         self.delta = torch.linalg.vecdot(self.dout.to(like.dtype), saved.out.to(like.dtype))
         self.inverse = self.ddenominator = None
         if saved.inverse is not None and saved.is_live is not None:
@@ -59,7 +62,7 @@ class BackwardPass:
             self.ddenominator = (self.delta * saved.inverse * saved.is_live).neg_()[..., None]
 
     def run(self) -> None:
-        """Both sweeps, block of rows by block of rows."""
+        """Both sweeps, one block of rows after the other."""
         saved, problem = self.saved, self.problem
         for rows in problem.row_blocks:
             self.carry.load(saved.kv, saved.norm, rows)
@@ -67,8 +70,8 @@ class BackwardPass:
                 self._read_chunk(rows, chunk)
             self.carry.load(self.dkv, self.dnorm, rows)
             if not self.carry.is_zero:
-                # The gradient is carried without the multiplicity, as the state is.
-                self.carry.sums.div_(self.carry.times)
+                # Like the state, its gradient is carried without the multiplicity.
+                self.carry.sums.div_(self.carry.multiplicity)
             for chunk in reversed(problem.chunks):
                 self._write_chunk(rows, chunk)
             self._store_dinitial(rows)
@@ -78,11 +81,11 @@ class BackwardPass:
     def _store_dinitial(self, rows: Rows) -> None:
         if self.into.dkv is None or self.into.dnorm is None or self.carry.is_zero:
             return
-        self.carry.sums.mul_(self.carry.times)
+        self.carry.sums.mul_(self.carry.multiplicity)
         self.carry.store(self.into.dkv, self.into.dnorm, rows)
 
     def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
-        """Gradients of the numerators, and in row V of the denominator, eq. (11)."""
+        """Load gradients of the numerators and, in row V, of the denominator, eq. (11)."""
         work.load(work.dnum, self.dout, heads, chunk)
         dden = work.dnum[:, -1:]
         if self.inverse is None or self.ddenominator is None:
@@ -93,7 +96,7 @@ class BackwardPass:
         work.load(dden, self.ddenominator, heads, chunk)
 
     def _read_chunk(self, rows: Rows, chunk: Chunk) -> None:
-        """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then the state."""
+        """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then update S."""
         saved, problem, state = self.saved, self.problem, self.carry
         is_last = chunk.end == problem.T
         if state.is_zero and is_last:
@@ -117,7 +120,7 @@ class BackwardPass:
             update_state(work, state, decay)
 
     def _write_chunk(self, rows: Rows, chunk: Chunk) -> None:
-        """Sweep 2: gradients of k and v from the carried gradient, and all inside the chunk."""
+        """Sweep 2: gradients of k and v from dS, and all gradients inside the chunk."""
         saved, problem, dstate = self.saved, self.problem, self.carry
         has_read = chunk.number > 0 or saved.kv is not None
         work = self.workspaces.of(chunk)
@@ -145,15 +148,15 @@ class BackwardPass:
         work.store(work.dv, self.into.dv, rows, chunk)
 
     def _dlog_g(self, log_g: Tensor) -> Tensor:
-        """Eq. (15): the first sum is dout·out where the output is not normalised, and 0 where it
-        is, because then q_t only rotates through a mean."""
+        """Eq. (15): the first sum is dout·out where the output is not divided by its weights' sum,
+        and 0 where it is, because a factor common to all weights of a row cancels."""
         saved = self.saved
-        by_query = self.delta  # (B, T, H)
+        row_sums = self.delta  # (B, T, H)
         if saved.is_live is not None:
-            by_query = by_query * ~saved.is_live
+            row_sums = row_sums * ~saved.is_live
         return gate_gradient(
             log_g,
-            reduce(by_query.double(), "b t (g r) -> b t g", "sum", g=self.problem.G),
+            reduce(row_sums.double(), "b t (g r) -> b t g", "sum", g=self.problem.G),
             torch.linalg.vecdot(saved.k.to(self.into.dk.dtype), self.into.dk),
             self.problem.degree,
             ((self.dkv, saved.final_kv), (self.dnorm, saved.final_norm)),

@@ -1,6 +1,6 @@
-"""The state after a sequence and nothing else: eq. (9), and back through it, chunk by chunk.
+"""The final state alone: eq. (9) and its gradient, chunk by chunk.
 
-Where no output is wanted nothing is read from a state and no two tokens are scored.
+Without an output, no state is read and no pair of tokens is scored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
 
 
 class StateGradients(NamedTuple):
-    """Where to write: k and v as accumulated, the others as the inputs are. None: no such input."""
+    """The tensors to fill: dk and dv in the dtype of accumulation, the others like their inputs.
+
+    None means that there is no such input.
+    """
 
     dk: Tensor
     dv: Tensor
@@ -29,7 +32,7 @@ class StateGradients(NamedTuple):
 
 
 class StatePass:
-    """One pass over whole rows, in either direction."""
+    """One pass without packing, in either direction."""
 
     def __init__(self, call: PowerCall, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         self.k, self.v, self.log_g = k, v, log_g
@@ -50,18 +53,18 @@ class StatePass:
     def backward(
         self, dkv: Tensor | None, dnorm: Tensor | None, final: PowerState, into: StateGradients
     ) -> None:
-        """Fill `into` from the gradients of the final state, of which there is one at least."""
+        """Fill `into` from the gradients of the final state, at least one of which is given."""
         for rows in self.problem.row_blocks:
             self.carry.load(dkv, dnorm, rows)
-            # The gradient is carried without the multiplicity, as the state is.
-            self.carry.sums.div_(self.carry.times)
+            # Like the state, its gradient is carried without the multiplicity.
+            self.carry.sums.div_(self.carry.multiplicity)
             for chunk in reversed(self.problem.chunks):
                 work = self._load(rows, chunk)
                 gradient_of_update(work, self.carry, self.decay.take(rows, chunk))
                 work.store(work.dk, into.dk, rows, chunk)
                 work.store(work.dv, into.dv, rows, chunk)
             if into.dkv is not None and into.dnorm is not None:
-                self.carry.sums.mul_(self.carry.times)
+                self.carry.sums.mul_(self.carry.multiplicity)
                 self.carry.store(into.dkv, into.dnorm, rows)
         if self.log_g is not None and into.dlog_g is not None:
             k_dk = torch.linalg.vecdot(self.k.to(into.dk.dtype), into.dk)

@@ -1,6 +1,6 @@
-"""Forward of the chunked form: attention inside a chunk, a state between chunks, one pass over T.
+"""Forward of the chunked form: one pass over the chunks, which carries a state between them.
 
-README.md derives it; equation numbers are its.
+README.md derives the steps and the equations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
 
 
 class ForwardPass:
-    """One forward pass over whole rows: its tensors, and the steps of README.md, section 4."""
+    """One forward pass without packing: the steps of README.md, section 4."""
 
     def __init__(
         self, call: PowerCall, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, into: Forward
@@ -49,7 +49,7 @@ class ForwardPass:
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
             work.load(work.q, self.q, heads, chunk, problem.scale)
-            # Step 1: attention inside the chunk. Step 2: what the state adds.
+            # Step 1: attention inside the chunk. Step 2: read the state.
             work.inside.forward()
             if read is not None:
                 read_state(work, read, decay.from_start)
@@ -58,14 +58,15 @@ class ForwardPass:
                 work.store(inverse, into.inverse[..., None], heads, chunk)
                 work.store(is_live, into.is_live[..., None], heads, chunk)
             work.store(work.num, into.out, heads, chunk)
-        # Step 3: carry the state over, with what the chunk adds to it.
+        # Step 3: update the state with the tokens of the chunk.
         if chunk.end < problem.T or problem.output_final_state:
             update_state(work, state, decay)
 
     def _normalize(
         self, work: Workspace, read: Tensor | None, from_start: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Divide num by its last row; the inverse and whether it is one, (rows, 1, tokens)."""
+        """Divide num by its last row. Returns the inverse denominator and whether it is above its
+        floor, both (rows, 1, tokens)."""
         degree = self.problem.degree
         denominator = work.num[:, -1:]
         squares = torch.mul(work.q, work.q, out=work.squares)

@@ -1,4 +1,4 @@
-"""The state between chunks: what reads it, what adds to it, and the gradient of that."""
+"""The state between chunks: reading it, updating it, and the gradient of the update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from longhaul.kernels.power.torch.workspace import Workspace
 
 
 class Carry:
-    """A state between chunks, (rows, V + 1, P): the norm is row V. Also its gradient.
+    """A state carried between chunks, (rows, V + 1, P), or its gradient. The norm is row V.
 
-    Made when it is first needed: a single chunk without states may be of a degree whose P no
-    memory holds.
+    Memory is allocated at first use: a single chunk without states may have a degree whose P would
+    not fit in any memory.
     """
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
@@ -25,7 +25,7 @@ class Carry:
         self.is_zero = True
 
     @cached_property
-    def times(self) -> Tensor:
+    def multiplicity(self) -> Tensor:
         """Multiplicity of every feature, (P,)."""
         return multiplicity(self._problem.K, self._problem.degree, self._like)
 
@@ -39,7 +39,7 @@ class Carry:
         return torch.empty_like(self.sums)
 
     def load(self, kv: Tensor | None, norm: Tensor | None, rows: Rows) -> None:
-        """Start from a state (B, G, P, V) and (B, G, P), or from nothing."""
+        """Start from a state (B, G, P, V) and (B, G, P), or from zero."""
         self.is_zero = kv is None and norm is None
         if self.is_zero:
             return
@@ -51,17 +51,17 @@ class Carry:
             by_head[:, :, self._V].copy_(norm[rows.batch, rows.heads])
 
     def store(self, kv: Tensor, norm: Tensor, rows: Rows) -> None:
-        """Write it where a state (B, G, P, V) and (B, G, P) is wanted."""
+        """Copy the block's rows into a state (B, G, P, V) and (B, G, P)."""
         by_head = self.sums.view(*self._rows, *self.sums.shape[1:])
         kv[rows.batch, rows.heads] = by_head[:, :, : self._V].mT
         norm[rows.batch, rows.heads] = by_head[:, :, self._V]
 
     def to_read(self) -> Tensor:
-        """The sums with the multiplicity that every feature has on the query side, eq. (7)."""
-        return torch.mul(self.sums, self.times, out=self._read)
+        """The sums times the multiplicity of every feature, as queries need them, eq. (7)."""
+        return torch.mul(self.sums, self.multiplicity, out=self._read)
 
     def add(self, values: Tensor, features: Tensor) -> None:
-        """Add Σ values featuresᵀ over tokens."""
+        """Add the sum over tokens of values featuresᵀ."""
         if self.is_zero:
             torch.bmm(values, features.transpose(1, 2), out=self.sums)
             self.is_zero = False
@@ -90,7 +90,7 @@ def update_state(work: Workspace, state: Carry, decay: Decay) -> None:
 
 
 def gradient_of_update(work: Workspace, dstate: Carry, decay: Decay) -> None:
-    """From dS after a chunk to dv, dk and, in place, dS before it, without what the chunk reads.
+    """From dS after a chunk compute dv, dk and, in place, dS before it, except for eq. (13)'s sum.
 
     dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14).
     """

@@ -1,1 +1,1 @@
-"""The attention form in Triton: every pair of tokens is scored, no T × T matrix is stored."""
+"""The attention form in Triton, fused: no T × T matrix is stored."""

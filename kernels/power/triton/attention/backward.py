@@ -1,6 +1,6 @@
-"""Gradients of the attention form: scores are taken anew, once for queries and once for keys.
+"""Backward of the attention form: scores are recomputed, once for queries and once for keys.
 
-A row's own factor is c_t = scale · den_t^(−1/p), so that w / den = (c_t z)^p ≤ 1 in size, eq. (17).
+The factor of a row is c_t = scale · den_t^(−1/p), so that |w / den| = |c_t z|^p ≤ 1, eq. (17).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def attention_backward(
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = with_dense_rows(dout)
     B, T, G = k.shape[:3]
-    pull, change = row_terms(dout, saved.out, saved.is_live)
+    delta, row_sums = row_terms(dout, saved.out, saved.is_live)
     whole = cut(B, T, T, saved.cu_seqlens, q.device)
     gates = None if saved.log_g is None else sum_gates(saved.log_g, whole)
-    rows = (saved.inverse, pull)
+    rows = (saved.inverse, delta)
     dq = dk = dv = dlog_g = None
     if needs[0]:
         dq = _query_gradient(call, q, k, v, dout, rows, gates, saved.cu_seqlens)
@@ -69,7 +69,7 @@ def attention_backward(
         if saved.log_g is not None and k_dk is not None:
             dlog_g = saved.log_g.new_empty(saved.log_g.shape)
             nothing = k_dk.new_zeros(whole.num, G, dtype=torch.float64)
-            gate_gradient(change, k_dk, nothing, saved.log_g, whole, call.degree, dlog_g)
+            gate_gradient(row_sums, k_dk, nothing, saved.log_g, whole, call.degree, dlog_g)
     return dq, dk if needs[1] else None, dv if needs[2] else None, dlog_g
 
 
@@ -121,7 +121,7 @@ def _query_gradient(
 
 @triton.jit
 def _power_bwd_attention_query_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, to_end_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, to_end_ptr,
     table_ptr, scale, T, H, REPEAT,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h, stride_dout_b, stride_dout_t, stride_dout_h,
@@ -148,13 +148,13 @@ def _power_bwd_attention_query_kernel(
     q = load_rows(q_ptr, stride_q_t, length, BLOCK_M, K, BLOCK_K, False).to(DOT)
     dout = load_rows(dout_ptr, stride_dout_t, length, BLOCK_M, V, BLOCK_V, False).to(DOT)
     factor = tl.full((BLOCK_M,), 1.0, tl.float32) * scale
-    pull = tl.zeros((BLOCK_M,), tl.float32)
+    delta = tl.zeros((BLOCK_M,), tl.float32)
     if inverse_ptr is not None:
         factor *= tl.load(inverse_ptr + row_off, mask=m < length, other=0.0)
-        pull = tl.load(pull_ptr + row_off, mask=m < length, other=0.0)
+        delta = tl.load(delta_ptr + row_off, mask=m < length, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
 
-    # Decays are taken apart as in the forward pass: to the end of the block of keys, to b, on to t.
+    # Decays are factored as in the forward pass: to the end of the block of keys, to b, to t.
     from_start = factor
     if high_ptr is not None:
         high_ptr += gate_off
@@ -179,7 +179,7 @@ def _power_bwd_attention_query_kernel(
             root = tl.load(to_end_ptr + n)[None, :]
             to_end_ptr += BLOCK_N
             last += BLOCK_N
-        ds = score_gradient(s, dp, root, row[:, None], (row * pull)[:, None], DEGREE)
+        ds = score_gradient(s, dp, root, row[:, None], (row * delta)[:, None], DEGREE)
         acc += tl.dot(ds.to(DOT), k, input_precision=PRECISION)
         k_ptr += BLOCK_N * stride_k_t
         v_ptr += BLOCK_N * stride_v_t
@@ -200,7 +200,7 @@ def _power_bwd_attention_query_kernel(
                 high_m[:, None] - high_d[None, :], low_m[:, None] - low_d[None, :], DEGREE
             )
         root = tl.where(i[None, :] <= m[:, None], root, 0.0)
-        ds = score_gradient(s, dp, root, factor[:, None], (factor * pull)[:, None], DEGREE)
+        ds = score_gradient(s, dp, root, factor[:, None], (factor * delta)[:, None], DEGREE)
         acc += tl.dot(ds.to(DOT), k, input_precision=PRECISION)
         k_ptr += BLOCK_D * stride_k_t
         v_ptr += BLOCK_D * stride_v_t

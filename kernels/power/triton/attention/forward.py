@@ -1,7 +1,7 @@
-"""The attention form, fused: every pair of tokens is scored, nothing of size T × T is stored.
+"""Forward of the fused attention form: scores every pair of tokens, stores no T × T matrix.
 
-A weight is taken as z^p with z = (q̂·k) times the p-th root of the decay, and rows are kept in
-units of their largest |z|, eq. (17): no power overflows, and no pair costs an exponential.
+A weight is z^p, where z is (q̂·k) times the p-th root of the decay, and each row is scaled by its
+largest |z|, eq. (17). So no power overflows, and a pair of tokens needs no exponential.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from longhaul.kernels.power.triton.launch import (
 from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
-# Scores below this count as nothing: far below any floor of a denominator, far above denormals.
+# The smallest unit of a row: far below every floor of a denominator, far above denormals.
 _SMALLEST_UNIT = tl.constexpr(2.0**-100)
 
 
 class Blocks(NamedTuple):
-    """Queries and keys that one program takes at a time, and ways to run it.
+    """Block sizes of queries and keys, and the configurations to tune.
 
-    These two are not tuned: tables of blocks and of decays are made for them beforehand. BLOCK_D is
-    how many are taken at a time where decays are a matrix, which needs many registers.
+    The autotuner does not change the two sizes, because tables of blocks and of decays depend on
+    them. BLOCK_D is the smaller block where decays form a matrix, which needs many registers.
     """
 
     queries: int
@@ -52,12 +52,12 @@ class Blocks(NamedTuple):
 
 
 def blocks(queries: int, keys: int, diagonal: int, *warps_and_stages: tuple[int, int]) -> Blocks:
-    """Blocks with one configuration for each pair of warps and stages."""
+    """Blocks with one configuration for each pair (warps, stages)."""
     configs = (config(warps, stages, BLOCK_D=diagonal) for warps, stages in warps_and_stages)
     return Blocks(queries, keys, tuple(configs))
 
 
-# For K and V up to 64, to 128, and wider. Chosen by what compiles without spills, not yet by time.
+# For K and V up to 64, up to 128, and wider. Not yet timed: these compile without spills.
 _BFLOAT16 = (
     blocks(128, 64, 16, (4, 3), (8, 3), (8, 2)),
     blocks(128, 64, 32, (8, 2)),
@@ -83,7 +83,7 @@ def by_dtype_and_width(
     float16: tuple[Any, ...],
     float32: tuple[Any, ...],
 ) -> Any:
-    """The entry of three such tables that serves a call."""
+    """The entry of such tables for the dtype and the widths of a call."""
     tables = {torch.bfloat16: bfloat16, torch.float16: float16}
     width = max(q.shape[3], v.shape[3])
     return tables.get(q.dtype, float32)[0 if width <= 64 else 1 if width <= 128 else 2]
@@ -97,9 +97,9 @@ def attention_forward(
     log_g: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output (B, T, H, V), den^(−1/p) and whether den was above its floor, both (B, T, H) or None.
+    """Output (B, T, H, V), den^(−1/p) and whether den is above its floor, both (B, T, H) or None.
 
-    The root cannot overflow where den^(−1) does; at degree 1 both are the same.
+    The root cannot overflow, while den^(−1) could.
     """
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     B, T, H = q.shape[:3]
@@ -145,7 +145,7 @@ def attention_forward(
 
 
 def constants_of(call: PowerCall, q: Tensor, v: Tensor, block: Blocks) -> dict[str, Any]:
-    """What is known when a kernel is compiled."""
+    """Compile-time constants of the kernels."""
     operands = operands_of(q)
     return {
         "K": q.shape[3],
@@ -163,7 +163,7 @@ def constants_of(call: PowerCall, q: Tensor, v: Tensor, block: Blocks) -> dict[s
 def longest_first(
     B: int, T: int, size: int, cu_seqlens: Tensor | None, device: torch.device
 ) -> Chunks:
-    """Blocks of queries, those with most keys before them first: none starts late and runs long."""
+    """Blocks of queries, those with the most keys first, so that no long one starts late."""
     if cu_seqlens is None:
         return _rows_longest_first(B, T, size, device)
     return _sorted(cut(B, T, size, cu_seqlens, device))
@@ -180,7 +180,7 @@ def _sorted(chunks: Chunks) -> Chunks:
 
 
 def roots_to_end(gates: Gates, blocks: Chunks, degree: int) -> Tensor:
-    """exp((G_e − G_i)/p) from every token to the last one e of its block, (B, G, T) float32."""
+    """exp((G_e − G_i)/p) from every token i to the last token e of its block, (B, G, T) float32."""
     G, T = gates.high.shape[1:]
     to_end = torch.empty_like(gates.high)
     _power_fwd_roots_kernel[(blocks.num, G)](
@@ -208,7 +208,7 @@ def _power_fwd_roots_kernel(
 def decay_root(high, low, DEGREE: tl.constexpr):
     """The p-th root of the decay 2^(high + low), 0 where the decay is flushed: README, section 6.
 
-    The future, which is masked later, counts as 1: it must not overflow.
+    Future tokens, which are masked later, get 1 so that they cannot overflow.
     """
     log2_decay = tl.minimum(high + low, 0.0)
     return tl.where(log2_decay < _LOG2_SMALLEST, 0.0, tl.exp2(log2_decay * (1 / DEGREE)))
@@ -217,7 +217,7 @@ def decay_root(high, low, DEGREE: tl.constexpr):
 @triton.jit
 def load_rows(x_ptr, stride_t, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
               BLOCK_WIDTH: tl.constexpr, IS_FULL: tl.constexpr):  # fmt: skip
-    """Rows of x from a token on, zeros beyond `count` and WIDTH. IS_FULL: count ≥ ROWS is known."""
+    """ROWS rows of x, zeros beyond `count` and WIDTH. IS_FULL promises that count ≥ ROWS."""
     t, c = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_WIDTH)[None, :]
     if IS_FULL and WIDTH == BLOCK_WIDTH:
         return tl.load(x_ptr + t * stride_t + c)
@@ -227,7 +227,7 @@ def load_rows(x_ptr, stride_t, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 
 @triton.jit
 def _unit_above(x):
-    """The least power of two ≥ x: dividing by it is exact, however often the unit changes."""
+    """The smallest power of two ≥ x. Dividing by a power of two is exact."""
     bits = x.to(tl.int32, bitcast=True)
     return ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -240,7 +240,7 @@ def _one_over_unit(unit):
 @triton.jit
 def _add_block(acc, total, unit, z, factor, v, DEGREE: tl.constexpr, HAS_TOTAL: tl.constexpr,
                DOT: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Add keys with roots factor · z (M, N) to the sums of w v and of w, which are in unit^p."""
+    """Add keys with weights (factor · z)^p to the sums of w v and of w, which are in unit^p."""
     if DEGREE == 1:
         w = z * factor
     else:
@@ -277,7 +277,7 @@ def _power_fwd_attention_kernel(
     length = (end - start).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
-    # From here on the pointers stand at the block's first token, or at its sequence's first key.
+    # Move pointers to the block's first query and to the first key of its sequence.
     q_ptr += batch * stride_q_b + start * stride_q_t + h * stride_q_h
     k_ptr += batch * stride_k_b + first * stride_k_t + g * stride_k_h
     v_ptr += batch * stride_v_b + first * stride_v_t + g * stride_v_h
@@ -296,8 +296,8 @@ def _power_fwd_attention_kernel(
         high_m = tl.load(high_ptr + start + m, mask=m < length, other=0.0)
         low_m = tl.load(low_ptr + start + m, mask=m < length, other=0.0)
 
-    # Keys before the block, each with the root of its decay to b, the block's first token, eq. (5):
-    # from key to the end of its block of keys out of a table, from there to b one number.
+    # Keys before the block. The root of the decay to b, the block's first token, eq. (5), has two
+    # factors: from the key to the end of its block of keys, from a table, and from there to b.
     factor = 1.0
     last = first + (BLOCK_N - 1)
     for _ in range(((start - first) // BLOCK_N).to(tl.int32)):
@@ -317,7 +317,7 @@ def _power_fwd_attention_kernel(
         k_ptr += BLOCK_N * stride_k_t
         v_ptr += BLOCK_N * stride_v_t
     if high_ptr is not None:
-        # The root from b to the row is common to all of these: it goes into the row's unit.
+        # The root of the decay from b to the query is common to the row, so its unit takes it.
         from_start = decay_root(high_m - high_b, low_m - low_b, DEGREE)
         if DEGREE == 1:
             acc *= from_start[:, None]
@@ -325,7 +325,7 @@ def _power_fwd_attention_kernel(
         else:
             unit *= from_start
 
-    # The block's own keys, pair by pair.
+    # The block's own keys, with a matrix of decays.
     d = tl.arange(0, BLOCK_D)
     for block in range(0, tl.cdiv(length, BLOCK_D)):
         i = block * BLOCK_D + d
@@ -361,13 +361,13 @@ def _power_fwd_attention_kernel(
         if HAS_TOTAL:
             some = tl.where(total > 0.0, total, 1.0)
             root = tl.exp2(tl.log2(some) * (1 / DEGREE))
-            # One step of Newton's: the two functions above are approximations.
+            # A Newton step, because exp2 and log2 are approximations.
             root *= 1.0 + (some / power(root, DEGREE) - 1.0) / DEGREE
             is_live = (total > 0.0) & (unit * root >= floor_root)
             inverse = 1.0 / tl.where(is_live, unit * root, floor_root)
             acc *= tl.where(is_live, 1.0 / some, power(unit * inverse, DEGREE))[:, None]
         else:
-            # One factor after the other overflows only where the result does.
+            # Multiplying by one factor at a time overflows only if the result does.
             for _ in tl.static_range(DEGREE):
                 acc *= unit[:, None]
     if HAS_TOTAL:

@@ -1,4 +1,4 @@
-"""Gradients of keys and values in the attention form: a program for every block of keys."""
+"""Gradients of keys and values in the attention form: one program per block of keys."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def attention_key_gradients(
     cu_seqlens: Tensor | None,
     k_dk: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv; fills k_dk (B, G, T), the products of keys with their gradients."""
+    """dk and dv; fills k_dk (B, G, T) with k·dk."""
     B, T, H = q.shape[:3]
     G = k.shape[2]
     block = _INTERPRETED
     if not is_interpreted():
         block = by_dtype_and_width(q, v, _BFLOAT16, _FLOAT16, _FLOAT32)
-    inverse, pull = rows
+    inverse, delta = rows
     factor = q.new_empty(B, H, T, dtype=torch.float32)
-    factor_pull = None if pull is None else torch.empty_like(factor)
+    factor_delta = None if delta is None else torch.empty_like(factor)
     tiles = cut(B, T, block.queries, cu_seqlens, q.device)
     _power_bwd_attention_rows_kernel[(tiles.num * H,)](
         inverse,
-        pull,
+        delta,
         None if gates is None else gates.high,
         None if gates is None else gates.low,
         factor,
-        factor_pull,
+        factor_delta,
         tiles.table,
         call.scale,
         T,
@@ -75,7 +75,7 @@ def attention_key_gradients(
         BLOCK=block.queries,
         num_warps=1,
     )
-    # In this order, the first keys meet most queries, and start first.
+    # In order: the first keys have the most queries and should start first.
     keys = cut(B, T, block.keys, cu_seqlens, q.device)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     launch(
@@ -90,9 +90,9 @@ def attention_key_gradients(
         dv,
         k_dk,
         inverse,
-        pull,
+        delta,
         factor,
-        factor_pull,
+        factor_delta,
         None if gates is None else gates.high,
         None if gates is None else gates.low,
         keys.table,
@@ -110,25 +110,24 @@ def attention_key_gradients(
 
 
 @triton.jit
-def score_gradient(s, dp, root, factor, factor_pull, DEGREE: tl.constexpr):
-    """z^(p−1) dz/ds (dp − pull) for z = s · root · factor: p times that is ds, eq. (17)."""
+def score_gradient(s, dp, root, factor, factor_delta, DEGREE: tl.constexpr):
+    """z^(p−1) dz/ds (dp − delta) for z = s · root · factor: p times that is ds, eq. (17)."""
     if DEGREE == 1:
-        return root * (dp * factor - factor_pull)
+        return root * (dp * factor - factor_delta)
     elif DEGREE == 2:  # noqa: RET505
-        # The same with a multiplication less, as factors can be squared apart.
-        return (s * (root * root)) * (dp * (factor * factor) - factor_pull * factor)
+        # The same with one multiplication less, as factors are squared separately.
+        return (s * (root * root)) * (dp * (factor * factor) - factor_delta * factor)
     else:
-        return power(s * root * factor, DEGREE - 1) * (root * (dp * factor - factor_pull))
+        return power(s * root * factor, DEGREE - 1) * (root * (dp * factor - factor_delta))
 
 
 @triton.jit
 def _power_bwd_attention_rows_kernel(
-    inverse_ptr, pull_ptr, high_ptr, low_ptr, factor_ptr, factor_pull_ptr, table_ptr,
+    inverse_ptr, delta_ptr, high_ptr, low_ptr, factor_ptr, factor_delta_ptr, table_ptr,
     scale, T, H, REPEAT, DEGREE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row's factor with the root of its decay since its block's first token, and that times pull.
-
-    Both (B, H, T): the loop over queries reads them once for every block of keys.
+    """For each query, its factor times the root of its decay from its block's first token, and that
+    times delta, both (B, H, T). The loop over queries reads them once for every block of keys.
     """
     chunk, h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(table_ptr, chunk)
@@ -147,15 +146,15 @@ def _power_bwd_attention_rows_kernel(
         factor *= tl.load(inverse_ptr + row_off, mask=mask, other=0.0)
     out_off = (batch * H + h) * T + start + t
     tl.store(factor_ptr + out_off, factor, mask=mask)
-    if pull_ptr is not None:
-        pull = tl.load(pull_ptr + row_off, mask=mask, other=0.0)
-        tl.store(factor_pull_ptr + out_off, factor * pull, mask=mask)
+    if delta_ptr is not None:
+        delta = tl.load(delta_ptr + row_off, mask=mask, other=0.0)
+        tl.store(factor_delta_ptr + out_off, factor * delta, mask=mask)
 
 
 @triton.jit
 def _power_bwd_attention_key_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, k_dk_ptr, inverse_ptr, pull_ptr,
-    factor_ptr, factor_pull_ptr, high_ptr, low_ptr, table_ptr, scale, T, H, G,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dk_ptr, dv_ptr, k_dk_ptr, inverse_ptr, delta_ptr,
+    factor_ptr, factor_delta_ptr, high_ptr, low_ptr, table_ptr, scale, T, H, G,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h, stride_dout_b, stride_dout_t, stride_dout_h,
     K: tl.constexpr, V: tl.constexpr, DEGREE: tl.constexpr,
@@ -186,12 +185,12 @@ def _power_bwd_attention_key_kernel(
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
-    # Queries after the block. The decay from key to e, the block's last token, waits for the end
-    # of the loop; from e to a block of queries it is one number; from there on a table has it.
+    # Queries after the block. The decay has three factors: from the key to e, the block's last
+    # token, applied after the loop; from e to the block of queries; from there to the query, a table.
     rest = tl.maximum((last - start).to(tl.int32) - BLOCK_N, 0)
     factor_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
-    if factor_pull_ptr is not None:
-        factor_pull_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
+    if factor_delta_ptr is not None:
+        factor_delta_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
     first_q_ptr = q_ptr
     first_dout_ptr = dout_ptr
     for _ in range(repeat):
@@ -207,16 +206,16 @@ def _power_bwd_attention_key_kernel(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             factor = tl.load(factor_ptr + t, mask=t < rest, other=0.0)
-            factor_pull = tl.zeros((BLOCK_M,), tl.float32)
-            if factor_pull_ptr is not None:
-                factor_pull = tl.load(factor_pull_ptr + t, mask=t < rest, other=0.0)
+            factor_delta = tl.zeros((BLOCK_M,), tl.float32)
+            if factor_delta_ptr is not None:
+                factor_delta = tl.load(factor_delta_ptr + t, mask=t < rest, other=0.0)
             if high_ptr is not None:
                 high_b = tl.load(high_ptr + BLOCK_N + block * BLOCK_M)
                 low_b = tl.load(low_ptr + BLOCK_N + block * BLOCK_M)
                 root = decay_root(high_b - high_e, low_b - low_e, DEGREE)
                 factor *= root
-                factor_pull *= root
-            ds = dp * factor[None, :] - factor_pull[None, :]
+                factor_delta *= root
+            ds = dp * factor[None, :] - factor_delta[None, :]
             w = s * factor[None, :]
             if DEGREE > 1:
                 lower = power(w, DEGREE - 1)
@@ -229,17 +228,17 @@ def _power_bwd_attention_key_kernel(
         q_ptr += stride_q_h
         dout_ptr += stride_dout_h
         factor_ptr += T
-        if factor_pull_ptr is not None:
-            factor_pull_ptr += T
+        if factor_delta_ptr is not None:
+            factor_delta_ptr += T
     if high_ptr is not None:
         high_n = tl.load(high_ptr + n, mask=n < length, other=0.0)
         low_n = tl.load(low_ptr + n, mask=n < length, other=0.0)
         decay = exp2_flushed((high_e - high_n) + (low_e - low_n))
-        # Before a reset a weight without its decay may be of any size, infinite too.
+        # Before a reset a weight without this decay may be infinite.
         dk = tl.where((decay > 0.0)[:, None], dk * decay[:, None], 0.0)
         dv = tl.where((decay > 0.0)[:, None], dv * decay[:, None], 0.0)
 
-    # The block's own queries, pair by pair.
+    # The block's own queries, with a matrix of decays.
     d = tl.arange(0, BLOCK_D)
     q_ptr = first_q_ptr
     dout_ptr = first_dout_ptr
@@ -257,11 +256,11 @@ def _power_bwd_attention_key_kernel(
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             factor = tl.full((BLOCK_D,), 1.0, tl.float32) * scale
-            factor_pull = tl.zeros((BLOCK_D,), tl.float32)
+            factor_delta = tl.zeros((BLOCK_D,), tl.float32)
             if inverse_ptr is not None:
                 factor *= tl.load(inverse_ptr + row_off + t * H, mask=t < length, other=0.0)
-                factor_pull = factor * tl.load(
-                    pull_ptr + row_off + t * H, mask=t < length, other=0.0
+                factor_delta = factor * tl.load(
+                    delta_ptr + row_off + t * H, mask=t < length, other=0.0
                 )
             root = tl.full((1, 1), 1.0, tl.float32)
             if high_ptr is not None:
@@ -272,7 +271,7 @@ def _power_bwd_attention_key_kernel(
                 )
             root = tl.where(n[:, None] <= t[None, :], root, 0.0)
             w = power(s * root * factor[None, :], DEGREE)
-            ds = score_gradient(s, dp, root, factor[None, :], factor_pull[None, :], DEGREE)
+            ds = score_gradient(s, dp, root, factor[None, :], factor_delta[None, :], DEGREE)
             dv += tl.dot(w.to(DOT), dout, input_precision=PRECISION)
             dk += tl.dot(ds.to(DOT), q, input_precision=PRECISION)
             head_q_ptr += BLOCK_D * stride_q_t
@@ -290,8 +289,8 @@ def _power_bwd_attention_key_kernel(
         mask=(n < length)[:, None] & (c < K)[None, :],
     )
     if k_dk_ptr is not None:
-        # Keys are read again: kept since the start they would take the loops' registers. That this
-        # comes after a store stops the compiler from joining both reads.
+        # Load the keys again, since keeping them would take registers from the loops. The store
+        # above stops the compiler from merging both loads.
         k = load_rows(k_ptr, stride_k_t, length, BLOCK_N, K, BLOCK_K, False)
         k_dk = tl.sum(k.to(tl.float32) * dk, axis=1)
         tl.store(k_dk_ptr + gate_off + start + n, k_dk, mask=n < length)

@@ -1,1 +1,1 @@
-"""The chunked form in Triton: chunk states, a scan over chunks, kernels that read the states."""
+"""The chunked form in Triton: states of chunks, a scan over them, kernels that read them."""

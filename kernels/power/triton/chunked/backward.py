@@ -1,4 +1,4 @@
-"""Backward of the chunked form: the same chunk states and scan again, in both directions."""
+"""Backward of the chunked form: chunk states and scan in both directions, then gradients."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def chunked_backward(
 ) -> Grads:
     """Gradients of q, k, v, log_g and the initial state.
 
-    Two arrays of states are alive at a time, S and dS. Heads are taken in two halves, so that both
-    arrays together are no larger than one state per chunk.
+    The states S and their gradients dS exist at the same time. An even number of key heads is
+    processed in two halves, so that both together are no larger than one state per chunk.
     """
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
-    pull, change = row_terms(dout, saved.out, saved.is_live)
-    if pull is None and dnorm is not None:
-        pull = torch.zeros_like(change)
+    delta, row_sums = row_terms(dout, saved.out, saved.is_live)
+    if delta is None and dnorm is not None:
+        delta = torch.zeros_like(row_sums)
     chunks = chunks_of(call, q, saved.cu_seqlens)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     dlog_g = None
@@ -70,8 +70,8 @@ def chunked_backward(
                 ),
                 chunks,
                 dout.narrow(*queries),
-                _narrow(pull, queries),
-                change.narrow(*queries).contiguous(),
+                _narrow(delta, queries),
+                row_sums.narrow(*queries).contiguous(),
                 _narrow(dkv, state),
                 _narrow(dnorm, state),
                 (dq.narrow(*queries), dk.narrow(*keys), dv.narrow(*keys)),
@@ -96,15 +96,15 @@ def _backward_of_heads(
     saved: Saved,
     chunks: Chunks,
     dout: Tensor,
-    pull: Tensor | None,
-    change: Tensor,
+    delta: Tensor | None,
+    row_sums: Tensor,
     dkv: Tensor | None,
     dnorm: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor],
     dlog_g: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fill the gradients of some heads; return those of the initial state."""
+    """Fill the gradients of some key heads; return the gradients of the initial state."""
     q, k, v = saved.q, saved.k, saved.v
     T, G = k.shape[1:3]
     needs_q, needs_kv, needs_gates = needs[0], needs[1] or needs[2], needs[3]
@@ -123,24 +123,24 @@ def _backward_of_heads(
         )  # fmt: skip
     if needs_q:
         query_gradient(
-            call, q, k, v, dout, saved.inverse, pull, gates, states, chunks, tiles, operands,
+            call, q, k, v, dout, saved.inverse, delta, gates, states, chunks, tiles, operands,
             has_initial=has_initial, dq=grads[0],
         )  # fmt: skip
     dinitial: tuple[Tensor | None, Tensor | None] = (None, None)
     if has_states:
         dstates, dinitial, products = _state_gradients(
-            call, saved, dout, pull, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
+            call, saved, dout, delta, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
         )
     if needs_kv or needs_gates:
         k_dk = k.new_empty(k.shape[0], G, T, dtype=torch.float32) if dlog_g is not None else None
         key_gradient(
-            call, q, k, v, dout, saved.inverse, pull, gates, dstates, chunks, tiles, operands,
+            call, q, k, v, dout, saved.inverse, delta, gates, dstates, chunks, tiles, operands,
             has_final=has_final, has_norm=has_norm and has_states,
             dk=grads[1] if needs[1] or needs_gates else None, dv=grads[2] if needs[2] else None,
             k_dk=k_dk,
         )  # fmt: skip
         if dlog_g is not None and k_dk is not None and saved.log_g is not None:
-            gate_gradient(change, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
+            gate_gradient(row_sums, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
     return dinitial
 
 
@@ -148,7 +148,7 @@ def _state_gradients(
     call: PowerCall,
     saved: Saved,
     dout: Tensor,
-    pull: Tensor | None,
+    delta: Tensor | None,
     gates: Gates | None,
     states: States,
     chunks: Chunks,
@@ -158,9 +158,9 @@ def _state_gradients(
     *,
     has_norm: bool,
 ) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor]:
-    """dS after every chunk, eq. (13), before the first, and ⟨dS, S⟩ of eq. (19)."""
+    """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19)."""
     parts = chunk_states(
-        Tokens(saved.q, dout, saved.inverse, pull), gates, chunks, tiles, saved.k.shape[2],
+        Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, saved.k.shape[2],
         operands_of(saved.q), degree=call.degree, factor=call.scale**call.degree, to_end=False,
         has_norm=has_norm,
     )  # fmt: skip
@@ -168,13 +168,13 @@ def _state_gradients(
     products = parts.kv.new_zeros(parts.kv.shape[:2], dtype=torch.float64)
     dinitial: list[Tensor | None] = []
     results = []
-    for part, read, first, initial, last, dlast, is_there in (
+    for part, read, first, initial, last, dlast, is_needed in (
         (parts.kv, read_dtype(saved.q), states.kv, saved.kv, saved.final_kv, dkv, True),
         (parts.norm, torch.float32, states.norm, saved.norm, saved.final_norm, dnorm, has_norm),
     ):
         dfirst = None if initial is None else torch.zeros_like(initial, dtype=torch.float32)
         dinitial.append(dfirst)
-        if not is_there:
+        if not is_needed:
             results.append(part)
             continue
         result, product = scan(
@@ -190,7 +190,7 @@ def _state_gradients(
         if product is not None:
             products += product
         if dlast is not None and last is not None:
-            # The sequence's own end: no later chunk reads that state.
+            # The scan has no product at the end of a sequence, as no later chunk reads that state.
             end = chunks.sequences.sum(dim=1) - 1
             products[end] += (dlast.double() * last).flatten(2).sum(dim=2)
     return States(*results), (dinitial[0], dinitial[1]), products

@@ -1,4 +1,4 @@
-"""The state after a sequence and nothing else, forward and backward."""
+"""The final state alone, forward and backward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def final_state(
     norm: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> PowerState:
-    """The state after the last token of every sequence: chunk states and scan, nothing is read."""
+    """The state after the last token of every sequence, by chunk states and scan alone."""
     k, v = with_dense_rows(k), with_dense_rows(v)
     kv, norm = (None if x is None else x.contiguous() for x in (kv, norm))
     chunks = chunks_of(call, k, cu_seqlens)
@@ -48,8 +48,8 @@ def final_state_backward(
 ) -> StateGrads:
     """Gradients of k, v, log_g and the initial state.
 
-    The kernels of dk and dv take what lies inside a chunk along with the state, so the whole op
-    runs backward here, on queries and outputs that are zero.
+    The kernels for dk and dv also compute attention inside chunks, so this runs the backward of the
+    whole op on queries and outputs of zero.
     """
     k, v = saved.k, saved.v
     whole = Saved(

@@ -22,12 +22,12 @@ def chunks_of(call: PowerCall, q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
 
 
 def read_dtype(q: Tensor) -> torch.dtype:
-    # The scan carries float32; what a product would round anyway is stored rounded.
+    # The scan accumulates in float32 but stores states in the dtype of the products that read them.
     return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
 
 
 def _rounding(q: Tensor, tiles: Tiles) -> float:
-    """4 ε of eq. (16): of float32, or of operands with fewer bits, whose errors average out."""
+    """4 ε of eq. (16), for float32 or for narrower operands, whose errors average out over P."""
     if q.dtype == torch.float32:
         return 4 * torch.finfo(torch.float32).eps
     bits = 8 if q.dtype == torch.bfloat16 else 10
@@ -46,7 +46,7 @@ def states_before_chunks(
     *,
     has_norm: bool,
 ) -> States:
-    """What every chunk reads, eq. (9)."""
+    """The state before every chunk, eq. (9); fills the final states."""
     parts = chunk_states(
         Tokens(k, v, None, None), gates, chunks, tiles, k.shape[2], operands_of(k),
         degree=call.degree, factor=1.0, to_end=True, has_norm=has_norm,
@@ -60,7 +60,7 @@ def states_before_chunks(
 
 
 def no_states(q: Tensor) -> States:
-    """A single chunk with nothing before it reads none."""
+    """Empty states, for a single chunk without an initial state."""
     return States(q.new_empty(0, dtype=read_dtype(q)), q.new_empty(0, dtype=torch.float32))
 
 

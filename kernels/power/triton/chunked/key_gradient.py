@@ -1,9 +1,9 @@
-"""Gradients of values and keys in the chunked form: two kernels of the same three steps.
+"""Gradients of values and keys in the chunked form: two kernels with the same three steps.
 
-Both would fit in one kernel, but not its registers, and a pair of tokens costs little beside the
-state. Decay meets at the last token e of a block of keys: G_C − G_e for the states after the chunk,
-G_t − G_e for later queries, and G_e − G_i for the keys themselves. The block's own queries come
-last, with a matrix.
+A single kernel for both would not fit in registers, and scoring pairs of tokens twice costs little
+compared with the state. Decays are factored at the last token e of a block of keys: G_C − G_e for
+the state after the chunk, G_t − G_e for later queries, and G_e − G_i for the keys themselves. The
+block's own queries come last and use a matrix of decays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from longhaul.kernels.power.triton.features import (
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.powers import power
 
-# See state.py: chosen by what compiles without spills, not yet by time.
+# As in state.py, not yet timed: these configurations compile without spills.
 _NARROW = (config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32))
 _WIDE = (config(8, 2, BLOCK_N=64, BLOCK_T=32),)
 _NARROW_32 = (config(8, 1, BLOCK_N=32, BLOCK_T=32),)
@@ -41,7 +41,7 @@ def key_gradient(
     v: Tensor,
     dout: Tensor,
     inverse: Tensor | None,
-    pull: Tensor | None,
+    delta: Tensor | None,
     gates: Gates | None,
     dstates: States,
     chunks: Chunks,
@@ -65,7 +65,7 @@ def key_gradient(
         v,
         dout,
         unused if inverse is None else inverse,
-        unused if pull is None else pull,
+        unused if delta is None else delta,
         unused if gates is None else gates.high,
         unused if gates is None else gates.low,
         dstates.kv,
@@ -139,13 +139,13 @@ def _rows(x_ptr, t, mask, stride_t, width, BLOCK: tl.constexpr, DOT: tl.constexp
 
 
 @triton.jit
-def _meet(
+def _query_weights(
     k, q_ptr, dout_ptr, inverse_ptr, high_ptr, low_ptr, row_off, gate_off, token, length,
-    is_seen, last_high, last_low, stride_qt, stride_ot, H, K, V, factor,
+    is_causal, last_high, last_low, stride_qt, stride_ot, H, K, V, factor,
     EXPONENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_GATES: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys (rows) meet a block of queries (columns): (q̂·k)^EXPONENT · decay / den, q, dout."""
+    """(q̂·k)^EXPONENT · decay / den for keys (rows) and a block of queries (columns); q; dout."""
     mask = token < length
     q = _rows(q_ptr, token.to(tl.int64), mask, stride_qt, K, BLOCK_K, DOT)
     dout = _rows(dout_ptr, token.to(tl.int64), mask, stride_ot, V, BLOCK_V, DOT)
@@ -159,12 +159,12 @@ def _meet(
     if EXPONENT > 0:
         score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
         weight = weight * power(score, EXPONENT)
-    return tl.where(is_seen & mask[None, :], weight, 0.0), q, dout
+    return tl.where(is_causal & mask[None, :], weight, 0.0), q, dout
 
 
 @triton.jit
 def _power_bwd_value_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, dkv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, dkv_ptr,
     dv_ptr, chunks_ptr, tiles_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
     stride_dh, T, H, G, K, V, P, factor, chunk_size,
@@ -189,7 +189,7 @@ def _power_bwd_value_kernel(
     k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
     gate_off = (batch * G + g) * T + start
 
-    # Step 1: what the states after the chunk ask for.
+    # Step 1: the gradient of the state after the chunk.
     acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     has_state = (end < sequence_end) | HAS_FINAL
     dkv_ptr += (chunk * G + g) * P * V
@@ -223,7 +223,7 @@ def _power_bwd_value_kernel(
     row_off = (batch * T + start) * H + g * repeats
     for repeat in range(repeats):
         for first in range(before + BLOCK_N, length, BLOCK_T):
-            weight, _q, dout = _meet(
+            weight, _q, dout = _query_weights(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
                 stride_qt, stride_ot, H, K, V, factor,
@@ -238,10 +238,10 @@ def _power_bwd_value_kernel(
     # Step 3: the block's own queries.
     for repeat in range(repeats):
         for first in range(0, BLOCK_N, BLOCK_T):
-            is_seen = (first + t)[None, :] >= n[:, None]
-            weight, _q, dout = _meet(
+            is_causal = (first + t)[None, :] >= n[:, None]
+            weight, _q, dout = _query_weights(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
-                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_seen,
+                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_causal,
                 n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,
                 DEGREE, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
             )  # fmt: skip
@@ -256,14 +256,14 @@ def _power_bwd_value_kernel(
 
 
 @triton.jit
-def _pulls(pull_ptr, row_off, token, length, H):
-    """pull of a block of queries, (1, tokens)."""
-    return tl.load(pull_ptr + row_off + token * H, mask=token < length, other=0.0)[None, :]
+def _load_delta(delta_ptr, row_off, token, length, H):
+    """delta for a block of queries, (1, tokens)."""
+    return tl.load(delta_ptr + row_off + token * H, mask=token < length, other=0.0)[None, :]
 
 
 @triton.jit
 def _power_bwd_key_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, dkv_ptr, dnorm_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, dkv_ptr, dnorm_ptr,
     dk_ptr, k_dk_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
     stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db,
     stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
@@ -292,7 +292,7 @@ def _power_bwd_key_kernel(
     value = _rows(v_ptr, n, n_mask, stride_vt, V, BLOCK_V, DOT)
     k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
 
-    # Step 1: what the states after the chunk ask for.
+    # Step 1: the gradient of the state after the chunk.
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     if (end < sequence_end) | HAS_FINAL:
         dkv_ptr += (chunk * G + g) * P * V
@@ -317,7 +317,7 @@ def _power_bwd_key_kernel(
             if HAS_NORM and DEGREE == 2:
                 matrix = load_norm_matrix(dnorm_ptr, K, TILE, BLOCK_K)
                 acc += times_matrix(k, matrix + tl.trans(matrix), DOT, PRECISION)
-            # The factor p of all steps comes last; this one has it already.
+            # All steps are multiplied by p at the end, but this one includes p already.
             acc *= 1 / DEGREE
 
     last_high, last_low = 0.0, 0.0
@@ -337,7 +337,7 @@ def _power_bwd_key_kernel(
     row_off = (batch * T + start) * H + g * repeats
     for repeat in range(repeats):
         for first in range(before + BLOCK_N, length, BLOCK_T):
-            weight, q, dout = _meet(
+            weight, q, dout = _query_weights(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
                 low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
                 stride_qt, stride_ot, H, K, V, factor,
@@ -345,7 +345,7 @@ def _power_bwd_key_kernel(
             )  # fmt: skip
             dscore = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
             if NORMALIZE:
-                dscore -= _pulls(pull_ptr, row_off + repeat, first + t, length, H)
+                dscore -= _load_delta(delta_ptr, row_off + repeat, first + t, length, H)
             acc = tl.dot((weight * dscore).to(DOT), q, acc, input_precision=PRECISION)
     if HAS_GATES:
         n_high = tl.load(high_ptr + gate_off + before + n, mask=n_mask, other=0.0)
@@ -355,16 +355,16 @@ def _power_bwd_key_kernel(
     # Step 3: the block's own queries.
     for repeat in range(repeats):
         for first in range(0, BLOCK_N, BLOCK_T):
-            is_seen = (first + t)[None, :] >= n[:, None]
-            weight, q, dout = _meet(
+            is_causal = (first + t)[None, :] >= n[:, None]
+            weight, q, dout = _query_weights(
                 k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
-                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_seen,
+                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_causal,
                 n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,
                 DEGREE - 1, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
             )  # fmt: skip
             dscore = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
             if NORMALIZE:
-                dscore -= _pulls(pull_ptr, row_off + repeat, before + first + t, length, H)
+                dscore -= _load_delta(delta_ptr, row_off + repeat, before + first + t, length, H)
             acc = tl.dot((weight * dscore).to(DOT), q, acc, input_precision=PRECISION)
 
     acc *= DEGREE

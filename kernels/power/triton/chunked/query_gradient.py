@@ -1,7 +1,7 @@
 """Gradients of queries in the chunked form.
 
-With pull_t = Σ_v dy_t·y_t, the gradient of a weight is dw_ti = (dy_t·v_i − pull_t) / den_t,
-eq. (11): dy goes into products as it is, and 1 / den multiplies their rows.
+With delta_t = dy_t·y_t, the gradient of a weight is dw_ti = (dy_t·v_i − delta_t) / den_t, eq. (11).
+Matrix products take dy itself, and 1 / den multiplies the rows of the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longhaul.kernels.power.triton.features import (
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 from longhaul.kernels.power.triton.powers import power
 
-# See state.py: chosen by what compiles without spills, not yet by time.
+# As in state.py, not yet timed: these configurations compile without spills.
 _NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=32), config(4, 2, BLOCK_T=64, BLOCK_N=32))
 _WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
 _NARROW_32 = (config(4, 2, BLOCK_T=32, BLOCK_N=16),)
@@ -37,7 +37,7 @@ def query_gradient(
     v: Tensor,
     dout: Tensor,
     inverse: Tensor | None,
-    pull: Tensor | None,
+    delta: Tensor | None,
     gates: Gates | None,
     states: States,
     chunks: Chunks,
@@ -47,7 +47,7 @@ def query_gradient(
     has_initial: bool,
     dq: Tensor,
 ) -> None:
-    """Fill dq (B, T, H, K), eq. (12), from the states that each chunk read."""
+    """Fill dq (B, T, H, K), eq. (12), from the state before each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
     is_narrow = max(K, V) <= 64 and call.degree < 4
@@ -62,7 +62,7 @@ def query_gradient(
         v,
         dout,
         unused if inverse is None else inverse,
-        unused if pull is None else pull,
+        unused if delta is None else delta,
         unused if gates is None else gates.high,
         unused if gates is None else gates.low,
         states.kv,
@@ -100,7 +100,7 @@ def query_gradient(
 
 @triton.jit
 def into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """(BLOCK_T, TILE) as columns slot · TILE and following of zeros (BLOCK_T, BLOCK_K)."""
+    """Place (BLOCK_T, TILE) in zeros (BLOCK_T, BLOCK_K), from column slot · TILE on."""
     is_slot = tl.arange(0, BLOCK_K // TILE) == slot
     placed = tl.where(is_slot[None, :, None], gradient[:, None, :], 0.0)
     return tl.reshape(placed, (gradient.shape[0], BLOCK_K))
@@ -108,7 +108,7 @@ def into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _power_bwd_query_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
     stride_dh, T, H, G, K, V, P, factor, chunk_size,
@@ -145,9 +145,9 @@ def _power_bwd_query_kernel(
         mask=t_mask[:, None] & (v < V)[None, :],
         other=0.0,
     ).to(DOT)
-    pull = tl.zeros((BLOCK_T,), tl.float32)
+    delta = tl.zeros((BLOCK_T,), tl.float32)
     if NORMALIZE:
-        pull = tl.load(pull_ptr + row_off, mask=t_mask, other=0.0)
+        delta = tl.load(delta_ptr + row_off, mask=t_mask, other=0.0)
 
     q = tl.load(
         q_ptr + t[:, None] * stride_qt + kk[None, :],
@@ -169,20 +169,20 @@ def _power_bwd_query_kernel(
             acc = tl.dot(dout, tl.trans(kv), acc, input_precision=PRECISION)
             if NORMALIZE:
                 norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
-                acc -= pull[:, None] * norm[None, :]
+                acc -= delta[:, None] * norm[None, :]
         else:
             for slot in range(NUM_SLOTS):
                 part = slot_gradient(
-                    dout, -pull, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
+                    dout, -delta, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
                     K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
                 )  # fmt: skip
                 acc += into_slot(part, slot, TILE, BLOCK_K)
             if NORMALIZE and DEGREE == 2:
                 matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
                 product = times_matrix(q, matrix + tl.trans(matrix), DOT, PRECISION)
-                acc -= pull[:, None] * product
+                acc -= delta[:, None] * product
     first_high, first_low = 0.0, 0.0
-    # The factor p of all steps comes last; this one has it already.
+    # All steps are multiplied by p at the end, but this one includes p already.
     acc *= 1 / DEGREE
     if HAS_GATES:
         first_high = tl.load(high_ptr + gate_off + before)
@@ -198,7 +198,7 @@ def _power_bwd_query_kernel(
         value = tl.load(
             v_ptr + k_off[:, None] * stride_vt + v[None, :], mask=(v < V)[None, :], other=0.0
         ).to(DOT)
-        dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - pull[:, None]
+        dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - delta[:, None]
         if DEGREE > 1:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dscore *= power(score, DEGREE - 1)
@@ -227,7 +227,7 @@ def _power_bwd_query_kernel(
             mask=n_mask[:, None] & (v < V)[None, :],
             other=0.0,
         ).to(DOT)
-        dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - pull[:, None]
+        dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - delta[:, None]
         if DEGREE > 1:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             dscore *= power(score, DEGREE - 1)

@@ -1,4 +1,4 @@
-"""Outputs of the chunked form: what the state says, attention inside the chunk, the division."""
+"""Outputs of the chunked form: read the state, add attention inside the chunk, divide."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
-# See state.py: chosen by what compiles without spills, not yet by time.
+# As in state.py, not yet timed: these configurations compile without spills.
 _NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64))
 _WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
 _NARROW_32 = (config(8, 2, BLOCK_T=32, BLOCK_N=16),)
@@ -41,7 +41,7 @@ def read_out(
     has_initial: bool,
     rounding: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Outputs (B, T, H, V), and the reciprocal of each denominator and whether it is live."""
+    """Outputs (B, T, H, V), 1 / denominator, and whether the denominator is above its floor."""
     B, T, H, K = q.shape
     G, V = v.shape[2:]
     out = q.new_empty(B, T, H, V)
@@ -108,8 +108,8 @@ def _power_fwd_read_kernel(
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
     NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Steps: the state, then earlier blocks of keys, then the block's own keys. Decay is taken in
-    # factors that meet at the block's first token b, eq. (5): G_b, G_b − G_i, and G_t − G_b last.
+    # Steps: the state, then earlier blocks of keys, then the block's own keys. Decays are factored
+    # at the block's first token b, eq. (5): G_b and G_b − G_i first, G_t − G_b last.
     tl.static_assert(BLOCK_T % BLOCK_N == 0)
     per_chunk = tl.cdiv(chunk_size, BLOCK_T)
     chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
@@ -141,8 +141,8 @@ def _power_fwd_read_kernel(
     has_state = (start > sequence_start) | HAS_INITIAL
     kv_ptr += (chunk * G + g) * P * V
     norm_ptr += (chunk * G + g) * P
-    if NORMALIZE and DEGREE <= 2:  # noqa: SIM102, one is known when compiling
-        # In float32: the denominator decides how far a small one can be trusted, eq. (16).
+    if NORMALIZE and DEGREE <= 2:  # noqa: SIM102, a compile-time condition
+        # In float32, because eq. (16) depends on the accuracy of the denominator.
         if has_state:
             if DEGREE == 1:
                 norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
@@ -167,9 +167,9 @@ def _power_fwd_read_kernel(
             norm = tl.load(norm_ptr + f, mask=f < P, other=0.0)
             den += tl.sum(phi.to(tl.float32) * norm[None, :], axis=1)
             tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
-            times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
+            multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
             squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
-            norm_square += tl.sum(tl.sum(squares, axis=1) * times)
+            norm_square += tl.sum(tl.sum(squares, axis=1) * multiplicity)
 
     first_high, first_low = 0.0, 0.0
     from_start = state_scale

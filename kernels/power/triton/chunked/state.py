@@ -1,7 +1,7 @@
-"""Chunk states, and the scan that carries them from chunk to chunk, forward or backward in time.
+"""States of chunks, and the scan that accumulates them over chunks, in either direction of time.
 
-The same two kernels make the states S of the forward pass, eq. (9), and their gradients dS,
-eq. (13): what differs is which tokens are summed with which weights, and the direction.
+The same kernels compute the states S of the forward pass, eq. (9), and their gradients dS,
+eq. (13), from other tokens with other weights and in the other direction.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from longhaul.kernels.power.triton.features import (
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
 
-# No GPU was there to time these: they are what compiles without spilling on every chip of
-# kernels/offline, and `launch` picks among them where one is.
+# Not yet timed on a GPU: these configurations compile without spills on every chip of
+# kernels/offline, and the autotuner in `launch` chooses among them.
 _NARROW = (config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64))  # 128 features x 64 values
 _WIDE = (config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32))
 _NARROW_32 = (config(8, 2, BLOCK_T=32),)
 
 
 class States(NamedTuple):
-    """One state per chunk: what a chunk reads, or the gradient at its end."""
+    """One state per chunk: the state before the chunk, or the gradient of the state after it."""
 
     kv: Tensor  # (chunks, G, P, V) in the dtype of the products that read it
-    norm: Tensor  # (chunks, G, P) float32; empty where no denominator is asked for
+    norm: Tensor  # (chunks, G, P) float32; empty if no denominator is needed
 
 
 class Tokens(NamedTuple):
-    """What is summed: Σ_t decay_t φ(x_t) [y_weight_t y_t, norm_weight_t]."""
+    """The terms of a chunk's sums: Σ_t decay_t φ(x_t) [y_weight_t y_t, norm_weight_t]."""
 
     x: Tensor  # (B, T, heads, K), heads = G or H
     y: Tensor  # (B, T, heads, V)
-    inverse: Tensor | None  # (B, T, H): weight of y, None means 1
-    pull: Tensor | None  # (B, T, H): −pull · inverse is the weight of the norm, None means 1
+    inverse: Tensor | None  # (B, T, H): weight of y; None means 1
+    delta: Tensor | None  # (B, T, H): −delta · inverse is the weight of the norm; None means 1
 
 
 def chunk_states(
@@ -58,10 +58,11 @@ def chunk_states(
     to_end: bool,
     has_norm: bool,
 ) -> States:
-    """What every chunk adds to a state, float32; `factor` multiplies all of it.
+    """The sums that every chunk adds to a state, float32, times `factor`.
 
-    `to_end` decays every token to the end of its chunk, as eq. (9) does, and weighs the norm with
-    1; otherwise tokens count by what is left since the start, eq. (13), times inverse and −pull.
+    With `to_end` every token decays to the end of its chunk, eq. (9), and the weight of the norm is
+    1. Otherwise the decay is from the start of the chunk to the token, eq. (13), and the weights
+    include inverse and −delta.
     """
     x, y = tokens.x, tokens.y
     T, K, V = x.shape[1], x.shape[3], y.shape[3]
@@ -79,7 +80,7 @@ def chunk_states(
         x,
         y,
         unused if tokens.inverse is None else tokens.inverse,
-        unused if tokens.pull is None else tokens.pull,
+        unused if tokens.delta is None else tokens.delta,
         unused if gates is None else gates.high,
         unused if gates is None else gates.low,
         kv,
@@ -103,7 +104,7 @@ def chunk_states(
         BLOCK_V=block_v,
         HAS_GATES=gates is not None,
         HAS_INVERSE=tokens.inverse is not None,
-        HAS_PULL=tokens.pull is not None,
+        HAS_DELTA=tokens.delta is not None,
         HAS_NORM=has_norm and degree > 2,
         TO_END=to_end,
         DOT=operands.dtype,
@@ -113,7 +114,7 @@ def chunk_states(
         _power_fwd_norm_kernel[(chunks.num, G)](
             x,
             unused if tokens.inverse is None else tokens.inverse,
-            unused if tokens.pull is None else tokens.pull,
+            unused if tokens.delta is None else tokens.delta,
             unused if gates is None else gates.high,
             unused if gates is None else gates.low,
             norm,
@@ -131,7 +132,7 @@ def chunk_states(
             BLOCK_K=block_of(K),
             HAS_GATES=gates is not None,
             HAS_INVERSE=tokens.inverse is not None,
-            HAS_PULL=tokens.pull is not None,
+            HAS_DELTA=tokens.delta is not None,
             TO_END=to_end,
             DOT=operands.dtype,
             PRECISION=operands.precision,
@@ -145,7 +146,7 @@ def _weight(
     high_ptr, low_ptr, inverse_ptr, gate_off, row_off, token, length, stride_row,
     HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, TO_END: tl.constexpr,
 ):  # fmt: skip
-    """What a token of the chunk counts, 0 beyond its end."""
+    """The weight of each token of a chunk, 0 beyond its end."""
     mask = token < length
     weight = tl.where(mask, 1.0, 0.0)
     if HAS_GATES:
@@ -163,13 +164,13 @@ def _weight(
 
 @triton.jit
 def _power_fwd_norm_kernel(
-    x_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, norm_ptr, chunks_ptr,
+    x_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, norm_ptr, chunks_ptr,
     stride_xb, stride_xt, stride_xh, T, G, K, P, factor,
     REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr,
-    HAS_PULL: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DELTA: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Σ_t weight_t x_t at degree 1; at degree 2 Σ_t weight_t x_t x_tᵀ, of which one half is stored.
+    # Σ_t weight_t x_t at degree 1; at degree 2 one half of the symmetric Σ_t weight_t x_t x_tᵀ.
     chunk = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
     _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
@@ -196,9 +197,9 @@ def _power_fwd_norm_kernel(
                 high_ptr, low_ptr, inverse_ptr, gate_off, row_off, token, length, G * REPEAT,
                 HAS_GATES, HAS_INVERSE, TO_END,
             )  # fmt: skip
-            if HAS_PULL:
+            if HAS_DELTA:
                 weight *= -tl.load(
-                    pull_ptr + row_off + token * (G * REPEAT), mask=mask, other=0.0
+                    delta_ptr + row_off + token * (G * REPEAT), mask=mask, other=0.0
                 )  # fmt: skip
             weighted = x.to(tl.float32) * weight[:, None]
             if DEGREE == 1:
@@ -215,14 +216,14 @@ def _power_fwd_norm_kernel(
 
 @triton.jit
 def _power_fwd_state_kernel(
-    x_ptr, y_ptr, inverse_ptr, pull_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr, chunks_ptr, tiles_ptr,
-    stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, T, G, K, V, P, factor,
+    x_ptr, y_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr, chunks_ptr,
+    tiles_ptr, stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, T, G, K, V, P, factor,
     NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_PULL: tl.constexpr,
+    HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_NORM: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Blocks of features run fastest: they read the same tokens, which then come from cache.
+    # Blocks of features vary fastest, because they read the same tokens from cache.
     block = tl.program_id(0) % NUM_BLOCKS
     chunk = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     g = tl.program_id(2).to(tl.int64)
@@ -258,9 +259,9 @@ def _power_fwd_state_kernel(
                 y = y * weight[:, None]
             kv = tl.dot(phi.to(DOT), y.to(DOT), kv, input_precision=PRECISION)
             if HAS_NORM:
-                if HAS_PULL:
+                if HAS_DELTA:
                     weight *= -tl.load(
-                        pull_ptr + row_off + (first + t) * (G * REPEAT), mask=mask, other=0.0
+                        delta_ptr + row_off + (first + t) * (G * REPEAT), mask=mask, other=0.0
                     )
                 norm += tl.sum(phi.to(tl.float32) * weight[None, :], axis=1)
     f = block * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -288,15 +289,15 @@ def scan(
     is_reverse: bool,
     other: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What stands before each chunk (or, in reverse, after it) of a sum of `parts` with decay.
+    """The decayed sum of `parts` before each chunk or, in reverse, after each chunk.
 
     Args:
-        parts: (chunks, G, P, V) or (chunks, G, P) float32; the result where that is float32.
+        parts: (chunks, G, P, V) or (chunks, G, P) float32; overwritten by a float32 result.
         read_dtype: dtype of the result. The running sum itself stays in float32 registers.
-        initial: (S, …) what every sequence starts with; in reverse the gradient of its end.
-        final: (S, …) is filled with what every sequence ends with.
-        other: in reverse, the states before each chunk: also return the product of the sum at each
-            chunk's end with the state there, (chunks, G) float64, for the gates: eq. (19).
+        initial: (S, …) initial state of every sequence; in reverse the gradient of its final state.
+        final: (S, …) filled with the sum at the end of every sequence.
+        other: in reverse, the states before each chunk. Then the second result is the product of
+            sum and state at the end of each chunk, (chunks, G) float64, for eq. (19).
     """
     G, P = parts.shape[1:3]
     V = parts.shape[3] if parts.ndim == 4 else 1
@@ -333,7 +334,7 @@ def scan(
         HAS_FINAL=final is not None,
         HAS_OTHER=other is not None,
         IS_REVERSE=is_reverse,
-        # Fewer values than threads would be loaded by several warps, and be overwritten by one.
+        # With fewer values than threads, one warp could overwrite what another has yet to load.
         num_warps=4 if block_p * block_v >= 128 else 1,
     )
     return read, None if products is None else products.double().sum(dim=2)
@@ -357,29 +358,29 @@ def _power_fwd_scan_kernel(
     mask = (row < P)[:, None] & (v < V)[None, :]
     off = row.to(tl.int64)[:, None] * V + v[None, :]
     state_size = P * V
-    times = tl.full((BLOCK_P,), 1.0, tl.float32)
+    multiplicity = tl.full((BLOCK_P,), 1.0, tl.float32)
     if DEGREE > 1 and IS_REVERSE:
-        # Gradients are carried without the multiplicity, as states are.
+        # Like states, gradients are carried without the multiplicity.
         tile = row // TILE_FEATURES
-        times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE, mask=row < P, other=1).to(
+        multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE, mask=row < P, other=1).to(
             tl.float32
         )
     running = tl.zeros((BLOCK_P, BLOCK_V), tl.float32)
     if HAS_INITIAL:
         initial = tl.load(initial_ptr + (sequence * G + g) * state_size + off, mask=mask, other=0.0)
-        running = initial.to(tl.float32) / times[:, None]
+        running = initial.to(tl.float32) / multiplicity[:, None]
     for step in range(count):
         chunk = first + (count - 1 - step if IS_REVERSE else step)
         chunk_off = (chunk * G + g) * state_size
         if HAS_OTHER:
-            # The state at the end of a chunk is what the next one reads.
+            # The state at the end of a chunk is the state before the next one.
             is_inner = step > 0
             state = tl.load(
                 other_ptr + ((chunk + 1) * G + g) * state_size + off,
                 mask=mask & is_inner,
                 other=0.0,
             )
-            product = tl.sum(running * times[:, None] * state.to(tl.float32))
+            product = tl.sum(running * multiplicity[:, None] * state.to(tl.float32))
             tl.store(products_ptr + (chunk * G + g) * row_blocks + row_block, product)
         part = tl.load(parts_ptr + chunk_off + off, mask=mask, other=0.0)
         tl.store(read_ptr + chunk_off + off, running.to(read_ptr.dtype.element_ty), mask=mask)
@@ -391,4 +392,4 @@ def _power_fwd_scan_kernel(
         running += part
     if HAS_FINAL:
         final_off = (sequence * G + g) * state_size + off
-        tl.store(final_ptr + final_off, running * times[:, None], mask=mask)
+        tl.store(final_ptr + final_off, running * multiplicity[:, None], mask=mask)
