@@ -6,7 +6,7 @@ import torch
 from longhaul.kernels.testing import assert_close
 
 
-def test_assert_close_allows_what_the_definition_earns() -> None:
+def test_assert_close_allows_a_multiple_of_the_definitions_error() -> None:
     oracle = torch.linspace(1, 2, 10, dtype=torch.float64)
     definition = (oracle + 1e-4).float()
     assert_close((oracle + 3e-4).float(), oracle, definition, multiple=4.0)
@@ -17,7 +17,7 @@ def test_assert_close_allows_what_the_definition_earns() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_assert_close_never_passes_what_is_not_finite(bad: float) -> None:
+def test_assert_close_rejects_nan_and_inf(bad: float) -> None:
     oracle = torch.ones(3, dtype=torch.float64)
     with pytest.raises(AssertionError, match=r"at \[1\]"):
         assert_close(torch.tensor([1.0, bad, 1.0]), oracle, torch.full((3,), bad), multiple=4.0)
@@ -29,6 +29,6 @@ def test_assert_close_never_allows_more_than_a_twentieth() -> None:
         assert_close(torch.full((3,), 1.06), oracle, torch.full((3,), 2.0), multiple=100.0)
 
 
-def test_assert_close_wants_equal_shapes() -> None:
+def test_assert_close_rejects_unequal_shapes() -> None:
     with pytest.raises(AssertionError, match="shape"):
         assert_close(torch.ones(2), torch.ones(3).double(), torch.ones(3), multiple=1.0)

@@ -101,7 +101,7 @@ class _Block:
     def forward(self, degree: int) -> None:
         """Write the block's numerators and denominators."""
         torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
-        _raise(self.weights, degree)
+        _power_(self.weights, degree)
         if not self.is_gated:
             self.weights_own.mul_(self.causal)
             torch.bmm(self.v, self.weights, out=self.num)
@@ -195,7 +195,7 @@ def exp2_flushed_(x: Tensor) -> Tensor:
     return torch.threshold_(x, log2_smallest(x.dtype), -torch.inf).exp2_()
 
 
-def _raise(x: Tensor, degree: int) -> None:
+def _power_(x: Tensor, degree: int) -> None:
     """x^degree in place. torch computes squares and cubes by products; other powers are slow."""
     if degree == 1:
         return

@@ -1,4 +1,4 @@
-"""Integer powers, a device function of all kernels."""
+"""Integer powers: a device function that the kernels share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels are compiled for chips that are not here. This file is also the program that does so: a
-test starts it in a process of its own, since under pytest kernels may be interpreted."""
+"""Compiling kernels for absent chips. Tests run this file as a program in a new process, because
+kernels may be interpreted under pytest."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def double(T: int, stride: int) -> None:
     assert bool((y == 5).all())
 
 
-def double_variously() -> None:
+def double_in_three_specialisations() -> None:
     for T, stride in ((64, 1), (128, 1), (65, 1), (64, 3), (64, 3)):
         double(T, stride)
 
@@ -61,7 +61,7 @@ def matmul(**options: Any) -> None:
     _matmul_kernel[(1,)](a, a, a, 512, BLOCK=128, **options)
 
 
-def too_much_memory() -> None:
+def too_much_shared_memory() -> None:
     a = torch.zeros(128, 2048)
     _matmul_kernel[(1,)](a, a, a, 2048, BLOCK=128, num_warps=8, num_stages=4)
 
@@ -71,24 +71,24 @@ def tuned() -> None:
     _tuned_kernel[(4,)](x, x, 512, 1)
 
 
-# What `make test` compiles, by chip; `make soak` compiles every shape for every chip.
-QUICKLY = {
+# The shapes that `make test` compiles for each chip; `make soak` compiles all for all chips.
+QUICK_SHAPES = {
     "sm_80": ("chunked p2 K64 V64",),
     "sm_90": ("attention p2 K64 V64", "chunked p2 K64 V64", "step p2 K64 V64"),
     "sm_100": ("attention p2 K64 V64",),
 }
 
 LAUNCHERS = {
-    "double": double_variously,
+    "double": double_in_three_specialisations,
     "matmul": lambda: matmul(num_warps=8, num_stages=2),
     "spill": lambda: matmul(num_warps=4, num_stages=2, maxnreg=64),
-    "too_much_memory": too_much_memory,
+    "too_much_shared_memory": too_much_shared_memory,
     "tuned": tuned,
 }
 
 
 def program(launcher: str, targets: str) -> None:
-    """Print the records of one launcher for some chips, with what is wrong with each."""
+    """Print the records of one launcher for some chips, with the faults of each."""
     from longhaul.kernels.offline import recording
     from longhaul.kernels.offline.table import faults
 
@@ -105,13 +105,15 @@ def program(launcher: str, targets: str) -> None:
 
 
 def table() -> None:
-    """Some shapes: `python -m longhaul.kernels.offline` does all for all, and takes minutes."""
+    """Compile QUICK_SHAPES; `python -m longhaul.kernels.offline` takes minutes for all shapes."""
     from longhaul.kernels.offline.shapes import SHAPES
     from longhaul.kernels.offline.table import print_table
 
     by_name = {shape.name: shape for shape in SHAPES}
     tasks = [
-        (by_name[f"{name} bfloat16"], target) for target, names in QUICKLY.items() for name in names
+        (by_name[f"{name} bfloat16"], target)
+        for target, names in QUICK_SHAPES.items()
+        for name in names
     ]
     if found := print_table(tasks, folders=False):
         sys.exit("\n".join(found))
@@ -136,7 +138,7 @@ def records(launcher: str, *targets: str) -> list[dict[str, Any]]:
 
 
 def test_a_launch_compiles_once_for_each_specialisation_and_runs_nothing() -> None:
-    # T divisible by 16 or not, stride one or not.
+    # Three specialisations: T divisible by 16, T not divisible, stride above one.
     found = records("double", "sm_90")
     assert len({kernel["digest"] for kernel in found}) == len(found) == 3
     for kernel in found:
@@ -168,7 +170,7 @@ def test_spills_are_counted_and_refused() -> None:
 
 
 def test_more_shared_memory_than_the_chip_has_is_refused() -> None:
-    (kernel,) = records("too_much_memory", "sm_80")
+    (kernel,) = records("too_much_shared_memory", "sm_80")
     assert kernel["shared_bytes"] > 163 * 1024
     assert "the chip has 166912" in kernel["faults"][0]
 
@@ -184,7 +186,7 @@ def test_an_interpreter_is_refused() -> None:
     assert "TRITON_INTERPRET" in done.stderr.splitlines()[-1]
 
 
-def test_the_command_names_what_it_wants() -> None:
+def test_bad_options_are_named() -> None:
     module = ("-m", "longhaul.kernels.offline")
     assert "found 'sm_12', wanted" in start(*module, "--targets", "sm_90,sm_12").stderr
     assert "found 'degree 3', wanted" in start(*module, "--only", "degree 3").stderr

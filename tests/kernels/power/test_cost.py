@@ -1,4 +1,4 @@
-"""The cost model: what it counts, and what it chooses."""
+"""The cost model: counts of FLOPs, and the choice of form and chunk size."""
 
 import pytest
 
@@ -13,9 +13,9 @@ from longhaul.kernels.power.cost import (
 
 
 def test_flops_by_hand() -> None:
-    # Each of 3 queries meets 1, 2 and 3 keys: 6 scores, 2 K for one and 2 V for its value.
+    # The 3 queries have 1, 2 and 3 keys: 6 pairs, each 2 K for its score and 2 V for its value.
     assert power_flops(3, 5, 7, 2, "attention") == 6 * 2 * (5 + 7)
-    # 15 features at K = 5: update and read-out of a 15 x 7 state, and chunks of 2.
+    # 15 features at K = 5: update and read-out of a 15 × 7 state, and chunks of 2 tokens.
     assert power_flops(10, 5, 7, 2, "chunked", 2) == 10 * (4 * 15 * 7 + 2 * 2 * (5 + 7))
     assert power_flops(10, 5, 7, 2, "recurrent") == 10 * (4 * 15 * 7 + 2 * (5 + 7))
 
@@ -43,7 +43,7 @@ def test_the_crossover_moves_with_the_size_of_the_state() -> None:
     assert 1024 < crossover(64, 2) <= 8192
 
 
-def test_high_degrees_have_no_chunked_form_to_choose() -> None:
+def test_high_degrees_always_choose_attention() -> None:
     assert choose_form(2**20, 64, 64, 8) == "attention"
 
 
@@ -55,7 +55,7 @@ def test_cost_per_token_stops_growing_with_the_length() -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_the_chunk_is_the_cheapest_of_all_offered(backend: str) -> None:
+def test_the_chosen_chunk_size_is_the_cheapest(backend: str) -> None:
     for K, degree in ((64, 1), (32, 2), (64, 2), (16, 4)):
         chosen = choose_chunk_size(2**16, K, K, degree, backend)
         offered = (64, 128, 256) if backend == "torch" else tuple(2**n for n in range(7, 12))
@@ -63,8 +63,8 @@ def test_the_chunk_is_the_cheapest_of_all_offered(backend: str) -> None:
         assert costs[chosen] == min(costs.values())
 
 
-def test_on_a_gpu_larger_states_take_longer_chunks() -> None:
-    """A state is written and read once a chunk: the larger it is, the fewer there should be."""
+def test_on_a_gpu_larger_states_have_longer_chunks() -> None:
+    """A state is written and read once per chunk, so larger states should have fewer chunks."""
     sizes = [choose_chunk_size(2**16, K, K, 2, "triton") for K in (16, 32, 64, 128)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]

@@ -1,4 +1,4 @@
-"""What the op promises at its edges: splits, packing, causality, resets, small denominators."""
+"""Edge cases of the op: splits, packing, causality, resets, small denominators, bad input."""
 
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ TRITON: dict[str, dict[str, Any]] = {
 TRITON_STEPS: dict[str, Any] = {"form": "recurrent", "backend": "triton"}
 EVERY_FORM = FORMS | TRITON
 per_form = pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
-# As in test_power.py, for degree 2.
+# As in test_op.py, for degree 2.
 MULTIPLE = 30.0
 
 
@@ -72,7 +72,7 @@ SPLITS = [
 
 @pytest.mark.parametrize(("first", "second"), SPLITS)
 def test_a_split_changes_nothing(first: str, second: str) -> None:
-    """Across forms and backends, with a split inside a chunk, after it, and near the ends."""
+    """In every form, split within a chunk, between chunks, and near the ends."""
     hows = EVERY_FORM | {"triton steps": TRITON_STEPS}
     dtype = dtype_of(hows[first], hows[second])
     is_slow = dtype == torch.float32
@@ -158,7 +158,7 @@ def test_packed_documents_equal_separate_ones(how: dict[str, Any], has_state: bo
             tokens = [y[:, start:end] for y in x[:4]] + [y[n : n + 1] for y in x[4:]]
             own = [weights[0][:, start:end], *(y[n : n + 1] for y in weights[1:])]
             documents.append(results(leaves_of(tokens, dtype), own, None, backend="reference"))
-        # Outputs and gradients of tokens follow one another along T; those of states along N.
+        # Results of tokens are concatenated along T, those of states along N.
         return [
             torch.cat(parts, dim=1 if parts[1].shape[1] == 16 else 0)
             for parts in zip(*documents, strict=True)
@@ -202,8 +202,8 @@ def test_a_gate_of_zero_forgets_everything(how: dict[str, Any]) -> None:
 
 
 @per_form
-def test_gates_before_a_reset_feel_nothing_after_it(how: dict[str, Any]) -> None:
-    """Not even the rounding errors of large gradients: the sums of eq. (15) stop at the reset."""
+def test_gradients_of_gates_stop_at_a_reset(how: dict[str, Any]) -> None:
+    """Not even rounding errors of large gradients pass, as the sums of eq. (15) stop at a reset."""
     q, k, v, log_g = inputs(60)
     log_g[:, 33] = -torch.inf
     v[:, 33:] *= 1e6
@@ -239,7 +239,7 @@ def check_against_the_definition(x: list[Tensor], how: dict[str, Any], degree: i
 
 @per_form
 def test_queries_and_keys_of_a_thousand_at_degree_4(how: dict[str, Any]) -> None:
-    """Weights of 1e25, with everything forgotten in the middle."""
+    """Weights of 1e25, with a reset in the middle."""
     q, k, v, log_g = inputs(33, K=5, H=2, G=1)
     log_g[:, 20] = -torch.inf
     # Positive, so that the first weight after the reset is as large as the others.
@@ -280,12 +280,12 @@ def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: floa
 @per_form
 @pytest.mark.parametrize("scale", [1.0, 1e-12])
 def test_a_query_orthogonal_to_every_key_stays_small(how: dict[str, Any], scale: float) -> None:
-    """The denominator is 0, and rounding alone decides what the state makes of it."""
+    """The denominator is 0, and the part read from the state is only rounding error."""
     T = 60 if is_triton(how) else 200
     q, k, v, log_g = (y.float() for y in inputs(T, K=16))
     k[..., 8:] = 0
     q[:, -50:, :, :8] = 0
-    # A rotation keeps them orthogonal, and every product of coordinates away from 0.
+    # A rotation keeps them orthogonal but makes products of coordinates differ from 0.
     rotation = torch.linalg.qr(torch.randn(16, 16))[0]
     leaves = [y.requires_grad_() for y in (q @ rotation * scale, k @ rotation, v, log_g)]
     out, _ = power_attention(*leaves, **how)
@@ -297,7 +297,7 @@ def test_a_query_orthogonal_to_every_key_stays_small(how: dict[str, Any], scale:
 
 
 @per_form
-def test_no_key_met_reads_zero(how: dict[str, Any]) -> None:
+def test_a_query_of_zero_reads_zero(how: dict[str, Any]) -> None:
     q, k, v, _ = (y.float().requires_grad_() for y in inputs(40))
     out, _ = power_attention(q * 0, k, v, **how)
     out.sum().backward()
@@ -364,7 +364,7 @@ def test_a_step_takes_one_token() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", ["kv", "norm", "q", "log_g"])
-def test_a_step_in_place_refuses_what_needs_a_gradient(name: str) -> None:
+def test_a_step_in_place_refuses_tensors_that_need_a_gradient(name: str) -> None:
     token = dict(zip(("q", "k", "v", "log_g"), inputs(1), strict=True))
     state = {"kv": torch.zeros(1, 2, 64, 4).double(), "norm": torch.zeros(1, 2, 64).double()}
     (state | token)[name].requires_grad_()
@@ -398,7 +398,7 @@ def test_offsets_are_read_once_until_they_change(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_stays_linear() -> None:
-    """No tensor of the size of T × P or T × T is ever made, forward or backward."""
+    """No tensor of size T × P or T × T exists, forward or backward."""
     T = 2048
     q, k, v, log_g = (y.float() for y in inputs(T, K=16, V=16, H=1, G=1))
     largest = 0
@@ -425,13 +425,13 @@ def test_memory_stays_linear() -> None:
 
 
 @pytest.mark.parametrize("degree", [4, 6, 8])
-def test_attention_form_builds_no_state_that_nobody_asked_for(degree: int) -> None:
-    # At degree 8 a state of these widths would hold 10^10 features a head.
+def test_attention_form_computes_no_state_unless_asked(degree: int) -> None:
+    # At degree 8 a state of these widths would have 10^10 features per head.
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 300, 2, 64, dtype=torch.float64, requires_grad=True) for _ in "qkv")
     inputs = (q, k, v)
     found, state = power_attention(*inputs, degree=degree, form="attention", backend="torch")
-    # Not the reference backend, which would build the state.
+    # Not computed by the reference backend, which would build the state.
     weights = (torch.einsum("bthk,bihk->bhti", q, k) / 8).pow(degree).tril()
     weights = weights / weights.sum(-1, keepdim=True)
     wanted = torch.einsum("bhti,bihv->bthv", weights, v)

@@ -1,4 +1,4 @@
-"""The custom ops: what torch.compile, checkpoints, autograd and counters see of them."""
+"""The custom ops under torch.compile, checkpointing, autograd and FLOP counters."""
 
 import inspect
 import shutil
@@ -20,8 +20,8 @@ from longhaul.kernels.power import library
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.cost import power_backward_flops, power_flops
 
-# What torch.device(…) as a context acts on is listed at its first use: before any test replaces
-# torch.empty, or every test after that one meets an incomplete list.
+# torch.device(…) as a context lists the functions that it affects at its first use. That must be
+# before a fixture replaces torch.empty, or the list is incomplete for all later tests.
 with torch.device("cpu"):
     torch.ones(1)
 
@@ -86,19 +86,19 @@ def backward_call(
 
 
 @per_call
-def test_forward_is_a_proper_op(how: dict[str, Any]) -> None:
+def test_forward_passes_opcheck(how: dict[str, Any]) -> None:
     inputs, settings = call(**how)
     torch.library.opcheck(library.power_forward, inputs, settings)
 
 
 @per_call
-def test_backward_is_a_proper_op(how: dict[str, Any]) -> None:
+def test_backward_passes_opcheck(how: dict[str, Any]) -> None:
     inputs, settings = backward_call(how)
     torch.library.opcheck(library.power_backward, inputs, settings)
 
 
 @per_call
-def test_gradients_not_asked_for_are_absent(how: dict[str, Any]) -> None:
+def test_unrequested_gradients_are_absent(how: dict[str, Any]) -> None:
     inputs, settings = backward_call(how, needs=[False, True, False, False, False, False])
     grads = library.power_backward(*inputs, **settings)
     assert [grad.numel() > 0 for grad in grads] == settings["needs"]
@@ -144,8 +144,8 @@ def test_denominators_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_results_that_no_one_uses_have_no_gradient(which: int) -> None:
-    """A gradient that is absent and one that is zero are the same."""
+def test_unused_results_have_no_gradient(which: int) -> None:
+    """An absent gradient has the same effect as a zero one."""
     inputs, settings = call(output_final_state=True, is_continued=True)
     leaves = [x for x in inputs if x is not None]
     results = library.power_forward(*inputs, **settings)[:3]
@@ -169,7 +169,7 @@ def test_autocast_is_off_inside_both_ways() -> None:
 
 
 class Mixer(nn.Module):
-    """Projections around the op, as an attention layer has them."""
+    """The op between projections, as in an attention layer."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def results_of(
 
 @pytest.fixture
 def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing compiled before, and nothing in the way that only tests add."""
+    """Reset the compiler, and remove the run-time checks that only tests add."""
     monkeypatch.setattr(PowerCall, "__init__", inspect.unwrap(PowerCall.__init__))
     torch._dynamo.reset()
     yield
@@ -221,7 +221,7 @@ COMPILED: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("fresh_compiler", "unchecked")
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("how", COMPILED.values(), ids=COMPILED.keys())
-def test_compiled_without_a_break_it_equals_eager(how: dict[str, Any], is_packed: bool) -> None:
+def test_compiled_as_one_graph_it_equals_eager(how: dict[str, Any], is_packed: bool) -> None:
     mixer = Mixer(**how)
     compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
     args = [torch.randn(1, T, 6), torch.tensor(OFFSETS) if is_packed else None]
@@ -253,7 +253,7 @@ def test_compiled_to_machine_code_it_equals_eager() -> None:
     torch.testing.assert_close(results_of(compiled, mixer, x), wanted)
 
 
-def test_a_checkpoint_recomputes_it() -> None:
+def test_checkpointing_changes_nothing() -> None:
     mixer = Mixer(form="chunked", chunk_size=8, output_final_state=True)
     x = torch.randn(2, T, 6)
 

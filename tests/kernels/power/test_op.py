@@ -21,19 +21,20 @@ FORMS: dict[str, dict[str, Any]] = {
     "chunked-auto": {"form": "chunked"},
     "recurrent": {"form": "recurrent"},
 }
-# The interpreter takes seconds a case: Triton has cases of its own, and float32 only.
+# The interpreter takes seconds per case, so Triton has its own cases, in float32 only.
 TRITON: dict[str, dict[str, Any]] = {
     f"triton {name}": how | {"backend": "triton"}
     for name, how in FORMS.items()
     if name != "chunked-auto"
 }
-# Features sum terms of both signs where the definition raises a sum to a power, the more so the
-# higher the power, and the gradients of the gates are differences of long sums.
+# Allowed multiple of the definition's error. Features sum terms of both signs where the definition
+# raises one sum to a power, which cancels more digits the higher the degree, and gradients of gates
+# are differences of long sums.
 MULTIPLE_PER_DEGREE = 15.0
 
 
 def has_backward(how: dict[str, Any]) -> bool:
-    """Triton's recurrent form is a kernel for decoding alone."""
+    """Triton's recurrent form is only a kernel for decoding, without a backward."""
     return how.get("backend") != "triton" or how["form"] != "recurrent"
 
 
@@ -48,10 +49,10 @@ class Case:
     degree: int = 2
     normalize: bool = True
     gates: str = "soft"
-    state: str = "of some past"  # "arbitrary": no sum of features of keys; or "none"
+    state: str = "of some past"  # "none", or "arbitrary", which is not a sum of features of keys
 
     def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Leaves of the graph, drawn in float64 and rounded to a dtype that q, k and v have."""
+        """Random inputs; q, k and v in `dtype`, the others in float32."""
         B, P = self.B, state_features(self.K, self.degree)
         tensors = {
             "q": torch.randn(B, self.T, self.H, self.K),
@@ -90,7 +91,7 @@ class Case:
         return tensors
 
     def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
-        """Outputs, and gradients of a random linear functional of all of them."""
+        """All results, and the gradients of a random linear function of them."""
         leaves = {name: x.detach().to(dtype) for name, x in inputs.items()}
         if dtype != torch.float64:
             for name in ("log_g", "kv", "norm"):
@@ -137,7 +138,7 @@ class Case:
 
 @cache
 def expected(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
-    """Inputs, the definition's results in float64, and in the dtype asked for."""
+    """Inputs, the results of the definition in float64, and its results in `dtype`."""
     torch.manual_seed(0)
     inputs = case.inputs(dtype)
     oracle = case.run(inputs, torch.float64, backend="reference")
@@ -205,7 +206,7 @@ TRITON_CASES = [
         Case(T=63, B=1, degree=1, normalize=False, K=16, V=8, state="none"),
         (ATTENTION, CHUNKED_16),
     ),
-    # More than one block of features, and of values.
+    # More than one block of features and of values.
     ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=70), (CHUNKED_16,)),
     ("wide values", Case(T=20, B=1, V=130), (ATTENTION, CHUNKED_16)),
     ("degree 4", Case(T=20, B=1, degree=4), (CHUNKED_16,)),
@@ -267,7 +268,7 @@ def test_triton_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("K", [16, 20])
 def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
-    """As bfloat16 takes them; at K = 16 there are three, and a fourth that pads the table."""
+    """bfloat16 computes two tiles at a time. At K = 16 there are three, and the table is padded."""
     from longhaul.kernels.power.triton import features
     from longhaul.kernels.power.triton.chunked import backward, forward
 
@@ -293,7 +294,7 @@ def test_sixteen_bits_accumulate_in_float32(how: dict[str, Any], dtype: torch.dt
     Case(T=257).check(dtype, **how)
 
 
-def test_auto_is_right_where_it_takes_chunks() -> None:
+def test_auto_is_right_where_it_chooses_chunks() -> None:
     assert choose_form(1200, 8, 8, 2) == "chunked"
     Case(T=1200, K=8, V=8, state="none").check(torch.float32)
 
@@ -322,8 +323,8 @@ DIFFERENTIABLE = FORMS | {name: how for name, how in TRITON.items() if has_backw
 
 @pytest.mark.parametrize("how", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
 @pytest.mark.parametrize("has_state", [False, True])
-def test_only_the_gradients_asked_for(how: dict[str, Any], has_state: bool) -> None:
-    """Each alone is what it is among all."""
+def test_only_the_requested_gradients_are_computed(how: dict[str, Any], has_state: bool) -> None:
+    """Each gradient is the same whether it is computed alone or with all others."""
     state = "of some past" if has_state else "none"
     inputs = Case(T=20, B=1, state=state).inputs(torch.float32)
     every = gradients(inputs, list(inputs), how)
@@ -354,7 +355,7 @@ def test_state_alone_has_gradients(how: dict[str, Any]) -> None:
     assert v.grad.abs().sum() > 0
 
 
-# Every degree that the backend steps at; values of 17 take two blocks of a kernel.
+# (backend, dtype, degree, V): every degree of each backend; V = 17 needs two blocks of the kernel.
 STEPS = [
     ("torch", torch.float64, 1, 3),
     ("torch", torch.float64, 2, 3),
@@ -432,7 +433,7 @@ def test_steps_in_place_overwrite_the_state(
     assert [x.data_ptr() for x in state] == memory
 
 
-def test_a_step_of_the_reference_is_a_step() -> None:
+def test_a_step_of_the_reference_equals_a_step_in_torch() -> None:
     case = Case(T=1)
     inputs = {name: x.double() for name, x in case.inputs(torch.float64).items()}
     state = PowerState(inputs.pop("kv"), inputs.pop("norm"))
@@ -450,7 +451,7 @@ EVERY_FORM = FORMS | TRITON
 def test_strided_inputs(how: dict[str, Any]) -> None:
     case = Case(T=20 if has_backward(how) else 5, B=1, H=2, G=2, K=8, V=8)
     dense = case.inputs(torch.float32)
-    # Time runs fastest, then nothing does, then heads; states have their last dimensions swapped.
+    # q: tokens innermost; k: every second element; v: heads before tokens; kv: transposed.
     strided = {
         "q": dense["q"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
         "k": dense["k"].repeat_interleave(2, dim=3)[..., ::2],
@@ -462,12 +463,12 @@ def test_strided_inputs(how: dict[str, Any]) -> None:
     assert not any(x.is_contiguous() for x in strided.values())
     wanted = case.run(dense, torch.float32, **how)
     for name, x in case.run(strided, torch.float32, **how).items():
-        # Torch multiplies matrices in an order of its own where strides differ.
+        # torch may sum matrix products in another order if strides differ.
         torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
-def test_inputs_and_state_are_left_alone(how: dict[str, Any]) -> None:
+def test_inputs_and_state_are_not_modified(how: dict[str, Any]) -> None:
     case = Case(T=63 if "backend" not in how else 20 if has_backward(how) else 4, B=1)
     inputs = case.inputs(torch.float32)
     before = {name: x.clone() for name, x in inputs.items()}

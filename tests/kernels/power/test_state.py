@@ -1,4 +1,4 @@
-"""A state alone against the definition in float64: values, and every gradient of them."""
+"""`power_state` against the definition in float64: values and every gradient."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +21,7 @@ from longhaul.kernels.testing import assert_close
 with torch.device("cpu"):  # as in test_library.py
     torch.ones(1)
 
-# As in test_power.py: gradients of gates are differences of long sums, powers grow with the degree.
+# As in test_op.py.
 MULTIPLE_PER_DEGREE = 15.0
 
 
@@ -58,7 +58,7 @@ class Case:
         return tensors
 
     def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
-        """The state, and gradients of a random linear functional of it."""
+        """The state, and the gradients of a random linear function of it."""
         leaves = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
         initial = PowerState(leaves["kv"], leaves["norm"]) if self.has_state else None
         state = power_state(
@@ -124,7 +124,7 @@ def test_float64_equals_the_definition(case: Case) -> None:
         case.run(inputs, torch.float64, backend=backend, chunk_size=16)
         for backend in ("torch", "reference")
     )
-    # Sums over resets, which count as 2^-192, cost some digits.
+    # Sums over resets, which are clamped to 2^-192, lose some digits.
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
@@ -144,7 +144,7 @@ def test_triton_equals_the_definition(case: Case) -> None:
 
 
 @per_case
-def test_it_is_the_state_that_attention_leaves(case: Case) -> None:
+def test_it_equals_the_final_state_of_attention(case: Case) -> None:
     inputs = {name: x.double() for name, x in case.inputs().items()}
     initial = PowerState(inputs.pop("kv"), inputs.pop("norm")) if case.has_state else None
     settings = {
@@ -171,7 +171,7 @@ def test_sixteen_bits_accumulate_in_float32() -> None:
 
 
 @pytest.mark.parametrize("used", ["kv", "norm"])
-def test_a_part_that_no_one_uses_has_no_gradient(used: str) -> None:
+def test_an_unused_result_has_no_gradient(used: str) -> None:
     inputs = Case(gates="hard").inputs()
 
     def gradients(backend: str) -> tuple[Tensor, ...]:
@@ -185,7 +185,7 @@ def test_a_part_that_no_one_uses_has_no_gradient(used: str) -> None:
     torch.testing.assert_close(gradients("torch"), gradients("reference"))
 
 
-def test_nothing_is_made_for_attention_inside_chunks() -> None:
+def test_no_attention_inside_chunks_is_computed() -> None:
     k, v = (torch.randn(1, 40, 2, 4, requires_grad=True) for _ in range(2))
     with patch.object(InsideChunk, "__init__", side_effect=AssertionError):
         state = power_state(k, v, chunk_size=16)
@@ -193,7 +193,7 @@ def test_nothing_is_made_for_attention_inside_chunks() -> None:
     assert k.grad is not None
 
 
-def test_nothing_grows_with_the_square_of_time() -> None:
+def test_flops_are_linear_in_the_length() -> None:
     k, v = torch.randn(2, 1, 4096, 1, 4).unbind(0)
     with FlopCounterMode(display=False) as counter:
         power_state(k, v)
@@ -238,7 +238,7 @@ def backward_inputs(case: Case) -> tuple[tuple[Tensor | None, ...], dict[str, An
 
 
 @pytest.mark.parametrize("case", OPS, ids=str)
-def test_both_are_proper_ops(case: Case) -> None:
+def test_forward_and_backward_pass_opcheck(case: Case) -> None:
     torch.library.opcheck(library.power_state, *op_inputs(case))
     torch.library.opcheck(library.power_state_backward, *backward_inputs(case))
 

@@ -1,4 +1,4 @@
-"""Tasks in processes: a crash ends one task, the clock ends the rest."""
+"""Tasks in worker processes: a crash ends one task, the deadline ends the rest."""
 
 import math
 import os
@@ -28,7 +28,7 @@ def test_a_process_that_dies_is_replaced() -> None:
     assert problems == [f"the process died with exit code {code}" for code in (3, 4)]
 
 
-def test_a_task_that_hangs_is_given_up() -> None:
+def test_a_task_that_hangs_is_abandoned() -> None:
     started = time.monotonic()
     outcomes = run_tasks(time.sleep, [600, 600], num_processes=1, deadline=later(1))
     assert [outcome.problem for outcome in outcomes] == [OUT_OF_TIME] * 2

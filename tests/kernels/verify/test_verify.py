@@ -1,4 +1,4 @@
-"""The script for a GPU, as far as a CPU can run it: every check, every clock, the whole report."""
+"""The GPU check run on a CPU at small sizes: every check, every measurement, the whole report."""
 
 import json
 import time
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("verify") / "verify.json"
     reporting.run("cpu", TOY, num_processes=0, out=out)
-    # As it was written, so that it is known to be JSON.
+    # Read from the file, to test that it is valid JSON.
     found: dict[str, Any] = json.loads(out.read_text(), parse_constant=refuse)
     return found
 
@@ -72,7 +72,7 @@ def test_the_report_has_times_of_everything_installed(report: dict[str, Any]) ->
         if one["implementation"] == "chunk_simple_gla" or one["implementation"].startswith(
             "retention"
         ):
-            continue  # absent here, or in want of a GPU
+            continue  # not installed here, or needs a GPU
         assert one["problem"] is None, one
         if one["what"] == "profile":
             assert one["result"]["kernels"][0]["ms"] > 0
@@ -96,7 +96,7 @@ def test_a_missing_peer_is_reported(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dlog_g", "dkv", "dnorm", "final kv"])
 @pytest.mark.parametrize("harm", ["a wrong value", "a NaN", "noise"])
-def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
     case = Case(name="packed", T=40, K=8, V=8, documents=(0, 9), is_continued=True)
     run = Case.run
 
@@ -120,10 +120,10 @@ def test_what_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, name: str, harm
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_call_that_raises_is_recorded() -> None:
-    case = Case(name="plain", T=20, K=8, V=8, forms=("chunked", "unheard of"))
+    case = Case(name="plain", T=20, K=8, V=8, forms=("chunked", "unknown"))
     good, bad = cases.check(case, CPU, "torch")
     assert good["faults"] == []
-    assert bad["faults"][0].startswith("ValueError: form: found 'unheard of'")
+    assert bad["faults"][0].startswith("ValueError: form: found 'unknown'")
 
 
 def test_a_write_to_an_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_far_apart_tokens_pass_two_to_the_31_elements() -> None:
     assert cases._far_apart(x).stride(1) * 131_072 > 2**31
 
 
-def test_long_sequences_never_meet_the_quadratic_definition(
+def test_long_sequences_are_not_compared_with_the_quadratic_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(_case: Case, _inputs: dict[str, Tensor], _dtype: torch.dtype, **how: Any) -> Any:
@@ -176,14 +176,14 @@ def test_checks_run_in_other_processes() -> None:
     assert [record["faults"] for record in reporting._checks(case, outcome)] == [[], []]
 
 
-def test_a_case_that_came_to_nothing_is_a_failure() -> None:
+def test_an_unfinished_case_is_a_failure() -> None:
     case = Case(name="plain")
     records = reporting._checks(case, Outcome(None, OUT_OF_TIME))
     assert [record["faults"] for record in records] == [[OUT_OF_TIME]] * 2
     assert [record["form"] for record in records] == ["chunked", "attention"]
 
 
-def test_tuning_without_times_takes_the_share_it_was_given() -> None:
+def test_untimed_tuning_runs_the_given_part() -> None:
     launched: list[int] = []
 
     class Kernel:
@@ -241,7 +241,7 @@ def value_of(measurements: list[dict[str, Any]], text: str) -> tuple[float | Non
     return one["value"], one["met"]
 
 
-def test_ratios_are_of_the_same_run() -> None:
+def test_targets_are_ratios_of_measured_times() -> None:
     times = measured(ours=5, sdpa=45, r256=14, r512=10)
     assert value_of(times, "K 64: times faster than SDPA") == (9.0, True)
     assert value_of(times, "than retention") == (2.0, False)
@@ -251,7 +251,7 @@ def test_ratios_are_of_the_same_run() -> None:
 @pytest.mark.parametrize(
     ("ours", "crossover"), [((9, 9, 9), None), ((9, 1, 1), 2048), ((1, 9, 1), 4096)]
 )
-def test_the_crossover_is_where_it_wins_for_good(
+def test_the_crossover_is_where_it_stays_faster(
     ours: tuple[int, ...], crossover: int | None
 ) -> None:
     measurements = [

@@ -186,7 +186,7 @@ def _power_bwd_attention_key_kernel(
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
     # Queries after the block. The decay has three factors: from the key to e, the block's last
-    # token, applied after the loop; from e to the block of queries; from there to the query, a table.
+    # token, applied after the loop; from e to the block of queries; from there to the query.
     rest = tl.maximum((last - start).to(tl.int32) - BLOCK_N, 0)
     factor_ptr += (batch * H + g * repeat) * T + start + BLOCK_N
     if factor_delta_ptr is not None:

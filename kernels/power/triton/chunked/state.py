@@ -217,7 +217,8 @@ def _power_fwd_norm_kernel(
 @triton.jit
 def _power_fwd_state_kernel(
     x_ptr, y_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr, chunks_ptr,
-    tiles_ptr, stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, T, G, K, V, P, factor,
+    tiles_ptr, stride_xb, stride_xt, stride_xh, stride_yb, stride_yt, stride_yh, T, G, K, V, P,
+    factor,
     NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_DELTA: tl.constexpr,

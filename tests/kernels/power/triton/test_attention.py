@@ -21,9 +21,9 @@ if not triton.knobs.runtime.interpret:
 from longhaul.kernels.power.triton.attention.backward import attention_backward  # noqa: E402
 from longhaul.kernels.power.triton.attention.forward import attention_forward  # noqa: E402
 
-# As in test_power.py: gradients of gates are differences of long sums, powers grow with the degree.
+# As in test_op.py.
 MULTIPLE_PER_DEGREE = 15.0
-EVERYTHING = (True, True, True, True)
+ALL_NEEDED = (True, True, True, True)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Case:
         q = torch.randn(self.B, self.T, self.H, self.K)
         k = torch.randn(self.B, self.T, self.G, self.K)
         if self.normalize and (self.degree == 1 or self.gates == "hard"):
-            # test_power.py says why.
+            # For the reason given in test_op.py.
             q, k = q.abs() + 0.1, k.abs() + 0.1
         log_g = None
         if self.gates != "none":
@@ -73,8 +73,8 @@ class Case:
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.B, self.T, self.H, self.V, generator=generator)
 
-    def defined(self, inputs: list[Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
-        """What the definition gives: output and gradients, document by document."""
+    def reference(self, inputs: list[Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Output and gradients of the definition, document by document."""
         leaves = [None if x is None else x.to(dtype).requires_grad_() for x in inputs]
         outs = [
             power_attention(
@@ -93,7 +93,7 @@ class Case:
 
 
 def run(
-    case: Case, inputs: list[Any], dout: Tensor, needs: tuple[bool, ...] = EVERYTHING
+    case: Case, inputs: list[Any], dout: Tensor, needs: tuple[bool, ...] = ALL_NEEDED
 ) -> dict[str, Tensor | None]:
     """Output and gradients of the kernels."""
     out, inverse, is_live = attention_forward(case.call, *inputs, case.cu_seqlens)
@@ -106,7 +106,7 @@ def run(
 def expected(case: Case) -> tuple[list[Tensor | None], dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(0)
     inputs = case.inputs()
-    return inputs, case.defined(inputs, torch.float64), case.defined(inputs, torch.float32)
+    return inputs, case.reference(inputs, torch.float64), case.reference(inputs, torch.float32)
 
 
 def check(case: Case) -> None:
@@ -153,7 +153,7 @@ def test_equals_the_definition(case: Case) -> None:
     check(case)
 
 
-def test_a_first_token_reads_its_own_value() -> None:
+def test_the_first_token_reads_its_own_value() -> None:
     case = Case(T=1)
     inputs, oracle, definition = expected(case)
     out, _, _ = attention_forward(case.call, *inputs, None)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ def test_strided_inputs() -> None:
     dense = run(case, inputs, case.dout())
 
     def spread(x: Tensor) -> Tensor:
-        """Heads before tokens, every second element of the last dimension, a batch of its own."""
+        """A copy with heads before tokens and gaps between the elements of the last dimension."""
         wide = torch.full((x.shape[0], x.shape[2], x.shape[1], 2 * x.shape[3]), torch.nan)
         view = wide.transpose(1, 2)[..., ::2]
         return view.copy_(x)
@@ -188,7 +188,7 @@ def test_strided_inputs() -> None:
         assert torch.equal(expanded[name], wanted), name  # type: ignore[arg-type]
 
 
-def test_only_the_gradients_asked_for() -> None:
+def test_only_the_requested_gradients_are_computed() -> None:
     case = Case(T=40, H=1)
     inputs, _, _ = expected(case)
     whole = run(case, inputs, case.dout())
@@ -222,7 +222,7 @@ def test_outputs_ignore_the_future_to_the_bit(degree: int) -> None:
 
 @pytest.mark.parametrize("degree", [2, 8])
 def test_a_gate_of_zero_forgets_everything(degree: int) -> None:
-    """At degree 8 weights before the reset are infinite, if a later query were to take them."""
+    """At degree 8 weights of keys before the reset would be infinite without the gate."""
     case = Case(T=100, degree=degree)
     inputs = [x.clone() for x in expected(case)[0] if x is not None]
     inputs[3][:, 70] = -torch.inf
@@ -238,19 +238,19 @@ def test_a_gate_of_zero_forgets_everything(degree: int) -> None:
 
 
 def test_large_scores_of_degree_8() -> None:
-    """Weights up to 1e56, beyond float32; outputs are means all the same."""
+    """Weights up to 1e56, beyond float32, while outputs are ordinary means."""
     case = Case(T=63, H=2, G=1, degree=8)
     torch.manual_seed(0)
     q, k, v, log_g = case.inputs()
     assert q is not None
     assert k is not None
     large = [q * 1e3, k * 1e3, v, log_g]
-    oracle = case.defined(large, torch.float64)
-    # The definition itself overflows in float32: its error is that of the same call made smaller.
+    oracle = case.reference(large, torch.float64)
+    # The definition overflows in float32, so its error is taken from a call with smaller inputs.
     small = [q, k, v, log_g]
     ratios = {"dq": 1e-3, "dk": 1e-3}
-    wanted = case.defined(small, torch.float64)
-    rounded = case.defined(small, torch.float32)
+    wanted = case.reference(small, torch.float64)
+    rounded = case.reference(small, torch.float32)
     actual = run(case, large, case.dout())
     for name, exact in oracle.items():
         found, ratio = actual[name], ratios.get(name, 1.0)
@@ -259,7 +259,7 @@ def test_large_scores_of_degree_8() -> None:
         assert_close(found, exact, definition.float(), multiple=120.0, name=name)
 
 
-def test_unnormalised_sums_overflow_only_where_they_must() -> None:
+def test_unnormalised_sums_overflow_only_if_the_result_does() -> None:
     """Weights of 1e56 on values of 1e-30."""
     case = Case(T=40, H=1, G=1, degree=8, normalize=False, gates="none")
     q, k, v, _ = case.inputs()
@@ -276,8 +276,8 @@ def test_unnormalised_sums_overflow_only_where_they_must() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 8])
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1e-42])
-def test_queries_that_meet_next_to_nothing(degree: int, size: float) -> None:
-    """Below the denominator's floor outputs go to 0 with the query; 1e-42 is denormal."""
+def test_tiny_queries_give_finite_results(degree: int, size: float) -> None:
+    """Below the denominator's floor outputs tend to 0 with the query; 1e-42 is denormal."""
     case = Case(T=63, degree=degree)
     q, k, v, log_g = expected(case)[0]
     assert q is not None
@@ -305,7 +305,7 @@ def test_a_floored_denominator_has_no_gradient(degree: int) -> None:
     small = q.clone()
     small[:, 20:] *= 1e-32 ** (1 / degree)
     inputs = [small, k, v, log_g]
-    oracle, definition = (case.defined(inputs, d) for d in (torch.float64, torch.float32))
+    oracle, definition = (case.reference(inputs, d) for d in (torch.float64, torch.float32))
     actual = run(case, inputs, case.dout())
     for name in oracle:
         found = actual[name]
@@ -329,7 +329,7 @@ def test_a_query_orthogonal_to_every_key_reads_zero() -> None:
 
 
 def test_sums_of_gates_keep_their_precision_beside_resets() -> None:
-    """After many resets, sums are large, and their differences still decide every weight."""
+    """After many resets sums of log gates are large, but their differences must stay exact."""
     case = Case(T=150, H=1, G=1)
     torch.manual_seed(0)
     q, k, v, log_g = case.inputs()
@@ -340,7 +340,7 @@ def test_sums_of_gates_keep_their_precision_beside_resets() -> None:
     log_g[:, :80] = -torch.inf
     log_g[:, 80:] *= 1e-2
     inputs = [q, k, v, log_g]
-    oracle, definition = (case.defined(inputs, d) for d in (torch.float64, torch.float32))
+    oracle, definition = (case.reference(inputs, d) for d in (torch.float64, torch.float32))
     actual = run(case, inputs, case.dout())
     for name in oracle:
         found = actual[name]

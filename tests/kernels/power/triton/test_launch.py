@@ -1,4 +1,4 @@
-"""What a GPU does and the interpreter does not: the autotuner writes what it found as JSON."""
+"""The autotuner's keys, which it writes to disk as JSON on a GPU but not in the interpreter."""
 
 import json
 import os
@@ -19,7 +19,7 @@ print(json.dumps(keys))
 """
 
 
-def test_what_is_tuned_for_can_be_written_to_disk() -> None:
+def test_keys_of_the_autotuner_can_be_written_as_json() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", KEYS], check=True, capture_output=True, text=True, env=environment
