@@ -262,7 +262,7 @@ def test_the_crossover_is_where_it_stays_faster(
         for T, mine in zip((1024, 2048, 4096), ours, strict=True)
         for implementation, ms in (("longhaul", mine), ("sdpa flash", 5))
     ]
-    value, met = value_of(measurements, "tokens from which on")
+    value, met = value_of(measurements, "tokens from which it")
     assert (value, met) == (crossover, crossover is not None)
 
 
