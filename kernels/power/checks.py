@@ -19,7 +19,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape != (B, T, G, K):
-        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
+        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} to match q")
     if H % G:
         raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
     _check_like_keys(k, v, log_g)
@@ -46,9 +46,9 @@ def _check_layout(**tensors: Tensor) -> None:
 def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     B, T, G = k.shape[:3]
     if v.shape[:3] != (B, T, G):
-        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
+        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) to match k")
     if log_g is not None and log_g.shape != (B, T, G):
-        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} as k has it")
+        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} to match k")
     if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log_g: found {log_g.dtype}, wanted float32: 16 bits lose slow decays")
 
@@ -69,7 +69,9 @@ def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
             f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"
         )
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens: found device {cu_seqlens.device}, wanted {q.device} as q's")
+        raise ValueError(
+            f"cu_seqlens: found device {cu_seqlens.device}, wanted {q.device} to match q"
+        )
 
 
 def check_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class Case:
         tensors = {"q": q, "k": k, "v": v}
         tensors = {name: x.to(self.torch_dtype) for name, x in tensors.items()}
         if self.content == "wide":
-            tensors = {name: _far_apart(x) for name, x in tensors.items()}
+            tensors = {name: _with_wide_strides(x) for name, x in tensors.items()}
         if self.gates != "none":
             # The memory of the heads ranges from 8 to 3,000 tokens.
             log_g = logsigmoid(randn(B, T, G) + torch.linspace(8, 2, G, device=device))
@@ -190,11 +190,11 @@ class Case:
         return {"out": torch.cat(outputs, dim=1), "final kv": state.kv, "final norm": state.norm}
 
 
-def _far_apart(x: Tensor) -> Tensor:
+def _with_wide_strides(x: Tensor) -> Tensor:
     """The same values with wide strides: 131,073 tokens span more than 2^31 elements."""
     T, H, K = x.shape[1:]
-    tokens_apart = max(H * K, 2 ** (31 - 17) + 64) if T > 2**16 else 3 * H * K
-    buffer = x.new_full((1, T, tokens_apart // K, K), torch.nan)
+    token_stride = max(H * K, 2 ** (31 - 17) + 64) if T > 2**16 else 3 * H * K
+    buffer = x.new_full((1, T, token_stride // K, K), torch.nan)
     buffer[:, :, :H] = x
     return buffer[:, :, :H]
 
@@ -304,7 +304,7 @@ def _features() -> Iterable[Case]:
     yield Case(name="odd widths", K=20, V=17, H=3, G=3, T=63)
     yield Case(name="one token", T=1, is_continued=True)
     yield Case(name="gradient of v alone", T=300, wanted=("v",))
-    yield Case(name="far-apart tokens", T=300, content="wide")
+    yield Case(name="wide strides", T=300, content="wide")
     yield Case(name="steps", forms=("step",), T=9, B=2, is_continued=True)
     yield Case(name="steps, degree 1", forms=("step",), T=9, B=2, is_continued=True, degree=1)
 
@@ -333,7 +333,7 @@ def extreme_cases(backend: str) -> list[Case]:
     ]
     cases += [
         replace(long, name=f"{long.name}, degree 1", degree=1, normalize=False, forms=("chunked",)),
-        replace(long, name=f"{long.name}, 2^31 elements apart", content="wide"),
+        replace(long, name=f"{long.name}, strides beyond 2^31 elements", content="wide"),
     ]
     return cases
 

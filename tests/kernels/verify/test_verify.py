@@ -142,9 +142,9 @@ def test_a_write_to_an_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out: differs when run again" in record["faults"]
 
 
-def test_far_apart_tokens_pass_two_to_the_31_elements() -> None:
+def test_with_wide_strides_tokens_pass_two_to_the_31_elements() -> None:
     x = torch.empty(1, 131_073, 2, 64, dtype=torch.bfloat16, device="meta")
-    assert cases._far_apart(x).stride(1) * 131_072 > 2**31
+    assert cases._with_wide_strides(x).stride(1) * 131_072 > 2**31
 
 
 def test_long_sequences_are_not_compared_with_the_quadratic_definition(
