@@ -1,4 +1,4 @@
-"""Functions on tensors. Nothing here knows a config, a module or a logger."""
+"""Functions on tensors. They depend on no config, no nn.Module and no run."""
 
 from longhaul.kernels.power import (
     PowerState,

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: found out once, asked for by name."""
+"""The choice of the backend that runs an op: by name, or automatically."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 
-# A constant, because torch.compile cannot look through the search for a package.
+# A constant, because torch.compile cannot trace the search for a package.
 _HAS_TRITON = find_spec("triton") is not None
 
 
 def why_unavailable(backend: str, device: torch.device) -> str | None:
-    """The reason why a backend cannot run on tensors of a device, or None when it can."""
+    """Why a backend cannot run on tensors of a device; None when it can."""
     if backend != "triton":
         return None
     if not _HAS_TRITON:
@@ -26,31 +26,31 @@ def why_unavailable(backend: str, device: torch.device) -> str | None:
     return f"the tensors are on {device}"
 
 
-def why_not_in(dtype: torch.dtype) -> str | None:
-    """The reason why Triton's kernels cannot take q, k and v of a dtype, or None when they can."""
+def why_dtype_unsupported(dtype: torch.dtype) -> str | None:
+    """Why Triton's kernels cannot take q, k and v of a dtype; None when they can."""
     if dtype == torch.float64:
         return "it has no float64"
-    # torch.compile cannot look through Triton's settings; a graph is compiled for a GPU anyway.
+    # torch.compile cannot trace Triton's settings; a graph is compiled for a GPU anyway.
     if dtype != torch.float32 and not torch.compiler.is_compiling() and _is_interpreted():
         return "its interpreter is silently wrong in 16 bits"
     return None
 
 
 def _is_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, which it does on any device."""
-    # Triton takes long to import, and may not be there.
+    """Whether Triton interprets its kernels in Python, which works on any device."""
+    # Triton takes long to import, and may not be installed.
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
 def cannot_run(backend: str, reason: str) -> ValueError:
-    """The error for an explicit choice of a backend that cannot run."""
+    """The error for a backend that was chosen by name and cannot run."""
     return ValueError(f"backend: {backend!r} cannot run: {reason}; wanted 'torch' or 'auto'")
 
 
 def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
-    """The backend that will run. An explicit choice that cannot run raises and says why."""
+    """The backend that will run. A backend chosen by name that cannot run raises ValueError."""
     if backend == "reference":
         return "reference"
     if backend == "torch":

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from math import ceil, comb
 
-# A denominator smaller than this counts as this: a query that meets no key at all reads 0, not 0/0.
+# Smaller denominators are replaced by this one: a query with no matching key reads 0, not 0/0.
 DENOMINATOR_FLOOR = 1e-30
 
 
 def tile_width(degree: int) -> int:
     """Width of the tiles that features of this degree are laid out in.
 
-    8 and 4 give tiles of 64 and 256 features, which vector units and tensor cores like; the price
-    is P above the mathematical count (10 % at K = 64, degree 2). Degrees that are only ever used
-    at tiny widths are not tiled.
+    Widths of 8 and 4 give tiles of 64 and 256 features, which suit vector units and tensor cores.
+    In exchange P exceeds the mathematical count, by 10 % at K = 64 and degree 2. The other degrees
+    are only used at tiny widths and are not tiled.
     """
     return {2: 8, 4: 4}.get(degree, 1)
 
@@ -32,7 +32,7 @@ def padded_width(width: int, degree: int) -> int:
 
 
 def state_features(width: int, degree: int) -> int:
-    """Rows P of the state as allocated: one tile of features per multiset of `degree` tiles."""
+    """Rows P of the state as stored: one tile of features per multiset of `degree` tiles."""
     tile = tile_width(degree)
     tiles = padded_width(width, degree) // tile
     return comb(tiles + degree - 1, degree) * int(tile**degree)

@@ -1,4 +1,4 @@
-"""Comparison with a tolerance that is earned: by the error the definition itself makes."""
+"""Comparison with a float64 oracle, allowing a multiple of the error of the definition itself."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-# No comparison is looser than this part of the largest value, whatever the definition does.
+# The largest tolerance, as a fraction of the oracle's largest value, whatever the definition does.
 _LOOSEST = 0.05
 
 
 class Comparison(NamedTuple):
-    """How far a tensor is from the oracle. The errors are parts of the oracle's largest value."""
+    """How far a tensor is from the oracle. Errors are fractions of the oracle's largest value."""
 
     error: float  # the largest
     allowed: float
@@ -31,16 +31,16 @@ def compare(
     multiple: float,
     dtype: torch.dtype | None = None,
 ) -> Comparison:
-    """Whether `actual` is about as near to the oracle as the definition is.
+    """Whether `actual` is about as close to the oracle as the definition is.
 
     Args:
         actual: what is tested.
         oracle: the definition computed in float64.
         definition: the definition computed in the dtype of `actual`, or in another dtype: its
-            error is then scaled by the ratio of the two roundings.
+            error is then scaled by the ratio of the two machine epsilons.
         multiple: how many times the largest error of `definition` is allowed.
-        dtype: the dtype of the call's inputs, whose rounding `actual` may show even where it is
-            float32 itself, as states and gradients of gates are. None means that of `actual`.
+        dtype: the dtype of the call's inputs. Their rounding affects results that are float32
+            themselves, such as states and gradients of gates. None means the dtype of `actual`.
     """
 
     def failed(fault: str) -> Comparison:
@@ -55,9 +55,9 @@ def compare(
         return Comparison(0.0, 0.0, 0.0, None)
     size = oracle.abs().max().item()
     epsilon = torch.finfo(dtype or actual.dtype).eps
-    earned = (definition.double() - oracle).abs().max().item()
-    earned *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
-    allowed = min(multiple * max(earned, epsilon * size), _LOOSEST * size)
+    expected = (definition.double() - oracle).abs().max().item()
+    expected *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
+    allowed = min(multiple * max(expected, epsilon * size), _LOOSEST * size)
     error = (actual.double() - oracle).abs()
     worst = error.argmax()
     largest = error.flatten()[worst].item()
@@ -84,7 +84,7 @@ def assert_close(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Inside, uninitialised memory holds NaN, so that nothing can lean on zeros."""
+    """Fill uninitialised memory with NaN, so that no code can rely on it being zero."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""The settings of one call, and what a backend keeps for its backward pass."""
+"""The settings of one call, and the tensors that a backend saves for its backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PowerCall:
-    """Everything about a call that is not a tensor, with every choice made."""
+    """All settings of a call, after form and chunk size are chosen."""
 
     degree: int
     scale: float
@@ -21,17 +21,17 @@ class PowerCall:
 
 
 class Forward(NamedTuple):
-    """What a forward pass returns. Only `out` is always there."""
+    """What a forward pass returns. Only `out` is never None."""
 
     out: Tensor  # (B, T, H, V) in the dtype of q
     kv: Tensor | None  # (S, G, P, V) after the last token of each of the S sequences
     norm: Tensor | None  # (S, G, P)
-    inverse: Tensor | None  # (B, T, H) one over the denominator, or a root of that
+    inverse: Tensor | None  # (B, T, H) den^(−1); in Triton's attention form den^(−1/p)
     is_live: Tensor | None  # (B, T, H) whether the denominator was above its floor
 
 
 class Saved(NamedTuple):
-    """What is kept for backward: inputs, output, denominators. Scores and states are recomputed."""
+    """Saved for backward: inputs, output, denominators. Scores and states are recomputed."""
 
     q: Tensor
     k: Tensor
@@ -53,7 +53,7 @@ Grads = tuple[
 
 
 class SavedState(NamedTuple):
-    """What a state alone keeps for its backward: inputs, and the state for the gates."""
+    """Saved for the backward of a state alone: inputs, and the final state for the gates."""
 
     k: Tensor
     v: Tensor

@@ -1,4 +1,4 @@
-"""What the public functions ask of their arguments; every error names one."""
+"""Checks of the public functions' arguments; every error names the argument."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None) -> None
     B, T, H, K = q.shape
     G = k.shape[2]
     if k.shape != (B, T, G, K):
-        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} as q has it")
+        raise ValueError(f"k: found shape {tuple(k.shape)}, wanted {(B, T, G, K)} to match q")
     if H % G:
         raise ValueError(f"k: found {G} heads, wanted a divisor of the {H} heads of q")
     _check_like_keys(k, v, log_g)
 
 
 def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
-    """What is asked of keys and values that no query meets."""
+    """As `check_tensors`, for a call without queries."""
     _check_layout(k=k, v=v)
     _check_like_keys(k, v, log_g)
 
@@ -46,9 +46,9 @@ def _check_layout(**tensors: Tensor) -> None:
 def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     B, T, G = k.shape[:3]
     if v.shape[:3] != (B, T, G):
-        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) as k has it")
+        raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) to match k")
     if log_g is not None and log_g.shape != (B, T, G):
-        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} as k has it")
+        raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} to match k")
     if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log_g: found {log_g.dtype}, wanted float32: 16 bits lose slow decays")
 
@@ -63,25 +63,27 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
 
 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
-    """What is known of packed documents without their offsets."""
+    """Checks of packed documents that do not need the values of the offsets."""
     if q.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"
         )
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens: found device {cu_seqlens.device}, wanted {q.device} as q's")
+        raise ValueError(
+            f"cu_seqlens: found device {cu_seqlens.device}, wanted {q.device} to match q"
+        )
 
 
 def check_offsets(cu_seqlens: Tensor, T: int) -> tuple[int, ...]:
-    """The offsets as numbers: one wait for the device per tensor, not one per layer."""
+    """The offsets as numbers, copied from the device once per tensor rather than once per layer."""
     if cu_seqlens.is_inference():
-        # Nothing tells whether it was written to since.
+        # Inference tensors have no version, so a later write would go unnoticed.
         return _read_offsets(cu_seqlens, T)
-    return _remembered_offsets(cu_seqlens, cu_seqlens._version, T)
+    return _cached_offsets(cu_seqlens, cu_seqlens._version, T)
 
 
 @lru_cache(maxsize=8)
-def _remembered_offsets(cu_seqlens: Tensor, version: int, T: int) -> tuple[int, ...]:
+def _cached_offsets(cu_seqlens: Tensor, version: int, T: int) -> tuple[int, ...]:
     return _read_offsets(cu_seqlens, T)
 
 

@@ -1,4 +1,4 @@
-"""What a call costs, and which form and chunk length cost least. Pure functions of the sizes."""
+"""The cost of a call, and the form and chunk size with the lowest cost, from the sizes alone."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ Form = Literal["auto", "attention", "chunked", "recurrent"]
 
 
 class Machine(NamedTuple):
-    """What a token and head costs, forward and backward, in microseconds times …"""
+    """Coefficients of the time of one head, forward and backward, in microseconds."""
 
-    token: float  # K + V: reading and writing
-    pair: float  # pairs of tokens scored in a chunk: decay, power, mask
-    pair_product: float  # … times K + V: their matrix products
-    feature: float  # features: building them and their gradients
-    feature_product: float  # … times V: their products with states
-    state: float  # P V, once a chunk: states written, scanned, read
-    tile_row: float  # rows of tiles, once a chunk: operations started
-    chunk: float  # once a chunk: operations started whatever the sizes
+    token: float  # per token and unit of K + V: reading and writing
+    pair: float  # per pair of tokens in a chunk: decay, power, mask
+    pair_product: float  # per pair and unit of K + V: matrix products
+    feature: float  # per token and feature: building it and its gradient
+    feature_product: float  # per token, feature and unit of V: products with states
+    state: float  # per chunk and entry of the P × V state: writing, scanning, reading
+    tile_row: float  # per chunk and row of tiles: starting operations
+    chunk: float  # per chunk: starting operations whose number does not depend on the sizes
     block: int  # queries that are scored at a time
-    chunk_sizes: tuple[int, ...]
+    chunk_sizes: tuple[int, ...]  # tokens
 
 
-# Only ratios matter. The first was fitted to the torch backend in float32 on two AVX-512 cores, T
-# from 512 to 4,096 and K from 16 to 64. The second is arithmetic, not measured: an H100-class chip
-# at 400 TFLOP/s of products, 29 T/s other operations and 3 TB/s; 7 products a pair and, at 1.2
-# times each for padding and for states read twice, 14 a feature; 30 operations a pair and 25 a
-# feature; 36 bytes a value of a state, which is written, scanned and read three times.
+# Only ratios matter. The coefficients of "torch" were fitted to the torch backend in float32 on two
+# AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. Those of "triton" are calculated, not
+# measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and 3 TB/s:
+# 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for states read
+# twice, and 25 operations per feature; 36 bytes per entry of a state, which is written, scanned and
+# read three times.
 _MACHINES = {
     "torch": Machine(0.032, 3.0e-3, 2.6e-5, 1.8e-3, 2.0e-5, 2.4e-3, 34, 100, 128, (64, 128, 256)),
     "triton": Machine(
@@ -60,9 +61,9 @@ def power_backward_flops(
 ) -> int:
     """Useful floating-point operations of a backward pass, per head: 2.5 times the forward pass.
 
-    The state takes five products of 2 P V a token for the forward pass's two: its update (it is
-    rebuilt, not kept), dφ(q), dS, dv and dφ(k). A pair of tokens takes five for two as well: its
-    score again, the gradient of that, dv, dq and dk; exactly 2.5 times the work where K = V.
+    The state takes five products of 2 P V per token instead of two: its update (it is recomputed,
+    not saved), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of two: its score
+    again, the gradient of the score, dv, dq and dk; exactly 2.5 times the work if K = V.
     """
     return 5 * power_flops(T, K, V, degree, form, chunk_size) // 2
 
@@ -70,18 +71,18 @@ def power_backward_flops(
 def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     """Useful floating-point operations of a state alone, forward, per head; backward takes twice.
 
-    One product of 2 P V a token; backward dv and dφ(k), since dS is only scaled on its way.
+    Forward is one product of 2 P V per token. Backward is two, dv and dφ(k): dS is only scaled.
     """
     return T * 2 * symmetric_dim(K, degree) * V
 
 
 def mixing_flops(T: int, K: int, V: int, degree: int) -> int:
-    """Useful FLOPs per token and head, forward, of the form that `form="auto"` takes."""
+    """Useful FLOPs per token and head, forward, of the form that `form="auto"` chooses."""
     return power_flops(T, K, V, degree, choose_form(T, K, V, degree)) // T
 
 
 def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:
-    """The chunk length that costs least."""
+    """The chunk size with the lowest cost, in tokens."""
     sizes = _MACHINES[backend].chunk_sizes
     best = sizes[0]
     # Not min(…, key=…), which torch.compile cannot trace.
@@ -94,7 +95,7 @@ def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch
 def choose_form(
     T: int, K: int, V: int, degree: int, backend: str = "torch"
 ) -> Literal["attention", "chunked"]:
-    """The form that costs least for T tokens; beyond degree 4 no state pays at a useful width."""
+    """The form with the lowest cost for T tokens. Beyond degree 4 useful states are too large."""
     C = choose_chunk_size(T, K, V, degree, backend)
     if degree > 4 or C >= T:
         return "attention"
@@ -103,14 +104,14 @@ def choose_form(
 
 
 def attention_cost(T: int, K: int, V: int, backend: str) -> float:
-    """Every pair of tokens, in blocks of whole tiles: microseconds per token and head."""
+    """Cost of all pairs of tokens, scored in whole blocks: microseconds per token and head."""
     cost = _MACHINES[backend]
     pairs = (T + min(T, cost.block)) / 2
     return cost.token * (K + V) + pairs * (cost.pair + cost.pair_product * (K + V))
 
 
 def chunked_cost(T: int, K: int, V: int, degree: int, C: int, backend: str) -> float:
-    """Pairs inside the chunk, features, and once a chunk the state: as `attention_cost`."""
+    """Cost of pairs inside the chunk, of features, and of the state: as `attention_cost`."""
     cost = _MACHINES[backend]
     P = state_features(K, degree)
     C = min(C, T)

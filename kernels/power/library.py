@@ -1,9 +1,7 @@
-"""Forward and backward as custom ops, which torch.compile, checkpoints and counters see.
+"""Forward and backward passes as custom ops, visible to torch.compile, checkpointing and counters.
 
-There are two of the op and two of a state alone.
-
-A schema has no optional results: what is absent is an empty tensor of shape (0,) here, and None on
-both sides of this file.
+The whole op and the state alone have two custom ops each. A schema has no optional results: here an
+absent result is an empty tensor of shape (0,); callers and backends use None.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from longhaul.kernels.power import chunked
 from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
 from longhaul.kernels.power.cost import power_backward_flops, power_flops, power_state_flops
 from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.shapes import state_features
 
 _INPUTS = (
@@ -74,25 +72,25 @@ def run(
 
 def _implementation(backend: str) -> ModuleType:
     if backend != "triton":
-        return chunked
-    # Triton takes long to import, and may not be there.
+        return torch_backend
+    # Triton takes long to import, and may not be installed.
     from longhaul.kernels.power import triton
 
     return triton
 
 
-def _given(x: Tensor | None, like: Tensor) -> Tensor:
+def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
 @torch.library.custom_op("longhaul::power_forward", mutates_args=(), schema=_FORWARD)
 def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
-    """Results of `forward` of a backend: out, kv, norm, inverse, is_live."""
+    """The results of a backend's `forward`: out, kv, norm, inverse, is_live."""
     q = inputs[0]
     # Autocast would turn the matrix products inside into 16-bit ones.
     with torch.autocast(q.device.type, enabled=False):
         results: Forward = _implementation(backend).forward(PowerCall(**settings), *inputs)
-    return tuple(_given(x, q) for x in results)
+    return tuple(_or_empty(x, q) for x in results)
 
 
 @torch.library.custom_op("longhaul::power_backward", mutates_args=(), schema=_BACKWARD)
@@ -110,7 +108,7 @@ def power_backward(
     saved = Saved(*(*inputs, out, final_kv, final_norm, inverse, is_live))
     with torch.autocast(q.device.type, enabled=False):
         grads = _implementation(backend).backward(call, saved, *tensors[12:], tuple(needs))
-    return tuple(_given(x, q) for x in grads)
+    return tuple(_or_empty(x, q) for x in grads)
 
 
 @power_forward.register_fake
@@ -134,13 +132,13 @@ def _(
     final_kv = final_norm = inverse = is_live = None
     if output_final_state:
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        # Every width has a layout of its own, so it is a number even where sizes are symbols.
+        # The layout depends on K, so K is a number even where other sizes are symbolic.
         P = state_features(int(K), degree)
         final_kv, final_norm = like.new_empty(S, G, P, V), like.new_empty(S, G, P)
     if normalize:
         inverse, is_live = like.new_empty(B, T, H), like.new_empty(B, T, H, dtype=torch.bool)
     results = Forward(q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live)
-    return tuple(_given(x, q) for x in results)
+    return tuple(_or_empty(x, q) for x in results)
 
 
 @power_backward.register_fake
@@ -163,7 +161,7 @@ def _backward(
     ctx: Any, dout: Tensor | None, dkv: Tensor | None, dnorm: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     if not ctx.settings["output_final_state"]:
-        # torch.compile makes gradients of absent results, too.
+        # torch.compile also passes gradients of absent results.
         dkv = dnorm = None
     needs = list(ctx.needs_input_grad[:6])
     grads = power_backward(*ctx.saved_tensors, dout, dkv, dnorm, needs=needs, **ctx.settings)
@@ -174,7 +172,7 @@ power_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    """Tokens of every sequence; where offsets have no values yet, as if all were equal."""
+    """Tokens of every sequence. Offsets without values count as documents of equal length."""
     B, T = q.shape[:2]
     if cu_seqlens is None:
         return [T] * B
@@ -206,7 +204,7 @@ def _backward_flops(
 
 
 def state_call(degree: int, chunk_size: int) -> PowerCall:
-    """A state alone, as the settings of a call."""
+    """The settings of a call that computes only the state."""
     return PowerCall(
         degree=degree, scale=1.0, normalize=False, output_final_state=True,
         form="chunked", chunk_size=chunk_size,
@@ -233,7 +231,7 @@ def power_state_backward(
             state_call(degree, chunk_size), SavedState(*tensors[:8]), *tensors[8:]
         )
     wanted = (x if need else None for x, need in zip(grads, needs, strict=True))
-    return tuple(_given(x, tensors[0]) for x in wanted)
+    return tuple(_or_empty(x, tensors[0]) for x in wanted)
 
 
 @power_state.register_fake
@@ -264,13 +262,15 @@ def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
 def _state_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
 ) -> None:
-    # Saved: inputs, final state. Recomputed: features. No state before a chunk is needed.
+    # Saved: inputs, final state. Recomputed: features. States before chunks are not needed.
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
     ctx.settings = keyword_only_inputs
 
 
-def _through_state(ctx: Any, dkv: Tensor | None, dnorm: Tensor | None) -> tuple[Tensor | None, ...]:
+def _state_backward(
+    ctx: Any, dkv: Tensor | None, dnorm: Tensor | None
+) -> tuple[Tensor | None, ...]:
     needs = list(ctx.needs_input_grad[:5])
     if dkv is None and dnorm is None:
         return (None,) * 6
@@ -278,7 +278,7 @@ def _through_state(ctx: Any, dkv: Tensor | None, dnorm: Tensor | None) -> tuple[
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
-power_state.register_autograd(_through_state, setup_context=_state_context)
+power_state.register_autograd(_state_backward, setup_context=_state_context)
 
 
 @register_flop_formula(torch.ops.longhaul.power_state, get_raw=True)

@@ -1,4 +1,4 @@
-"""The public functions: check, choose, call."""
+"""The public functions: they check arguments, choose form and backend, and run the call."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_not_in
-from longhaul.kernels.power import library, plain
+from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import (
     check_keys,
@@ -45,19 +45,19 @@ def power_attention(
     """Causal attention with weights exp(G_t − G_i) (scale q_t·k_i)^degree, in time linear in T.
 
     Args:
-        q: queries. Any float dtype; float64 is computed in float64, the rest in float32.
-        k, v: keys and values in the dtype of q; G divides H, as grouped-query attention has it.
+        q: queries. Any float dtype; float64 is computed in float64, all others in float32.
+        k, v: keys and values in the dtype of q; G divides H, as in grouped-query attention.
         log_g: log of the decay per token and key head, ≤ 0; −inf forgets everything before the
             token. None means no decay. G_t is its running sum.
-        degree: 1, or an even power. The state has about K^degree / degree! rows.
+        degree: 1 or an even number. The state has about K^degree / degree! rows.
         scale: factor on q·k before the power. None means K^(−1/2).
         normalize: divide by the sum of the weights. A sum below 1e-30 counts as 1e-30.
-        initial_state: state that a call before this one returned; (B, …), or (N, …) if packed.
+        initial_state: state that an earlier call returned; (B, …), or (N, …) if packed.
         output_final_state: return the state after the last token (of every document).
-        cu_seqlens: N + 1 ascending offsets of the documents packed along T (B must be 1): from 0
-            to T, no document empty. None means that a row of the batch is one document.
-        chunk_size: tokens per chunk of the chunked form, None picks it by cost. It changes speed
-            and memory, never the result.
+        cu_seqlens: N + 1 ascending offsets, from 0 to T, of documents packed along T (B must be
+            1); no document is empty. None means that each row of the batch is one document.
+        chunk_size: tokens per chunk of the chunked form; None chooses it by cost. It changes
+            speed and memory, never the result.
         form: "attention" (quadratic), "chunked" (linear), "recurrent" (one token at a time) or
             "auto" (by cost). Results agree to rounding.
         backend: "reference" (the formula, quadratic, ignores `form`), "torch", "triton", "auto".
@@ -69,7 +69,7 @@ def power_attention(
         ValueError: naming the argument, the value found and the value wanted.
 
     Cost: O(T · C · K + T · P · V) time in the chunked form, O(T) memory; see cost.py.
-    Source: README.md in this folder derives every form and gives the numbers that the code cites.
+    Source: README.md in this folder derives every form; the code cites its equation numbers.
     """
     check_degree(degree)
     check_tensors(q, k, v, log_g)
@@ -90,13 +90,13 @@ def power_attention(
     if resolved == "reference" or form == "recurrent":
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
         if resolved == "triton":
-            resolved = _for_step(backend, degree, q, k, v, log_g, kv, norm)
-        one: plain.Form = partial(
-            plain.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
+            resolved = _backend_for_step(backend, degree, q, k, v, log_g, kv, norm)
+        one: recurrent.Form = partial(
+            recurrent.FORMS[resolved], degree=degree, scale=scale, normalize=normalize
         )
-        # Autocast would turn the matrix products inside into 16-bit ones.
+        # Autocast would compute the matrix products in 16 bits.
         with torch.autocast(q.device.type, enabled=False):
-            out, after = plain.per_document(one, q, k, v, log_g, initial_state, offsets)
+            out, after = recurrent.per_document(one, q, k, v, log_g, initial_state, offsets)
         return out, after if output_final_state else None
 
     longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
@@ -109,7 +109,7 @@ def power_attention(
         chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree, resolved),
     )
     if resolved == "triton":
-        resolved = _for_call(backend, call, q, v, has_state=initial_state is not None)
+        resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)
     out, kv, norm = library.run(call, q, k, v, log_g, kv, norm, cu_seqlens, backend=resolved)
     return out, None if kv is None or norm is None else PowerState(kv, norm)
 
@@ -130,11 +130,11 @@ def power_attention_step(
     """One token of `power_attention`, at a cost that does not depend on the tokens before it.
 
     Args, Raises: as for `power_attention`, with T = 1, and
-        inplace: overwrite the state given and return it; nothing may need a gradient then.
-            Otherwise the state given is left as it is.
+        inplace: overwrite `state` and return it; then no tensor may require a gradient.
+            Otherwise `state` is left unchanged.
 
     Returns:
-        The token's output and the state after it.
+        The output for the token, and the state after it.
     """
     check_degree(degree)
     check_tensors(q, k, v, log_g)
@@ -145,10 +145,10 @@ def power_attention_step(
         raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
     resolved = resolve_backend(backend, q.device)
     if resolved == "triton":
-        resolved = _for_step(backend, degree, q, k, v, log_g, *state)
+        resolved = _backend_for_step(backend, degree, q, k, v, log_g, *state)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
-        return plain.step(
+        return recurrent.step(
             resolved, state, q, k, v, log_g,
             degree=degree, scale=scale, normalize=normalize, inplace=inplace,
         )  # fmt: skip
@@ -167,8 +167,8 @@ def power_state(
 ) -> PowerState:
     """The state that `power_attention` leaves after the last token (of every document).
 
-    Nothing is read from a state and no two tokens are scored: one of the op's two products with
-    the state, and none within chunks.
+    It takes one of the op's two products with the state, and none inside chunks: no state is read
+    and no pair of tokens is scored.
 
     Args, Raises: as for `power_attention`. A state depends neither on scale nor on normalisation.
     """
@@ -186,16 +186,18 @@ def power_state(
         check_state(initial_state, S, G, K, V, degree)
     if resolved == "reference":
         offsets = None if cu_seqlens is None else check_offsets(cu_seqlens, T)
-        one: plain.Form = partial(plain.FORMS[resolved], degree=degree, scale=1.0, normalize=False)
+        one: recurrent.Form = partial(
+            recurrent.FORMS[resolved], degree=degree, scale=1.0, normalize=False
+        )
         with torch.autocast(k.device.type, enabled=False):
             # A state does not depend on queries.
-            return plain.per_document(one, k, k, v, log_g, initial_state, offsets)[1]
+            return recurrent.per_document(one, k, k, v, log_g, initial_state, offsets)[1]
     longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
     call = library.state_call(
         degree, chunk_size or choose_chunk_size(longest, K, V, degree, resolved)
     )
     if resolved == "triton":
-        resolved = _for_call(backend, call, k, v, has_state=True)
+        resolved = _backend_for_call(backend, call, k, v, has_state=True)
     kv, norm = (None, None) if initial_state is None else initial_state
     inputs = (k, v, log_g, kv, norm, cu_seqlens)
     settings = {"degree": degree, "chunk_size": call.chunk_size, "backend": resolved}
@@ -203,8 +205,8 @@ def power_state(
 
 
 def _longest(cu_seqlens: Tensor, T: int) -> int:
-    """Tokens of the longest document, which decides whether a state pays; T where none is known."""
-    # While a graph is traced, and on `meta`, offsets have no values.
+    """Tokens of the longest document, which decides the form; T if the offsets have no values."""
+    # Offsets have no values on `meta` and while a graph is traced.
     if torch.compiler.is_compiling() or cu_seqlens.is_meta or type(cu_seqlens) is not Tensor:
         return T
     return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, T)))
@@ -214,33 +216,33 @@ def _needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _for_step(
+def _backend_for_step(
     backend: Backend, degree: int, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None
 ) -> Literal["torch", "triton"]:
-    """Who takes a step where Triton could."""
+    """The backend of a step on a device where Triton runs."""
     if _needs_gradient(q, k, v, *others):
-        return _triton_unless(backend, "its kernel of one token has no backward")
+        return _triton_unless(backend, "its kernel for one token has no backward")
     one_token = PowerCall(
         degree=degree, scale=1.0, normalize=True, output_final_state=True,
         form="chunked", chunk_size=1,
     )  # fmt: skip
-    return _for_call(backend, one_token, q, v, has_state=True)
+    return _backend_for_call(backend, one_token, q, v, has_state=True)
 
 
-def _for_call(
+def _backend_for_call(
     backend: Backend, call: PowerCall, q: Tensor, v: Tensor, *, has_state: bool
 ) -> Literal["torch", "triton"]:
-    """Who takes a call where Triton could."""
-    if reason := why_not_in(q.dtype):
+    """The backend of a call on a device where Triton runs."""
+    if reason := why_dtype_unsupported(q.dtype):
         return _triton_unless(backend, reason)
-    # Triton takes long to import, and may not be there.
+    # Triton takes long to import, and may not be installed.
     from longhaul.kernels.power import triton
 
     return _triton_unless(backend, triton.why_not(call, q.shape[3], v.shape[3], has_state))
 
 
 def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "triton"]:
-    """Torch for a reason, which is an error where Triton was asked for by name."""
+    """Triton if there is no reason against it, else torch; raise if Triton was chosen by name."""
     if reason is None:
         return "triton"
     if backend == "triton":

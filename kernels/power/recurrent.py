@@ -1,87 +1,177 @@
-"""One token at a time, at constant cost: the form that decodes."""
+"""Calls outside the custom ops: one token, the recurrent form of each backend, the reference."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
-from einops import rearrange
-from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.power.features import expand, multiplicity
-from longhaul.kernels.power.state import PowerState, denominator_floor
+from longhaul.kernels.power.reference import power_attention_reference
+from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.torch import backend as torch_backend
+from longhaul.kernels.power.torch.step import power_attention_recurrent
+from longhaul.kernels.shapes import state_features
+
+# Maps (q, k, v, log_g, state) of unpacked sequences to the output and the final state.
+Form = Callable[
+    [Tensor, Tensor, Tensor, Tensor | None, PowerState | None], tuple[Tensor, PowerState]
+]
 
 
-def recurrent_step(
+def step(
+    backend: str,
     state: PowerState,
-    q: Float[Tensor, "B H K"],
-    k: Float[Tensor, "B G K"],
-    v: Float[Tensor, "B G V"],
-    log_g: Float[Tensor, "B G"] | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
     *,
     degree: int,
     scale: float,
     normalize: bool,
-    inplace: bool = False,
-) -> tuple[Float[Tensor, "B H V"], PowerState]:
-    """S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ and the read-out of it, eqs. (9) and (10).
+    inplace: bool,
+) -> tuple[Tensor, PowerState]:
+    """One token, T = 1. In place, `state` is overwritten and returned, whatever its dtype."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    work = PowerState(state.kv.to(dtype), state.norm.to(dtype))
+    if backend == "reference":
+        out, after = _reference(
+            q, k, v, log_g, work, degree=degree, scale=scale, normalize=normalize
+        )
+    elif backend == "triton":
+        # Triton takes long to import, and may not be installed.
+        from longhaul.kernels.power import triton
 
-    The token's own weight is (q·k)^p itself rather than φ(q)·φ(k): the power has no cancellation.
-    In place, the state given is overwritten and returned; nothing can be differentiated then.
-    """
-    G = k.shape[1]
-    kv, norm = state
-    if log_g is not None:
-        gate = log_g.exp()[..., None]  # (B, G, 1)
+        out, after = triton.step(
+            work, q, k, v, log_g,
+            degree=degree, scale=scale, normalize=normalize, inplace=inplace,
+        )  # fmt: skip
         if inplace:
-            kv.mul_(gate[..., None])
-            norm.mul_(gate)
-        else:
-            kv, norm = kv * gate[..., None], norm * gate
-    q_group = scale * rearrange(q, "b (g r) k -> b g r k", g=G)  # (B, G, R, K)
-    q_features = expand(q_group, degree) * multiplicity(q.shape[-1], degree, q)  # (B, G, R, P)
-    own = torch.einsum("bgrk,bgk->bgr", q_group, k) ** degree  # (B, G, R)
-    out = q_features @ kv + own[..., None] * v[:, :, None]  # (B, G, R, V)
-    if normalize:
-        denominator = (q_features @ norm[..., None])[..., 0] + own  # (B, G, R)
-        with torch.no_grad():
-            state_norm = (norm**2 * multiplicity(q.shape[-1], degree, q)).sum(-1).sqrt()
-            query_norm = (q_group**2).sum(-1) ** (degree / 2)
-            floor = denominator_floor(degree, query_norm, state_norm[..., None], q.dtype)
-            size = denominator.abs() if degree % 2 else denominator
-        out = out / torch.where(size < floor, floor, denominator)[..., None]
-    k_features = expand(k, degree)  # (B, G, P)
-    if inplace:
-        kv.addcmul_(k_features[..., None], v[:, :, None])
-        norm.add_(k_features)
-        return out.flatten(1, 2), state
-    after = PowerState(kv + k_features[..., None] * v[:, :, None], norm + k_features)
-    return out.flatten(1, 2), after
+            # Autograd cannot see that a kernel wrote to these tensors.
+            torch.autograd.graph.increment_version(tuple(work))
+    else:
+        out, after = torch_backend.step(
+            work, q, k, v, log_g,
+            degree=degree, scale=scale, normalize=normalize, inplace=inplace,
+        )  # fmt: skip
+    if not inplace:
+        return out, after
+    for old, new in zip(state, after, strict=True):
+        if old is not new:
+            old.copy_(new)
+    return out, state
 
 
-def power_attention_recurrent(
-    q: Float[Tensor, "B T H K"],
-    k: Float[Tensor, "B T G K"],
-    v: Float[Tensor, "B T G V"],
-    log_g: Float[Tensor, "B T G"] | None,
-    initial_state: PowerState,
+def per_document(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    offsets: tuple[int, ...] | None,
+) -> tuple[Tensor, PowerState]:
+    """Run packed documents one by one, each with its own state, so that nothing leaks."""
+    if offsets is None:
+        return form(q, k, v, log_g, state)
+    lengths = [end - start for start, end in pairwise(offsets)]
+    # A split has one backward for all parts; N slices would each allocate a gradient of full size.
+    q_parts, k_parts, v_parts = (torch.split(x, lengths, dim=1) for x in (q, k, v))
+    gates = None if log_g is None else torch.split(log_g, lengths, dim=1)
+    states = None if state is None else (torch.split(state.kv, 1), torch.split(state.norm, 1))
+    results = [
+        form(
+            q_parts[n],
+            k_parts[n],
+            v_parts[n],
+            None if gates is None else gates[n],
+            None if states is None else PowerState(states[0][n], states[1][n]),
+        )
+        for n in range(len(lengths))
+    ]
+    kv, norm = (torch.cat(part) for part in zip(*(after for _, after in results), strict=True))
+    return torch.cat([out for out, _ in results], dim=1), PowerState(kv, norm)
+
+
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
     *,
     degree: int,
     scale: float,
     normalize: bool,
-) -> tuple[Float[Tensor, "B T H V"], PowerState]:
-    """`recurrent_step` over T. Autograd keeps one state per token: for decoding and for tests."""
-    state = initial_state
+) -> tuple[Tensor, PowerState]:
+    kv, norm = (None, None) if state is None else state
+    out, *after = power_attention_reference(
+        q, k, v, log_g, kv, norm, degree=degree, scale=scale, normalize=normalize
+    )
+    return out, PowerState(*after)
+
+
+def _recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    *,
+    degree: int,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, PowerState]:
+    """The recurrent form in torch, differentiable."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out, after = power_attention_recurrent(
+        q.to(dtype),
+        k.to(dtype),
+        v.to(dtype),
+        None if log_g is None else log_g.to(dtype),
+        _initial_state(q, v, state, degree),
+        degree=degree,
+        scale=scale,
+        normalize=normalize,
+    )
+    return out.to(q.dtype), after
+
+
+def _recurrent_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    state: PowerState | None,
+    *,
+    degree: int,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, PowerState]:
+    """Triton's kernel for each token, without gradients, on a copy of the state."""
+    after = PowerState(*(x.clone() for x in _initial_state(q, v, state, degree)))
     outputs = []
     for t in range(q.shape[1]):
-        out, state = recurrent_step(
-            state,
-            q[:, t],
-            k[:, t],
-            v[:, t],
-            None if log_g is None else log_g[:, t],
-            degree=degree,
-            scale=scale,
-            normalize=normalize,
-        )
+        at = (slice(None), slice(t, t + 1))
+        out, after = step(
+            "triton", after, q[at], k[at], v[at], None if log_g is None else log_g[at],
+            degree=degree, scale=scale, normalize=normalize, inplace=True,
+        )  # fmt: skip
         outputs.append(out)
-    return torch.stack(outputs, dim=1), state
+    return torch.cat(outputs, dim=1), after
+
+
+def _initial_state(q: Tensor, v: Tensor, state: PowerState | None, degree: int) -> PowerState:
+    """The initial state in the dtype of accumulation, zeros if there is none."""
+    B, _, _, K = q.shape
+    G, V = v.shape[2:]
+    like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+    if state is None:
+        P = state_features(K, degree)
+        return PowerState(like.new_zeros(B, G, P, V), like.new_zeros(B, G, P))
+    return PowerState(state.kv.to(like.dtype), state.norm.to(like.dtype))
+
+
+FORMS = {"reference": _reference, "torch": _recurrent, "triton": _recurrent_triton}

@@ -2,7 +2,7 @@
 
     y_t = Σ_{i≤t} exp(G_t − G_i) (scale q_t·k_i)^p v_i   [ / the same sum without v_i ]
 
-It shares no code with the forms that are tested against it, the layout of the state included.
+It shares no code with the forms that are tested against it, not even the layout of the state.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR, padded_width, tile_width
 
 
 def layout(width: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Key coordinates (P, p) of every feature, and its multiplicity (P,) on the query side."""
+    """Key coordinates (P, p) of every feature, and its multiplicity (P,), applied to queries."""
     tile = tile_width(degree)
     coordinates, multiplicity = [], []
     for tiles in combinations_with_replacement(range(padded_width(width, degree) // tile), degree):
         repeats = prod(factorial(tiles.count(one)) for one in set(tiles))
-        # The offset inside the first tile runs fastest, so the product lists the last tile first.
+        # The offset in the first tile varies fastest, so the product lists the last tile first.
         for offsets in product(range(tile), repeat=degree):
             pairs = zip(tiles, reversed(offsets), strict=True)
             coordinates.append([one * tile + offset for one, offset in pairs])
@@ -51,15 +51,15 @@ def power_attention_reference(
     scale: float,
     normalize: bool,
 ) -> tuple[Float[Tensor, "B T H V"], Float[Tensor, "B G P V"], Float[Tensor, "B G P"]]:
-    """Output, and the state after the last token. float64 in gives float64 throughout."""
+    """Output, and the state after the last token. float64 inputs give float64 results."""
     T, H, G = q.shape[1], q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     out_dtype = q.dtype
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     log_g = k.new_zeros(k.shape[:3]) if log_g is None else log_g.to(dtype)
 
-    # A gate that is exactly 0 would give (−inf) − (−inf) below: those positions start a new
-    # segment instead, and only pairs within one segment see each other.
+    # A gate of exactly 0 would give (−inf) − (−inf) below. Such a position starts a new segment
+    # instead, and weights between segments are 0.
     is_reset = log_g.exp() == 0
     segment = is_reset.cumsum(dim=1)  # (B, T, G)
     log_decay = log_g.masked_fill(is_reset, 0).double().cumsum(dim=1)  # (B, T, G)

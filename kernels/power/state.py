@@ -1,4 +1,4 @@
-"""What a sequence leaves behind, and the rule that keeps a small denominator harmless."""
+"""The state of a sequence, and the floor below which denominators are not trusted."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 class PowerState(NamedTuple):
     """Decayed sums over the past: kv = Σ φ(k_i) v_iᵀ and norm = Σ φ(k_i), float32.
 
-    φ are plain products of key coordinates: multiplicities and the scale sit on the query side, so
-    a state does not depend on them. Both parts are kept whether or not the output is normalised.
+    φ are plain products of key coordinates. Multiplicities and the scale are applied to queries, so
+    a state does not depend on them. Both tensors exist whether or not the output is normalised.
     """
 
     kv: Float[Tensor, "B G P V"]
@@ -27,9 +27,9 @@ def denominator_floor(
 ) -> Tensor:
     """Smallest denominator worth dividing by, eq. (16): query_norm is |q|^p, state_norm is ‖n‖.
 
-    For even p the part read from the state is a sum of large terms of both signs that is never
-    negative in exact arithmetic and at most |q|^p ‖n‖. Below a few roundings of that bound its
-    digits are noise, and dividing noise by noise would give outputs of any size.
+    For even p the part of the denominator read from the state is a sum of large terms of both
+    signs, which in exact arithmetic lies between 0 and |q|^p ‖n‖. Below a few roundings of that
+    bound it is rounding noise, and noise divided by noise can have any size.
     """
     if degree % 2:
         return torch.full_like(query_norm, DENOMINATOR_FLOOR)

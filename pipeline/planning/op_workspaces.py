@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from longhaul.kernels.power import chunked
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form
+from longhaul.kernels.power.torch import backend as chunked
 from longhaul.pipeline.planning.live_tensors import LiveMemory
 
 Backend = Literal["torch", "triton"]

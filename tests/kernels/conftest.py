@@ -1,4 +1,4 @@
-"""Uninitialised memory holds NaN in every kernel test, so that nothing can lean on zeros."""
+"""Fixtures of all kernel tests, and a faster interpreter of Triton's kernels."""
 
 import functools
 import inspect
@@ -22,20 +22,20 @@ if find_spec("triton") is not None:
     known_dtype = functools.cache(numpy_dtype)
 
     def initialize_unwrapped(self: Any, fn: Callable[..., Any], **settings: Any) -> None:
-        """Without the run-time check of annotations, whose wrapper hides a kernel's globals."""
+        """Remove the run-time check of annotations, whose wrapper hides a kernel's globals."""
         initialize(self, inspect.unwrap(fn), **settings)
 
     def patch_lang_once(fn: Callable[..., Any]) -> Any:
-        """A kernel has done it for the functions that it calls, each of which does it again."""
+        """Skip functions called by a kernel, since that kernel has already been patched."""
         used = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
         is_done = not any(tl.core.is_builtin(lang.load) for lang in used)
         return interpreter._LangPatchScope() if is_done else patch_lang(fn)
 
     def quick_numpy_dtype(dtype: Any) -> Any:
-        """Without making the table at each operation."""
+        """Look up the dtype without building the table for each operation."""
         return known_dtype(dtype.scalar) if type(dtype.scalar) is tl.dtype else numpy_dtype(dtype)
 
-    # What the last two save is a quarter of an interpreted kernel's time; they change nothing.
+    # The last two save a quarter of an interpreted kernel's time and do not change results.
     InterpretedFunction.__init__ = initialize_unwrapped
     interpreter._patch_lang = patch_lang_once
     interpreter._get_np_dtype = quick_numpy_dtype
@@ -43,13 +43,14 @@ if find_spec("triton") is not None:
 
 @pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
+    """Fill uninitialised memory with NaN, so that no kernel can rely on it being zero."""
     with poisoned_memory():
         yield
 
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """No run-time check of the annotations: a user meets the functions' own errors."""
+    """Disable run-time checks of annotations, so that the functions' own errors are raised."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -62,7 +63,7 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """At these sizes a second thread only waits for the first."""
+    """At these sizes a second thread would only wait for the first."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Who runs a call: what is asked for, what is there, and what it can serve."""
+"""Which backend runs a call: the one chosen, what is available, and what it supports."""
 
 import logging
 from types import ModuleType, SimpleNamespace
@@ -11,8 +11,9 @@ from torch import Tensor
 import longhaul.kernels.power
 from longhaul.kernels import PowerState, backend, power_attention, power_attention_step
 from longhaul.kernels.backend import resolve_backend
-from longhaul.kernels.power import chunked, op
+from longhaul.kernels.power import op
 from longhaul.kernels.power.cost import Form
+from longhaul.kernels.power.torch import backend as torch_backend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return has
 
 
-def test_auto_takes_triton_on_a_gpu_alone(
+def test_auto_chooses_triton_only_on_a_gpu(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_backend("auto", CUDA) == "triton"
@@ -37,7 +38,7 @@ def test_auto_takes_triton_on_a_gpu_alone(
     assert resolve_backend("auto", CUDA) == "torch"
 
 
-def test_a_backend_asked_for_runs_or_says_why_not(
+def test_a_backend_chosen_by_name_runs_or_says_why_not(
     machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert resolve_backend("torch", CUDA) == "torch"
@@ -56,7 +57,7 @@ def test_a_backend_asked_for_runs_or_says_why_not(
 
 
 class FakeTriton(ModuleType):
-    """Stands in for the package of kernels: counts calls, and lets torch do the work."""
+    """A fake Triton backend that counts calls and runs them in torch."""
 
     def __init__(self, reason: str | None) -> None:
         super().__init__("triton")
@@ -67,7 +68,7 @@ class FakeTriton(ModuleType):
 
     def forward(self, *args: Any) -> Any:
         self.calls += 1
-        return chunked.forward(*args)
+        return torch_backend.forward(*args)
 
     def step(self, state: PowerState, *token: Any, **settings: Any) -> Any:
         self.calls += 1
@@ -76,7 +77,7 @@ class FakeTriton(ModuleType):
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> FakeTriton:
-    """Triton runs, as far as anyone can tell."""
+    """Triton appears to be available on this machine."""
     fake = FakeTriton(None)
     monkeypatch.setattr(longhaul.kernels.power, "triton", fake, raising=False)
     monkeypatch.setattr(
@@ -90,7 +91,7 @@ def tensors(T: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return list(torch.randn(3, 1, T, 2, 4, dtype=dtype))
 
 
-def test_calls_go_to_triton_where_it_serves_them(kernels: FakeTriton) -> None:
+def test_calls_go_to_triton_where_it_supports_them(kernels: FakeTriton) -> None:
     x = tensors(20)
     out, _ = power_attention(*x)
     assert kernels.calls == 1
@@ -99,7 +100,7 @@ def test_calls_go_to_triton_where_it_serves_them(kernels: FakeTriton) -> None:
     assert kernels.calls == 1
 
 
-def test_auto_falls_back_and_says_so_once(
+def test_auto_falls_back_and_logs_it_once(
     kernels: FakeTriton, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernels.reason = "it has no degree 12"
@@ -112,7 +113,7 @@ def test_auto_falls_back_and_says_so_once(
     ]
 
 
-def test_triton_asked_for_says_what_it_cannot_serve(kernels: FakeTriton) -> None:
+def test_triton_chosen_by_name_says_what_it_does_not_support(kernels: FakeTriton) -> None:
     with pytest.raises(ValueError, match="backend: 'triton' cannot run: it has no float64"):
         power_attention(*tensors(20, torch.float64), backend="triton")
     kernels.reason = "it has no degree 12"
@@ -128,23 +129,23 @@ def test_kernels_that_are_not_interpreted_refuse_the_cpu() -> None:
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
 def test_the_interpreter_refuses_16_bits(form: Form) -> None:
-    """It computes with their raw bits, and says nothing."""
+    """It would compute with their raw bits without raising."""
     for dtype in (torch.bfloat16, torch.float16):
         with pytest.raises(ValueError, match="'triton' cannot run: its interpreter is silently"):
             power_attention(*tensors(20, dtype), form=form, backend="triton")
 
 
 def test_kernels_on_a_gpu_take_16_bits(machine: SimpleNamespace) -> None:
-    assert backend.why_not_in(torch.bfloat16) is None
-    assert backend.why_not_in(torch.float16) is None
-    assert backend.why_not_in(torch.float64) == "it has no float64"
+    assert backend.why_dtype_unsupported(torch.bfloat16) is None
+    assert backend.why_dtype_unsupported(torch.float16) is None
+    assert backend.why_dtype_unsupported(torch.float64) == "it has no float64"
     machine.interpreter = True
-    assert backend.why_not_in(torch.float32) is None
+    assert backend.why_dtype_unsupported(torch.float32) is None
 
 
-def test_a_step_of_triton_refuses_what_it_would_get_wrong() -> None:
+def test_a_step_of_triton_refuses_what_it_does_not_support() -> None:
     x = [y.requires_grad_() for y in tensors(3)]
-    with pytest.raises(ValueError, match="its kernel of one token has no backward"):
+    with pytest.raises(ValueError, match="its kernel for one token has no backward"):
         power_attention(*x, form="recurrent", backend="triton")
     state = PowerState(torch.zeros(1, 2, 84, 4), torch.zeros(1, 2, 84))
     token = [y.detach()[:, :1, :, :4] for y in x]
@@ -153,7 +154,7 @@ def test_a_step_of_triton_refuses_what_it_would_get_wrong() -> None:
 
 
 @pytest.mark.parametrize(("K", "V"), [(257, 4), (4, 257)])
-def test_triton_refuses_what_is_wider_than_its_blocks(K: int, V: int) -> None:
+def test_triton_refuses_widths_above_256(K: int, V: int) -> None:
     q, k, v = torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, K), torch.randn(1, 3, 2, V)
     with pytest.raises(ValueError, match=f"K and V up to 256, found {K} and {V}"):
         power_attention(q, k, v, degree=1, normalize=False, backend="triton")
@@ -183,7 +184,7 @@ def test_triton_steps_where_no_gradient_is_needed(kernels: FakeTriton) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_triton_takes_no_step_in_float64() -> None:
+def test_triton_refuses_a_step_in_float64() -> None:
     state = PowerState(torch.zeros(1, 2, 64, 4).double(), torch.zeros(1, 2, 64).double())
     with pytest.raises(ValueError, match="it has no float64"):
         power_attention_step(state, *tensors(1, torch.float64), backend="triton")

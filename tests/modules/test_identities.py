@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels import power_attention, symmetric_dim
-from longhaul.kernels.power.features import expand, multiplicity
+from longhaul.kernels.power.torch.features import expand, multiplicity
 from longhaul.modules.attention import Attention, alibi, attention_config
 
 HEADS, T = 2, 19  # heads are 8 wide

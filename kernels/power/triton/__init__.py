@@ -1,4 +1,4 @@
-"""The Triton kernels of power attention. Imported only where they are asked for."""
+"""The Triton backend of power attention. Imported only when a call uses it."""
 
 from longhaul.kernels.power.triton.backend import (
     backward,

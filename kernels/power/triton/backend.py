@@ -1,4 +1,4 @@
-"""Which kernel serves a call, and which calls none of them serves."""
+"""The passes of the Triton backend, and the calls that it does not support."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from longhaul.kernels.power.call import (
     StateGrads,
 )
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.power.triton.attention import attention_forward
-from longhaul.kernels.power.triton.attention_backward import attention_backward
-from longhaul.kernels.power.triton.chunked import (
-    chunked_backward,
-    chunked_forward,
-    final_state,
-    final_state_backward,
-)
+from longhaul.kernels.power.triton.attention.backward import attention_backward
+from longhaul.kernels.power.triton.attention.forward import attention_forward
+from longhaul.kernels.power.triton.chunked.backward import chunked_backward
+from longhaul.kernels.power.triton.chunked.final_state import final_state, final_state_backward
+from longhaul.kernels.power.triton.chunked.forward import chunked_forward
 from longhaul.kernels.power.triton.step import take_step
 
 __all__ = ["backward", "forward", "state_backward", "state_forward", "step", "why_not"]
 
 _WIDEST = 256
-# Key widths whose states fit a program's registers and shared memory, by degree.
+# The largest key width, by degree, whose states fit a program's registers and shared memory.
 _WIDEST_STATE = {1: 256, 2: 128, 4: 32}
 
 
 def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
-    """Why the kernels cannot serve a call; None when they can."""
+    """Why the kernels do not support a call; None if they do."""
     if max(K, V) > _WIDEST:
         return f"its kernels take K and V up to {_WIDEST}, found {K} and {V}"
     needs_state = has_state or call.output_final_state or call.form == "chunked"
@@ -47,7 +44,7 @@ def why_not(call: PowerCall, K: int, V: int, has_state: bool) -> str | None:
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Make `device` current, as Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -70,7 +67,7 @@ def forward(
         if _is_plain_attention(call, kv):
             out, inverse, is_live = attention_forward(call, q, k, v, log_g, cu_seqlens)
             return Forward(out, None, None, inverse, is_live)
-        # With a state to read or to leave, the attention form is the chunked one with one chunk.
+        # With an initial or a final state, the attention form is the chunked form with one chunk.
         return chunked_forward(call, q, k, v, log_g, kv, norm, cu_seqlens)
 
 
@@ -125,7 +122,7 @@ def step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """One token, q (B, 1, H, K) and so on, and the state after it: the given one if in place."""
+    """One token, q (B, 1, H, K), and the state after it, which is `state` itself if in place."""
     with _on(q.device):
         return take_step(
             state, q, k, v, log_g,

@@ -1,4 +1,4 @@
-"""What every row of the gradients needs of the output: its product with the output's gradient."""
+"""The product of the output with its gradient, which every row of the backward pass needs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ _BLOCK_ROWS = 32
 
 
 def row_terms(dout: Tensor, out: Tensor, is_live: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Two (B, T, H) float32 from delta_t = dout_t·out_t; is_live is None: not normalised.
+    """Two (B, T, H) float32 tensors from delta_t = dout_t·out_t.
 
-    The first is what a denominator takes from the gradient of each of its weights: delta_t, 0 where
-    it was floored, None without one. The second is r_t of eq. (15), the gradient of a factor that
-    all weights of a row share: delta_t where no denominator cancels it, else 0.
+    `is_live` is None if the output is not normalised. The first result is delta_t, to be subtracted
+    from the gradient of each weight of the row: 0 where the denominator was floored, None without
+    denominators. The second is r_t of eq. (15), the gradient of a factor common to all weights of a
+    row: delta_t where no denominator cancels that factor, else 0.
     """
     B, T, H, V = out.shape
     dout, out = with_dense_rows(dout), with_dense_rows(out)
-    change = out.new_empty(B, T, H, dtype=torch.float32)
-    pull = None if is_live is None else torch.empty_like(change)
+    row_sums = out.new_empty(B, T, H, dtype=torch.float32)
+    delta = None if is_live is None else torch.empty_like(row_sums)
     _power_bwd_delta_kernel[(triton.cdiv(T * H, _BLOCK_ROWS), B)](
         dout,
         out,
         is_live,
-        pull,
-        change,
+        delta,
+        row_sums,
         T,
         H,
         *dout.stride()[:3],
@@ -37,12 +38,12 @@ def row_terms(dout: Tensor, out: Tensor, is_live: Tensor | None) -> tuple[Tensor
         BLOCK_ROWS=_BLOCK_ROWS,
         BLOCK_V=block_of(V),
     )
-    return pull, change
+    return delta, row_sums
 
 
 @triton.jit
 def _power_bwd_delta_kernel(
-    dout_ptr, out_ptr, is_live_ptr, pull_ptr, change_ptr, T, H,
+    dout_ptr, out_ptr, is_live_ptr, delta_ptr, row_sums_ptr, T, H,
     stride_dout_b, stride_dout_t, stride_dout_h, stride_out_b, stride_out_t, stride_out_h,
     V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -59,8 +60,8 @@ def _power_bwd_delta_kernel(
     delta = tl.sum(dout * out, axis=1)
     row += batch * T * H
     if is_live_ptr is None:
-        tl.store(change_ptr + row, delta, mask=row_mask)
+        tl.store(row_sums_ptr + row, delta, mask=row_mask)
     else:
         is_live = tl.load(is_live_ptr + row, mask=row_mask, other=0) != 0
-        tl.store(pull_ptr + row, tl.where(is_live, delta, 0.0), mask=row_mask)
-        tl.store(change_ptr + row, tl.where(is_live, 0.0, delta), mask=row_mask)
+        tl.store(delta_ptr + row, tl.where(is_live, delta, 0.0), mask=row_mask)
+        tl.store(row_sums_ptr + row, tl.where(is_live, 0.0, delta), mask=row_mask)

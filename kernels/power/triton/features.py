@@ -1,8 +1,7 @@
-"""Tile tables, and the device functions that build φ, and its gradient, tile by tile in registers.
+"""Tables of tiles, and device functions that compute φ and its gradient tile by tile in registers.
 
-The layout is README.md's, section 3. A table has one row per tile of features, so that one loop
-serves every degree; rows are padded to whole blocks of tiles with tiles that lie beyond K and have
-multiplicity 0.
+README.md, section 3, defines the layout. A table has one row per tile of features, so that the same
+loop works for every degree. Rows are padded to whole blocks with tiles beyond K of multiplicity 0.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from longhaul.kernels.shapes import padded_width, state_features, tile_width
 
-# A tile that no key width reaches: all its coordinates are masked.
+# The index of a tile beyond every key width: all its coordinates are masked.
 _NO_TILE = 1 << 20
 
 
 class Tiles(NamedTuple):
-    """The features of one (K, degree) as the kernels see them."""
+    """The tiles of features for one key width and degree."""
 
     table: Tensor  # (tiles, degree + 1) int32: I_1 ≤ … ≤ I_p, multiplicity
     tile: int  # width w of a tile; at degree 1 the width of a block of K
@@ -34,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which features each tile of x is part of."""
+    """The features that contain each tile of x, which is called a slot here."""
 
     table: Tensor  # (slots · per_slot, 2 degree + 1) int32: row, stride, (tile, stride)…, weight
     num_blocks: int  # per_slot / at_once
@@ -42,7 +41,7 @@ class Slots(NamedTuple):
 
 @lru_cache(maxsize=64)
 def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> Tiles:
-    """The tiles for key width K. At degree 1 there is nothing to combine: no table."""
+    """The tiles for key width K. Degree 1 needs no table."""
     P = state_features(K, degree)
     empty = torch.empty(0, dtype=torch.int32, device=device)
     if degree == 1:
@@ -67,11 +66,11 @@ def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> T
 
 @lru_cache(maxsize=64)
 def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool) -> Slots:
-    """For every tile of x, the features that it takes part in, as `slot_gradient` reads them.
+    """For every tile of x, the features that contain it, as `slot_gradient` reads them.
 
-    A state that only ever summed φ(k) vᵀ does not change when two coordinates of equal tiles swap,
-    so a tile needs one place in every tuple. A state from outside need not be like that: then every
-    place of the tile is listed, which is an eighth more at degree 2 and K = 64.
+    A state that is a sum of φ(k) vᵀ is symmetric: swapping two coordinates in equal tiles does not
+    change it, so one place of the tile in every tuple is enough. A state given by the caller may be
+    asymmetric; then every place is listed, which is an eighth more at degree 2 and K = 64.
     """
     if degree == 1:
         return Slots(torch.empty(0, dtype=torch.int32, device=device), 0)
@@ -82,7 +81,7 @@ def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetr
         rows = []
         for n, tiles in enumerate(combinations_with_replacement(range(count), degree)):
             places = [place for place in range(degree) if tiles[place] == slot]
-            # Equal places have equal gradients where the state is symmetric.
+            # In a symmetric state all places of the tile have equal gradients.
             kept = places[:1] if is_symmetric else places
             weight = _orderings(tiles) * len(places) // max(len(kept), 1)
             for place in kept:
@@ -101,9 +100,10 @@ def _orderings(tiles: tuple[int, ...]) -> int:
 
 
 def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
-    """128 features at degree 2 share the loads of values; a tile of degree 4 has 256 by itself.
+    """Tiles that a kernel computes at a time: 2 at degree 2 in bfloat16, else 1.
 
-    Products of float32 take twice the registers.
+    Two tiles of degree 2 have 128 features, which share loads of values. A tile of degree 4 has 256
+    features alone, and products of float32 need twice the registers.
     """
     return 2 if degree == 2 and count > 1 and dtype == torch.bfloat16 else 1
 
@@ -123,7 +123,7 @@ def _load_tiles(x_ptr, t_off, t_mask, tiles, K, TILE: tl.constexpr, TOKENS_LAST:
 
 @triton.jit
 def _outer(slow, fast, TOKENS_LAST: tl.constexpr):
-    """All products of the features of two tile tuples, the second's running fastest."""
+    """All products of the features of two tile tuples; those of `fast` vary fastest."""
     if TOKENS_LAST:
         pairs = slow[:, :, None, :] * fast[:, None, :, :]
         pairs = tl.reshape(pairs, (slow.shape[0], slow.shape[1] * fast.shape[1], slow.shape[2]))
@@ -141,8 +141,8 @@ def features(
 ):  # fmt: skip
     """One block of φ(x), eq. (6), float32: (BLOCK_T, F), or (F, BLOCK_T).
 
-    IS_READ multiplies by the multiplicities m of eq. (7). The products are laid out as the operand
-    of the product that follows: the compiler loads the tiles straight into that layout.
+    IS_READ multiplies by the multiplicities m of eq. (7). The shape is that of the operand of the
+    next matrix product, so that the compiler loads the tiles directly in its layout.
     """
     if DEGREE == 1:
         column = block * TILE + tl.arange(0, TILE)
@@ -163,11 +163,11 @@ def features(
             fourth = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 3), K, TILE, TOKENS_LAST)
             slow = _outer(fourth, third, TOKENS_LAST)
         if IS_READ:
-            times = tl.load(row_ptr + DEGREE).to(tl.float32)
+            multiplicity = tl.load(row_ptr + DEGREE).to(tl.float32)
             if TOKENS_LAST:
-                fast *= times[:, None, None]
+                fast *= multiplicity[:, None, None]
             else:
-                fast *= times[None, :, None]
+                fast *= multiplicity[None, :, None]
         phi = _outer(slow, fast, TOKENS_LAST)
         if TOKENS_LAST:
             phi = tl.reshape(phi, (phi.shape[0] * phi.shape[1], phi.shape[2]))
@@ -178,17 +178,17 @@ def features(
 
 @triton.jit
 def matrix_offsets(K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where x_i x_j stands among the features of degree 2, and whether it does: (BLOCK_K, BLOCK_K).
+    """Index of x_i x_j among the features of degree 2, and whether it exists: (BLOCK_K, BLOCK_K).
 
-    With the norm as a symmetric matrix N, Σ_f m_f φ(x)_f n_f = xᵀ N x is one product, where sums
-    over all features would cross the lanes of a warp in every tile.
+    With the norm as a symmetric matrix N, Σ_f m_f φ(x)_f n_f = xᵀ N x is a single matrix product. A
+    sum over features would instead need a reduction across the lanes of a warp for every tile.
     """
     i = tl.arange(0, BLOCK_K)[:, None]
     j = tl.arange(0, BLOCK_K)[None, :]
     count = tl.cdiv(K, TILE)
     first, last = tl.minimum(i, j) // TILE, tl.maximum(i, j) // TILE
     tile = first * count - first * (first - 1) // 2 + last - first
-    # Coordinates of the tile that comes first run fastest; in a tile with itself, those of i do.
+    # The coordinate in the first tile varies fastest; if both tiles are the same, it is i.
     is_swapped = i // TILE > j // TILE
     fast = tl.where(is_swapped, j, i) % TILE
     slow = tl.where(is_swapped, i, j) % TILE
@@ -197,15 +197,15 @@ def matrix_offsets(K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_norm_matrix(norm_ptr, K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """N of `matrix_offsets`. Only a norm from outside can be asymmetric, inside a tile."""
+    """N of `matrix_offsets`. Only a norm given by the caller can be asymmetric, within a tile."""
     off, is_there = matrix_offsets(K, TILE, BLOCK_K)
     return tl.load(norm_ptr + off, mask=is_there, other=0.0)
 
 
 @triton.jit
 def times_matrix(x, matrix, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """x @ matrix as exact as float32, for x that has only the bits of DOT."""
-    # One product of TF32 operands would drop half of the matrix's bits.
+    """x @ matrix to float32 accuracy, for x that DOT represents exactly."""
+    # A single TF32 product would drop half of the matrix's bits.
     EXACT: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
     high = matrix.to(DOT)
     product = tl.dot(x, high, input_precision=EXACT)
@@ -223,12 +223,12 @@ def slot_gradient(
 ):  # fmt: skip
     """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x in one tile, eq. (18).
 
-    At degree 2 the part of n is left to `load_norm_matrix`.
+    At degree 2 the term with n is computed by `load_norm_matrix` instead.
 
-    x_a meets every product of p − 1 coordinates. A row of `slots` names the first row of the state
-    of one tuple of tiles, the stride of a in it, tile and stride of every other coordinate, and a
-    weight. Rows are read more than once (1.8 times at degree 2, K = 64): that costs less than
-    scattering one read into p tiles.
+    x_a multiplies every product of p − 1 coordinates. A row of the slot table has the first row of
+    the state for one tuple of tiles, the stride of a in it, tile and stride of every other
+    coordinate, and a weight. Rows of the state are read more than once (1.8 times at degree 2,
+    K = 64), which costs less than reading them once and scattering into p tiles.
     """
     a = tl.arange(0, TILE)
     v = tl.arange(0, BLOCK_V)

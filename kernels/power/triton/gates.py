@@ -1,4 +1,4 @@
-"""Gradients of the gates in the chunked form."""
+"""Gradients of the gates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.sequences import (
+from longhaul.kernels.power.triton.chunking import (
     _LOG2_E,
     _LOG2_SMALLEST,
     Chunks,
@@ -17,7 +17,7 @@ _BLOCK_T = 1024
 
 
 def gate_gradient(
-    change: Tensor,
+    row_sums: Tensor,
     k_dk: Tensor,
     after: Tensor,
     log_g: Tensor,
@@ -25,19 +25,19 @@ def gate_gradient(
     degree: int,
     out: Tensor,
 ) -> None:
-    """Fill out (B, T, G) with eq. (19): sums to the end of the chunk, then what lies after it.
+    """Fill out (B, T, G) with eq. (19): sums to the end of the chunk, plus the effect after it.
 
-    Sums over a whole sequence would be right as well, but their rounding errors grow with its
-    length, while a gate's own effect does not reach further than the memory does.
+    Sums over a whole sequence would also be correct, but their rounding errors grow with its
+    length, while the effect of a gate is limited by the memory of its head.
 
     Args:
-        change: (B, T, H) float32, what a token as a query contributes.
+        row_sums: (B, T, H) float32, r_t of eq. (15).
         k_dk: (B, G, T) float32, k·dk.
-        after: (chunks, G) float64, the product of the state at a chunk's end with its gradient.
+        after: (chunks, G) float64, ⟨dS, S⟩ at the end of each chunk.
     """
     _, T, G = log_g.shape
     _power_bwd_gates_kernel[(chunks.num, G)](
-        change,
+        row_sums,
         k_dk,
         after,
         log_g,
@@ -47,7 +47,7 @@ def gate_gradient(
         G,
         *log_g.stride(),
         *out.stride(),
-        REPEAT=change.shape[2] // G,
+        REPEAT=row_sums.shape[2] // G,
         DEGREE=degree,
         BLOCK_T=min(_BLOCK_T, triton.next_power_of_2(chunks.size)),
     )
@@ -55,13 +55,13 @@ def gate_gradient(
 
 @triton.jit
 def _sum_from_right(right_sum, right_stop, left_sum, left_stop):
-    """Segmented: what lies right of a stop does not reach the left."""
+    """Segmented sum from the right: terms to the right of a stop do not reach its left."""
     return left_sum + tl.where(left_stop > 0, 0.0, right_sum), tl.maximum(right_stop, left_stop)
 
 
 @triton.jit
 def _power_bwd_gates_kernel(
-    change_ptr, k_dk_ptr, after_ptr, log_g_ptr, out_ptr, chunks_ptr, T, G,
+    row_sums_ptr, k_dk_ptr, after_ptr, log_g_ptr, out_ptr, chunks_ptr, T, G,
     stride_b, stride_t, stride_g, stride_ob, stride_ot, stride_og,
     REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -78,16 +78,18 @@ def _power_bwd_gates_kernel(
         token = (first + t).to(tl.int64)
         mask = token < length
         follows = token + 1 < length
-        change = -tl.load(
+        difference = -tl.load(
             k_dk_ptr + (batch * G + g) * T + start + token, mask=mask, other=0.0
         ).to(tl.float64) / DEGREE  # fmt: skip
-        change_off = (batch * T + start + token) * (G * REPEAT) + g * REPEAT
+        row_off = (batch * T + start + token) * (G * REPEAT) + g * REPEAT
         for repeat in tl.static_range(REPEAT):
-            change += tl.load(change_ptr + change_off + repeat, mask=mask, other=0.0).to(tl.float64)
+            difference += tl.load(row_sums_ptr + row_off + repeat, mask=mask, other=0.0).to(
+                tl.float64
+            )
         own = tl.load(log_g_ptr + token * stride_t, mask=mask, other=0.0) * _LOG2_E
         next_one = tl.load(log_g_ptr + (token + 1) * stride_t, mask=follows, other=0.0) * _LOG2_E
         stop = (next_one < _LOG2_SMALLEST).to(tl.int32)
-        total, stopped = tl.associative_scan((change, stop), 0, _sum_from_right, reverse=True)
+        total, stopped = tl.associative_scan((difference, stop), 0, _sum_from_right, reverse=True)
         total += tl.where(stopped > 0, 0.0, carried)
         gradient = tl.where(own < _LOG2_SMALLEST, 0.0, total)
         tl.store(out_ptr + token * stride_ot, gradient.to(out_ptr.dtype.element_ty), mask=mask)

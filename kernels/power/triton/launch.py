@@ -1,4 +1,4 @@
-"""What every launcher decides alike: operand dtypes, precision, layouts."""
+"""What all launchers share: dtypes and precision of matrix products, layouts, autotuning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Operands(NamedTuple):
-    """How matrix products take their operands. They always accumulate in float32."""
+    """Dtype and precision of the operands of matrix products, which accumulate in float32."""
 
     dtype: Any  # a Triton dtype
     precision: str  # of products of float32 operands
@@ -25,10 +25,10 @@ def is_interpreted() -> bool:
 
 
 def operands_of(q: Tensor) -> Operands:
-    """bfloat16 stays so. float16 goes through TF32, which holds every float16 number and more.
+    """Keep bfloat16, use TF32 for float16, and three TF32 products for float32.
 
-    Powers of float16 scores would overflow in float16. float32 takes three TF32 products, which
-    come within a few roundings of IEEE arithmetic at a fraction of its time.
+    TF32 represents every float16 number, while powers of float16 scores would overflow in float16.
+    Three TF32 products are within a few roundings of IEEE float32, in a fraction of its time.
     """
     if q.dtype == torch.bfloat16:
         return Operands(tl.bfloat16, "tf32")
@@ -38,12 +38,12 @@ def operands_of(q: Tensor) -> Operands:
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """x itself where its last dimension is contiguous, a copy otherwise."""
+    """x itself if its last dimension is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def block_of(width: int) -> int:
-    """A width padded to what `tl.dot` takes."""
+    """A width padded to a size that `tl.dot` accepts."""
     return max(16, int(triton.next_power_of_2(width)))
 
 
@@ -51,7 +51,7 @@ Configs = tuple[triton.Config, ...]
 
 
 def config(num_warps: int, num_stages: int, **sizes: int) -> triton.Config:
-    """One way to run a kernel: block sizes, threads, depth of the load pipeline."""
+    """A configuration of a kernel: block sizes, warps, stages of the load pipeline."""
     return triton.Config(sizes, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -64,8 +64,8 @@ def launch(
 ) -> None:
     """Run a kernel with the fastest of a few configurations.
 
-    Triton's autotuner finds it once for each set of compile-time constants and keeps it on disk.
-    The interpreter, which cannot tune, takes the first.
+    Triton's autotuner finds it once for each set of compile-time constants and stores it on disk.
+    The interpreter cannot tune and uses the first.
     """
     if is_interpreted():
         kernel[grid(meta | configs[0].kwargs)](*args, **meta, **configs[0].all_kwargs())
@@ -75,8 +75,8 @@ def launch(
 
 @lru_cache(maxsize=256)
 def _autotuned(kernel: Any, configs: Configs) -> Any:
-    # Sizes of the data are no part of the key: another length of sequence costs no new search. Nor
-    # is DOT, which no file of results can hold: it follows from the dtypes of the tensors.
+    # The key omits sizes of the data, so that a new sequence length needs no new search. It also
+    # omits DOT, which cannot be written to a file and follows from the dtypes of the tensors.
     chosen = {"DOT", *configs[0].kwargs}
     key = [p.name for p in kernel.params if p.is_constexpr and p.name not in chosen]
     return triton.autotune(configs=list(configs), key=key, cache_results=True)(kernel)

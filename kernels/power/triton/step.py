@@ -1,4 +1,4 @@
-"""One token, at constant cost: a single kernel, all sequences and heads in parallel."""
+"""The recurrent form: one token at constant cost, all sequences and heads in one kernel."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.power.triton.attention import power
 from longhaul.kernels.power.triton.features import features, tiles_of
 from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
-# Decoding is bound by reading and writing the state: narrow blocks of values make more programs.
+# Decoding is limited by reading and writing the state, so narrow blocks give more programs.
 _BLOCK_V = 16
 
 
@@ -30,13 +30,13 @@ def take_step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ and the read-out of it; q (B, 1, H, K) and so on."""
+    """Update the state, S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ, and read it; q is (B, 1, H, K)."""
     B, _, H, K = q.shape
     G, V = v.shape[2:]
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     tiles = tiles_of(K, degree, q.device, q.dtype)
     kv, norm = (x.float().contiguous() for x in state)
-    # In place, one program must own all that reads the norm which it writes.
+    # In place, the program that writes a norm must be the only one that reads it.
     block_v = block_of(V) if inplace else min(block_of(V), _BLOCK_V)
     new_kv = kv if inplace else torch.empty_like(kv)
     new_norm = norm if inplace else torch.empty_like(norm)
@@ -130,7 +130,7 @@ def _power_fwd_step_kernel(
             q_ptr, r * stride_qh, r_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
         ).to(tl.float32)  # fmt: skip
         for repeat in tl.static_range(REPEAT):
-            # A loop over heads, so that no product of all three sizes is ever held.
+            # A loop over heads avoids a product of heads × features × values.
             one_q = tl.sum(tl.where((r == repeat)[:, None], phi_q, 0.0), axis=0)
             read = tl.sum(one_q[:, None] * kv, axis=0)
             acc += tl.where((r == repeat)[:, None], read[None, :], 0.0)
@@ -139,12 +139,12 @@ def _power_fwd_step_kernel(
             den += tl.sum(phi_q * norm[None, :], axis=1)
             if DEGREE > 1:
                 tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
-                times = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
+                multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
                 squares = tl.reshape(norm * norm, (AT_ONCE, BLOCK_F // AT_ONCE))
-                norm_square += tl.sum(tl.sum(squares, axis=1) * times)
+                norm_square += tl.sum(tl.sum(squares, axis=1) * multiplicity)
         if tl.program_id(1) == 0:
             tl.store(new_norm_ptr + state_off + f, norm + phi_k, mask=f < P)
-    # The token's own weight is the power itself: features would cancel.
+    # The token's weight for itself is the power, as a sum of features would cancel digits.
     q = tl.load(
         q_ptr + r[:, None] * stride_qh + kk[None, :],
         mask=r_mask[:, None] & (kk < K)[None, :],

@@ -15,9 +15,9 @@ from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_ch
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.kernels import power_attention, state_features
-from longhaul.kernels.power import chunked
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.cost import choose_chunk_size
+from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main

@@ -1,0 +1,49 @@
+"""Compile every Triton kernel for real chips, on a machine that needs none of them.
+
+    python -m longhaul.kernels.offline [--targets sm_80,sm_90,sm_100,gfx942] [--only TEXT]
+
+prints the registers, shared memory and stack that each kernel takes, and fails when one spills or
+does not fit. compilation.py explains how; shapes.py lists the calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+
+from longhaul.kernels.offline.compilation import CHIPS, INTERPRETED, is_interpreting
+from longhaul.kernels.offline.shapes import SHAPES
+from longhaul.kernels.offline.table import print_table
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m longhaul.kernels.offline", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--targets", default="sm_80,sm_90,sm_100", help="of " + ", ".join(CHIPS))
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only shapes with this text in their name; also print PTX folders",
+    )
+    options = parser.parse_args(arguments)
+    targets = options.targets.split(",")
+    if unknown := set(targets) - set(CHIPS):
+        parser.error(f"--targets: found {min(unknown)!r}, wanted some of {', '.join(CHIPS)}")
+    shapes = [shape for shape in SHAPES if options.only in shape.name]
+    if not shapes:
+        parser.error(
+            f"--only: found {options.only!r}, wanted part of a name such as {SHAPES[0].name!r}"
+        )
+    if is_interpreting():
+        parser.error(INTERPRETED)
+    tasks = itertools.product(shapes, targets)
+    found = print_table(tasks, folders=bool(options.only))
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

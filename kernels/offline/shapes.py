@@ -1,0 +1,118 @@
+"""The calls that we compile for every chip, and how to launch each on tensors of zeros."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from longhaul.kernels.power.call import PowerCall, Saved
+from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.shapes import state_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One call: T is two chunks, B is 2, with 8 query heads and 4 key heads.
+
+    The backward pass splits the key heads in two halves. Triton compiles the same kernels for 2 as
+    for 4 heads, but others for 1.
+    """
+
+    form: Literal["attention", "chunked", "step"]
+    degree: int
+    K: int
+    V: int
+    dtype: torch.dtype = torch.bfloat16
+    plain: bool = False  # neither gates nor a denominator
+    packed: bool = False  # two documents of odd lengths, with initial and final states
+    chunk_size: int = 128  # tokens
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        marks = " plain" * self.plain + " packed" * self.packed
+        return f"{self.form} p{self.degree} K{self.K} V{self.V} {dtype}{marks}"
+
+
+SHAPES = (
+    Shape(form="attention", degree=1, K=64, V=64, plain=True),
+    Shape(form="attention", degree=2, K=64, V=64),
+    Shape(form="attention", degree=2, K=128, V=128),
+    Shape(form="attention", degree=4, K=64, V=64),
+    Shape(form="attention", degree=8, K=64, V=64),
+    Shape(form="attention", degree=2, K=64, V=64, dtype=torch.float16),
+    Shape(form="attention", degree=2, K=64, V=64, dtype=torch.float32),
+    Shape(form="attention", degree=2, K=64, V=64, plain=True),
+    Shape(form="chunked", degree=1, K=64, V=64),
+    Shape(form="chunked", degree=1, K=128, V=128),
+    Shape(form="chunked", degree=1, K=256, V=256),
+    Shape(form="chunked", degree=2, K=16, V=64),
+    Shape(form="chunked", degree=2, K=32, V=64),
+    Shape(form="chunked", degree=2, K=64, V=64),
+    Shape(form="chunked", degree=2, K=128, V=64),
+    Shape(form="chunked", degree=2, K=128, V=128),
+    Shape(form="chunked", degree=4, K=16, V=64),
+    Shape(form="chunked", degree=4, K=32, V=64),
+    Shape(form="chunked", degree=2, K=64, V=64, dtype=torch.float16),
+    Shape(form="chunked", degree=2, K=64, V=64, dtype=torch.float32),
+    Shape(form="chunked", degree=2, K=64, V=64, plain=True),
+    Shape(form="chunked", degree=2, K=64, V=64, packed=True),
+    Shape(form="step", degree=1, K=64, V=64),
+    Shape(form="step", degree=2, K=64, V=64),
+    Shape(form="step", degree=4, K=16, V=64),
+    Shape(form="step", degree=2, K=64, V=64, dtype=torch.float16),
+    Shape(form="step", degree=2, K=64, V=64, dtype=torch.float32),
+)
+
+
+def launch(shape: Shape) -> None:
+    """Run the launchers of one shape, forward and backward, on tensors of zeros."""
+    # Imported here, as compiling other kernels must work even if these cannot be imported.
+    power = importlib.import_module("longhaul.kernels.power.triton")
+    B, T, H, G = 2, 2 * shape.chunk_size, 8, 4
+    if shape.packed:
+        B, T = 1, T + 1
+    P = state_features(shape.K, shape.degree)
+    offsets = torch.tensor([0, shape.chunk_size // 2 + 1, T]) if shape.packed else None
+    num_states = B if offsets is None else len(offsets) - 1
+    gate = functools.partial(torch.zeros, dtype=torch.float32)
+    scale = shape.K**-0.5
+
+    def tokens(*sizes: int) -> Tensor:
+        return torch.zeros(*sizes, dtype=shape.dtype)
+
+    if shape.form == "step":
+        power.step(
+            PowerState(torch.zeros(B, G, P, shape.V), torch.zeros(B, G, P)),
+            tokens(B, 1, H, shape.K),
+            tokens(B, 1, G, shape.K),
+            tokens(B, 1, G, shape.V),
+            None if shape.plain else gate(B, 1, G),
+            degree=shape.degree,
+            scale=scale,
+            normalize=not shape.plain,
+            inplace=False,
+        )
+        return
+    call = PowerCall(
+        degree=shape.degree,
+        scale=scale,
+        normalize=not shape.plain,
+        output_final_state=shape.packed,
+        form=shape.form,
+        chunk_size=shape.chunk_size,
+    )
+    q, k, v = tokens(B, T, H, shape.K), tokens(B, T, G, shape.K), tokens(B, T, G, shape.V)
+    log_g = None if shape.plain else gate(B, T, G)
+    kv = torch.zeros(num_states, G, P, shape.V) if shape.packed else None
+    norm = torch.zeros(num_states, G, P) if shape.packed else None
+    inputs = (q, k, v, log_g, kv, norm)
+    after = power.forward(call, *inputs, offsets)
+    saved = Saved(*inputs, offsets, after.out, after.kv, after.norm, after.inverse, after.is_live)
+    needs = tuple(x is not None for x in inputs)
+    power.backward(call, saved, torch.zeros_like(after.out), after.kv, after.norm, needs)

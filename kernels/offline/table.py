@@ -1,0 +1,110 @@
+"""Compile shapes for chips: print a row for every kernel, and collect the faults."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from fnmatch import fnmatchcase
+
+import torch
+import triton
+
+from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
+from longhaul.kernels.offline.shapes import Shape, launch
+
+# Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
+# of spill loads that was inspected and found harmless. All other kernels must not spill at all.
+MAY_SPILL: dict[str, int] = {
+    # On this older chip ptxas has fewer ways around a full register file.
+    "* / sm_80": 64,
+    # Here ptxas spills a few registers to fit another block per multiprocessor.
+    "* / sm_100": 32,
+    # Products of three parts hold both operands twice. Fast runs use bfloat16.
+    "* float32* / *": 480,
+    "* float16* / *": 160,
+    # Accumulators of 256 columns, or two of 128, fill the register file by themselves.
+    "* K256 * / *": 320,
+    "attention p2 K128 * / _power_bwd_attention_key_kernel / sm_100": 128,
+    "chunked p2 K128 * / _power_bwd_key_kernel / sm_90": 32,
+    # A tile of degree 4 has 256 features, all of which are built at once.
+    "chunked p4 * / _power_fwd_read_kernel / sm_100": 400,
+}
+
+
+def _compile_shape(task: tuple[Shape, str]) -> tuple[Shape, str, list[Compiled], str | None]:
+    shape, target = task
+    torch.set_num_threads(1)
+    compiled: list[Compiled] = []
+    try:
+        # If ptxas fails, Triton prints a thousand lines of PTX, which the error makes redundant.
+        with contextlib.redirect_stdout(io.StringIO()), recording(target) as compiled:
+            launch(shape)
+    except Exception as error:  # the table shows the other shapes even if one raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # Triton's innermost error names the cause
+            cause = cause.__cause__
+        return shape, target, compiled, f"{type(cause).__name__}: {cause}"
+    return shape, target, compiled, None if compiled else "launched no kernel"
+
+
+def faults(compiled: Compiled, place: str) -> list[str]:
+    """Why this kernel is unacceptable; empty if it is fine."""
+    found = []
+    limit = CHIPS[compiled.target].shared_bytes
+    if compiled.shared_bytes > limit:
+        found.append(f"needs {compiled.shared_bytes} bytes of shared memory, the chip has {limit}")
+    if compiled.tensor_columns > TENSOR_COLUMNS:
+        found.append(
+            f"needs {compiled.tensor_columns} columns of tensor memory, the chip has "
+            f"{TENSOR_COLUMNS}"
+        )
+    allowed = max((size for p, size in MAY_SPILL.items() if fnmatchcase(place, p)), default=0)
+    if max(compiled.spill_loads, compiled.spill_stores) > allowed:
+        found.append(
+            f"spills: {compiled.spill_stores} bytes stored and {compiled.spill_loads} loaded per "
+            f"thread, {allowed} allowed"
+        )
+    return [f"{place}: {fault}" for fault in found]
+
+
+_COLUMNS = (
+    f"{'shape':36} {'kernel':32} {'target':6} {'regs':>4} {'shared':>6} {'stack':>6} "
+    f"{'stores':>6} {'loads':>6} {'products':>14} {'s':>5}  configuration"
+)
+
+
+def row(compiled: Compiled, shape: str = "") -> str:
+    """A line of the table."""
+    c = compiled
+    return (
+        f"{shape:36} {c.kernel:32} {c.target:6} {c.registers:4} {c.shared_bytes:6} "
+        f"{c.stack_bytes:6} {c.spill_stores:6} {c.spill_loads:6} {c.products or '-':>14} "
+        f"{c.seconds:5.1f}  {c.config}"
+    )
+
+
+def print_table(tasks: Iterable[tuple[Shape, str]], *, folders: bool) -> list[str]:
+    """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
+    found = []
+    seen = set()
+    workers = min(8, len(os.sched_getaffinity(0)))
+    print(_COLUMNS, flush=True)
+    # Spawned rather than forked: a fork may inherit a lock that one of torch's threads holds.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for shape, target, compiled, error in pool.map(_compile_shape, tasks):
+            for kernel in compiled:
+                if kernel.digest in seen:
+                    continue
+                seen.add(kernel.digest)
+                print(row(kernel, shape.name), flush=True)
+                if folders:
+                    print(f"    {kernel.folder}", flush=True)
+                found += faults(kernel, f"{shape.name} / {kernel.kernel} / {target}")
+            if error is not None:
+                found.append(f"{shape.name} / {target}: {error}")
+    print(f"{len(seen)} kernels, {len(found)} faults, triton {triton.__version__}")
+    return found

@@ -1,0 +1,190 @@
+"""Symmetric-power features, transposed (tokens innermost), built one tile row at a time.
+
+README.md, section 3, defines the layout and its recursion, eq. (8): the features of degree p whose
+first tile is I are x[tile I] ⊗ (features of degree p − 1 with all tiles ≥ I). The latter are a
+suffix of the list of degree p − 1, because the list is sorted by tiles.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property, lru_cache
+from itertools import combinations_with_replacement
+from math import comb, factorial, prod
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longhaul.kernels.shapes import padded_width, tile_width
+
+
+@lru_cache(maxsize=64)
+def _tile_multiplicity(width: int, degree: int) -> tuple[int, ...]:
+    tiles = range(padded_width(width, degree) // tile_width(degree))
+    return tuple(
+        factorial(degree) // prod(factorial(chosen.count(one)) for one in set(chosen))
+        for chosen in combinations_with_replacement(tiles, degree)
+    )
+
+
+def multiplicity(width: int, degree: int, like: Tensor) -> Float[Tensor, " P"]:
+    """Number of orderings of its tiles that each feature represents, eq. (7)."""
+    per_tile = torch.tensor(_tile_multiplicity(width, degree), dtype=like.dtype)
+    return per_tile.repeat_interleave(tile_width(degree) ** degree).to(like.device)
+
+
+def _level_sizes(width: int, degree: int) -> list[int]:
+    """Number of features of degree 1, 2, … `degree`, all with the tile width of `degree`."""
+    tile = tile_width(degree)
+    tiles = padded_width(width, degree) // tile
+    return [comb(tiles + d - 1, d) * int(tile**d) for d in range(1, degree + 1)]
+
+
+class _TileRow(NamedTuple):
+    """One step of eq. (8): level[span] = lower ⊗ x[tile], as views that broadcast."""
+
+    lower: Tensor  # (rows, suffix, 1, tokens)
+    tile: Tensor  # (rows, 1, tile, tokens)
+    span: slice
+
+
+def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRow]:
+    """The steps of eq. (8) from the features of degree − 1 in `lower` to those of `degree`."""
+    width = x.shape[1]
+    steps = []
+    offset = 0
+    for start in range(0, width, tile):
+        suffix = comb((width - start) // tile + degree - 2, degree - 1) * int(tile ** (degree - 1))
+        span = slice(offset, offset + suffix * tile)
+        steps.append(_TileRow(lower[:, -suffix:, None], x[:, None, start : start + tile], span))
+        offset = span.stop
+    return steps
+
+
+class FeatureScratch:
+    """Memory for the features of some tokens and their gradients, allocated at first use.
+
+    Queries and keys of one block of rows share it, as only one φ exists at a time.
+    """
+
+    def __init__(self, rows: int, width: int, tokens: int, degree: int, like: Tensor) -> None:
+        self.degree, self.tile = degree, tile_width(degree)
+        self._shapes = [(rows, size, tokens) for size in _level_sizes(width, degree)]
+        self._like = like
+
+    @cached_property
+    def levels(self) -> list[Tensor]:
+        """Features of degree 2, 3, …: (rows, features, tokens)."""
+        return [self._like.new_empty(shape) for shape in self._shapes[1:]]
+
+    @cached_property
+    def dlevels(self) -> list[Tensor]:
+        """Their gradients. That of the highest degree never exists as a whole."""
+        return [self._like.new_empty(shape) for shape in self._shapes[1:-1]]
+
+    @cached_property
+    def tile_rows(self) -> Tensor:
+        """Flat memory for two tensors of the size of the widest tile row."""
+        rows, suffix, tokens = self._shapes[-2]
+        return self._like.new_empty(2, rows * suffix * self.tile * tokens)
+
+
+class FeatureMap:
+    """φ of a buffer x (rows, K, tokens), K padded to whole tiles, and its backward into dx.
+
+    The views of every step are made once, because at these sizes making a view costs as much as
+    the arithmetic on it.
+    """
+
+    def __init__(self, x: Tensor, dx: Tensor, scratch: FeatureScratch) -> None:
+        self._x, self._dx, self._scratch = x, dx, scratch
+
+    def _all_rows(self, x: Tensor, levels: list[Tensor]) -> list[list[_TileRow]]:
+        lowers = [x] + [level[:, :, : x.shape[2]] for level in levels]
+        return [
+            _tile_rows(lower, x, degree, self._scratch.tile)
+            for degree, lower in enumerate(lowers, start=2)
+        ]
+
+    @cached_property
+    def _rows(self) -> list[list[_TileRow]]:
+        return self._all_rows(self._x, self._scratch.levels[:-1])
+
+    @cached_property
+    def _drows(self) -> list[list[_TileRow]]:
+        return self._all_rows(self._dx, self._scratch.dlevels)
+
+    @cached_property
+    def _steps(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        """(lower, tile, out) of every step, for every level."""
+        return [
+            [(row.lower, row.tile, self._part(level, row)) for row in rows]
+            for rows, level in zip(self._rows, self._scratch.levels, strict=True)
+        ]
+
+    def _part(self, level: Tensor, row: _TileRow) -> Tensor:
+        """The part of a level that a tile row writes, (rows, suffix, tile, tokens)."""
+        rows, suffix, _, tokens = row.lower.shape
+        return level[:, row.span, :tokens].view(rows, suffix, self._scratch.tile, tokens)
+
+    def features(self) -> Tensor:
+        """φ(x), (rows, P, tokens), in the shared buffer."""
+        if self._scratch.degree == 1:
+            return self._x
+        for level in self._steps:
+            for lower, tile, out in level:
+                torch.mul(lower, tile, out=out)
+        return self._scratch.levels[-1][:, :, : self._x.shape[2]]
+
+    def contract(self, state: Tensor, values: Tensor) -> None:
+        """Write into dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
+
+        state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
+        matrix product, computed one tile row at a time and consumed while it is in cache.
+        """
+        if self._scratch.degree == 1:
+            torch.bmm(state.transpose(1, 2), values, out=self._dx)
+            return
+        for level in self._steps[:-1]:
+            for lower, tile, out in level:
+                torch.mul(lower, tile, out=out)
+        for gradient in [self._dx, *self._scratch.dlevels]:
+            gradient.zero_()
+        for row, drow in zip(self._rows[-1], self._drows[-1], strict=True):
+            rows, suffix, _, tokens = row.lower.shape
+            size = suffix * self._scratch.tile
+            flat = self._scratch.tile_rows[:, : rows * size * tokens]
+            dfeatures, product = flat.view(2, rows, size, tokens).unbind(0)
+            torch.bmm(state[:, :, row.span].transpose(1, 2), values, out=dfeatures)
+            shape = (rows, suffix, self._scratch.tile, tokens)
+            self._product_rule(row, drow, dfeatures.view(shape), product.view(shape))
+        lower_levels = list(zip(self._rows, self._drows, self._scratch.dlevels, strict=False))
+        for rows_of_level, drows, dlevel in reversed(lower_levels):
+            for row, drow in zip(rows_of_level, drows, strict=True):
+                dfeatures = self._part(dlevel, row)
+                product = self._scratch.tile_rows[0, : dfeatures.numel()].view(dfeatures.shape)
+                self._product_rule(row, drow, dfeatures, product)
+
+    @staticmethod
+    def _product_rule(row: _TileRow, drow: _TileRow, dout: Tensor, product: Tensor) -> None:
+        drow.lower.add_(torch.mul(dout, row.tile, out=product).sum(dim=2, keepdim=True))
+        # This is the last use of dout, so the product may overwrite it.
+        drow.tile.add_(dout.mul_(row.lower).sum(dim=1, keepdim=True))
+
+
+def expand(x: Float[Tensor, "*rows K"], degree: int) -> Float[Tensor, "*rows P"]:
+    """φ(x) with the width innermost, differentiable; meant for single tokens."""
+    tile = tile_width(degree)
+    width = padded_width(x.shape[-1], degree)
+    x = torch.nn.functional.pad(x, (0, width - x.shape[-1]))
+    tiles = width // tile
+    lower = x
+    for d in range(2, degree + 1):
+        blocks = []
+        for i in range(tiles):
+            suffix = comb(tiles - i + d - 2, d - 1) * tile ** (d - 1)
+            first = x[..., None, i * tile : (i + 1) * tile]
+            blocks.append((lower[..., lower.shape[-1] - suffix :, None] * first).flatten(-2))
+        lower = torch.cat(blocks, dim=-1)
+    return lower

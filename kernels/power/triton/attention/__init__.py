@@ -1,0 +1,1 @@
+"""The attention form in Triton, fused: no T × T matrix is stored."""

@@ -1,0 +1,196 @@
+"""Backward of the chunked form: chunk states and scan in both directions, then gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from longhaul.kernels.power.call import Grads, PowerCall, Saved
+from longhaul.kernels.power.triton.chunked.forward import (
+    chunks_of,
+    no_states,
+    read_dtype,
+    states_before_chunks,
+)
+from longhaul.kernels.power.triton.chunked.key_gradient import key_gradient
+from longhaul.kernels.power.triton.chunked.query_gradient import query_gradient
+from longhaul.kernels.power.triton.chunked.state import States, Tokens, chunk_states, scan
+from longhaul.kernels.power.triton.chunking import Chunks, Gates, sum_gates
+from longhaul.kernels.power.triton.delta import row_terms
+from longhaul.kernels.power.triton.features import Tiles, tiles_of
+from longhaul.kernels.power.triton.gates import gate_gradient
+from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
+
+
+def chunked_backward(
+    call: PowerCall,
+    saved: Saved,
+    dout: Tensor | None,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    needs: tuple[bool, ...],
+) -> Grads:
+    """Gradients of q, k, v, log_g and the initial state.
+
+    The states S and their gradients dS exist at the same time. An even number of key heads is
+    processed in two halves, so that both together are no larger than one state per chunk.
+    """
+    q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
+    dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
+    delta, row_sums = row_terms(dout, saved.out, saved.is_live)
+    if delta is None and dnorm is not None:
+        delta = torch.zeros_like(row_sums)
+    chunks = chunks_of(call, q, saved.cu_seqlens)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dlog_g = None
+    if saved.log_g is not None and needs[3]:
+        dlog_g = saved.log_g.new_empty(saved.log_g.shape)
+    dinitial = []
+    G, R = k.shape[2], q.shape[2] // k.shape[2]
+    size = G // 2 if G % 2 == 0 else G
+    for g in range(0, G, size):
+        keys, queries = (2, g, size), (2, g * R, size * R)
+        state = (1, g, size)
+        dinitial.append(
+            _backward_of_heads(
+                call,
+                Saved(
+                    q.narrow(*queries),
+                    k.narrow(*keys),
+                    v.narrow(*keys),
+                    _narrow(saved.log_g, keys),
+                    _narrow(saved.kv, state),
+                    _narrow(saved.norm, state),
+                    saved.cu_seqlens,
+                    saved.out,
+                    _narrow(saved.final_kv, state),
+                    _narrow(saved.final_norm, state),
+                    _narrow(saved.inverse, queries),
+                    None,
+                ),
+                chunks,
+                dout.narrow(*queries),
+                _narrow(delta, queries),
+                row_sums.narrow(*queries).contiguous(),
+                _narrow(dkv, state),
+                _narrow(dnorm, state),
+                (dq.narrow(*queries), dk.narrow(*keys), dv.narrow(*keys)),
+                None if dlog_g is None else dlog_g.narrow(*keys),
+                needs,
+            )
+        )
+    dkv0, dnorm0 = (
+        None if parts[0] is None else torch.cat(parts, dim=1)
+        for parts in zip(*dinitial, strict=True)
+    )
+    grads = (dq, dk, dv, dlog_g, dkv0, dnorm0)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
+
+
+def _narrow(x: Tensor | None, heads: tuple[int, int, int]) -> Tensor | None:
+    return None if x is None else x.narrow(*heads).contiguous()
+
+
+def _backward_of_heads(
+    call: PowerCall,
+    saved: Saved,
+    chunks: Chunks,
+    dout: Tensor,
+    delta: Tensor | None,
+    row_sums: Tensor,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    grads: tuple[Tensor, Tensor, Tensor],
+    dlog_g: Tensor | None,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fill the gradients of some key heads; return the gradients of the initial state."""
+    q, k, v = saved.q, saved.k, saved.v
+    T, G = k.shape[1:3]
+    needs_q, needs_kv, needs_gates = needs[0], needs[1] or needs[2], needs[3]
+    tiles, operands = tiles_of(q.shape[3], call.degree, q.device, q.dtype), operands_of(q)
+    gates = None if saved.log_g is None else sum_gates(saved.log_g, chunks)
+    has_initial, has_final = saved.kv is not None, dkv is not None or dnorm is not None
+    has_norm = call.normalize or dnorm is not None
+    has_states = has_initial or has_final or chunks.size < T
+
+    states = dstates = no_states(q)
+    products = k.new_zeros(chunks.num, G, dtype=torch.float64)
+    if has_states:
+        states = states_before_chunks(
+            call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
+            has_norm=has_norm,
+        )  # fmt: skip
+    if needs_q:
+        query_gradient(
+            call, q, k, v, dout, saved.inverse, delta, gates, states, chunks, tiles, operands,
+            has_initial=has_initial, dq=grads[0],
+        )  # fmt: skip
+    dinitial: tuple[Tensor | None, Tensor | None] = (None, None)
+    if has_states:
+        dstates, dinitial, products = _state_gradients(
+            call, saved, dout, delta, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
+        )
+    if needs_kv or needs_gates:
+        k_dk = k.new_empty(k.shape[0], G, T, dtype=torch.float32) if dlog_g is not None else None
+        key_gradient(
+            call, q, k, v, dout, saved.inverse, delta, gates, dstates, chunks, tiles, operands,
+            has_final=has_final, has_norm=has_norm and has_states,
+            dk=grads[1] if needs[1] or needs_gates else None, dv=grads[2] if needs[2] else None,
+            k_dk=k_dk,
+        )  # fmt: skip
+        if dlog_g is not None and k_dk is not None and saved.log_g is not None:
+            gate_gradient(row_sums, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
+    return dinitial
+
+
+def _state_gradients(
+    call: PowerCall,
+    saved: Saved,
+    dout: Tensor,
+    delta: Tensor | None,
+    gates: Gates | None,
+    states: States,
+    chunks: Chunks,
+    tiles: Tiles,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    *,
+    has_norm: bool,
+) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor]:
+    """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19)."""
+    parts = chunk_states(
+        Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, saved.k.shape[2],
+        operands_of(saved.q), degree=call.degree, factor=call.scale**call.degree, to_end=False,
+        has_norm=has_norm,
+    )  # fmt: skip
+    rest = (gates, chunks, tiles, saved.k.shape[1], call.degree)
+    products = parts.kv.new_zeros(parts.kv.shape[:2], dtype=torch.float64)
+    dinitial: list[Tensor | None] = []
+    results = []
+    for part, read, first, initial, last, dlast, is_needed in (
+        (parts.kv, read_dtype(saved.q), states.kv, saved.kv, saved.final_kv, dkv, True),
+        (parts.norm, torch.float32, states.norm, saved.norm, saved.final_norm, dnorm, has_norm),
+    ):
+        dfirst = None if initial is None else torch.zeros_like(initial, dtype=torch.float32)
+        dinitial.append(dfirst)
+        if not is_needed:
+            results.append(part)
+            continue
+        result, product = scan(
+            part,
+            read,
+            dlast,
+            dfirst,
+            *rest,
+            is_reverse=True,
+            other=None if gates is None else first,
+        )
+        results.append(result)
+        if product is not None:
+            products += product
+        if dlast is not None and last is not None:
+            # The scan has no product at the end of a sequence, as no later chunk reads that state.
+            end = chunks.sequences.sum(dim=1) - 1
+            products[end] += (dlast.double() * last).flatten(2).sum(dim=2)
+    return States(*results), (dinitial[0], dinitial[1]), products

@@ -1,0 +1,379 @@
+"""Gradients of values and keys in the chunked form: two kernels with the same three steps.
+
+A single kernel for both would not fit in registers, and scoring pairs of tokens twice costs little
+compared with the state. Decays are factored at the last token e of a block of keys: G_C − G_e for
+the state after the chunk, G_t − G_e for later queries, and G_e − G_i for the keys themselves. The
+block's own queries come last and use a matrix of decays.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.triton.chunked.query_gradient import into_slot
+from longhaul.kernels.power.triton.chunked.state import States
+from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.power.triton.features import (
+    Tiles,
+    features,
+    load_norm_matrix,
+    slot_gradient,
+    slots_of,
+    times_matrix,
+)
+from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
+from longhaul.kernels.power.triton.powers import power
+
+# As in state.py, not yet timed: these configurations compile without spills.
+_NARROW = (config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32))
+_WIDE = (config(8, 2, BLOCK_N=64, BLOCK_T=32),)
+_NARROW_32 = (config(8, 1, BLOCK_N=32, BLOCK_T=32),)
+
+
+def key_gradient(
+    call: PowerCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    inverse: Tensor | None,
+    delta: Tensor | None,
+    gates: Gates | None,
+    dstates: States,
+    chunks: Chunks,
+    tiles: Tiles,
+    operands: Operands,
+    *,
+    has_final: bool,
+    has_norm: bool,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    k_dk: Tensor | None,
+) -> None:
+    """Fill dk, dv, eq. (14), and k·dk (B, G, T), from dS after each chunk."""
+    T, H, K = q.shape[1:]
+    G, V = v.shape[2:]
+    configs = _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if max(K, V) <= 64 else _WIDE
+    unused = dstates.kv
+    common = (
+        q,
+        k,
+        v,
+        dout,
+        unused if inverse is None else inverse,
+        unused if delta is None else delta,
+        unused if gates is None else gates.high,
+        unused if gates is None else gates.low,
+        dstates.kv,
+    )
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    sizes = (T, H, G, K, V, tiles.P, call.scale**call.degree, chunks.size)
+    meta = {
+        "DEGREE": call.degree,
+        "TILE": tiles.tile,
+        "AT_ONCE": tiles.at_once,
+        "BLOCK_K": block_of(K),
+        "BLOCK_V": block_of(V),
+        "HAS_GATES": gates is not None,
+        "HAS_FINAL": has_final,
+        "NORMALIZE": call.normalize,
+        "DOT": operands.dtype,
+        "PRECISION": operands.precision,
+    }
+
+    def grid(meta: dict[str, int]) -> tuple[int, ...]:
+        return (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_N"]), G)
+
+    if dv is not None:
+        launch(
+            _power_bwd_value_kernel,
+            grid,
+            configs,
+            *common,
+            dv,
+            chunks.table,
+            tiles.table,
+            *strides,
+            *dv.stride()[:3],
+            *sizes,
+            NUM_BLOCKS=tiles.num_blocks,
+            BLOCK_F=tiles.at_once * tiles.tile**call.degree,
+            **meta,
+        )
+    if dk is not None:
+        slots = slots_of(K, call.degree, q.device, tiles.at_once, not has_final)
+        launch(
+            _power_bwd_key_kernel,
+            grid,
+            configs,
+            *common,
+            dstates.norm,
+            dk,
+            unused if k_dk is None else k_dk,
+            chunks.table,
+            slots.table,
+            *strides,
+            *dk.stride()[:3],
+            *sizes,
+            NUM_SLOTS=triton.cdiv(K, tiles.tile),
+            SLOT_BLOCKS=slots.num_blocks,
+            HAS_NORM=has_norm,
+            HAS_PRODUCT=k_dk is not None,
+            **meta,
+        )
+
+
+@triton.jit
+def _rows(x_ptr, t, mask, stride_t, width, BLOCK: tl.constexpr, DOT: tl.constexpr):
+    """Tokens of one head, (tokens, BLOCK), zeros beyond mask and width."""
+    column = tl.arange(0, BLOCK)
+    return tl.load(
+        x_ptr + t[:, None] * stride_t + column[None, :],
+        mask=mask[:, None] & (column < width)[None, :],
+        other=0.0,
+    ).to(DOT)
+
+
+@triton.jit
+def _query_weights(
+    k, q_ptr, dout_ptr, inverse_ptr, high_ptr, low_ptr, row_off, gate_off, token, length,
+    is_causal, last_high, last_low, stride_qt, stride_ot, H, K, V, factor,
+    EXPONENT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_GATES: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(q̂·k)^EXPONENT · decay / den for keys (rows) and a block of queries (columns); q; dout."""
+    mask = token < length
+    q = _rows(q_ptr, token.to(tl.int64), mask, stride_qt, K, BLOCK_K, DOT)
+    dout = _rows(dout_ptr, token.to(tl.int64), mask, stride_ot, V, BLOCK_V, DOT)
+    weight = tl.full((1, token.shape[0]), 1.0, tl.float32) * factor
+    if NORMALIZE:
+        weight *= tl.load(inverse_ptr + row_off + token * H, mask=mask, other=0.0)[None, :]
+    if HAS_GATES:
+        high = tl.load(high_ptr + gate_off + token, mask=mask, other=0.0)[None, :]
+        low = tl.load(low_ptr + gate_off + token, mask=mask, other=0.0)[None, :]
+        weight = weight * exp2_flushed((high - last_high) + (low - last_low))
+    if EXPONENT > 0:
+        score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        weight = weight * power(score, EXPONENT)
+    return tl.where(is_causal & mask[None, :], weight, 0.0), q, dout
+
+
+@triton.jit
+def _power_bwd_value_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, dkv_ptr,
+    dv_ptr, chunks_ptr, tiles_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
+    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
+    stride_dh, T, H, G, K, V, P, factor, chunk_size,
+    NUM_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_FINAL: tl.constexpr,
+    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_N % BLOCK_T == 0)
+    per_chunk = tl.cdiv(chunk_size, BLOCK_N)
+    chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
+    _, batch, start, end, _, sequence_end = load_chunk(chunks_ptr, chunk)
+    before = (tl.program_id(0) % per_chunk) * BLOCK_N
+    length = (end - start).to(tl.int32)
+    if before >= length:
+        return
+    g = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    v = tl.arange(0, BLOCK_V)
+    n_mask = n < length - before
+    k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
+    gate_off = (batch * G + g) * T + start
+
+    # Step 1: the gradient of the state after the chunk.
+    acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
+    has_state = (end < sequence_end) | HAS_FINAL
+    dkv_ptr += (chunk * G + g) * P * V
+    for block in range(0, tl.where(has_state, NUM_BLOCKS, 0)):
+        phi = features(
+            k_ptr, n * stride_kt, n_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
+        )
+        f = block * BLOCK_F + tl.arange(0, BLOCK_F)
+        dkv = tl.load(
+            dkv_ptr + f[:, None] * V + v[None, :],
+            mask=(f < P)[:, None] & (v < V)[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(phi.to(DOT), dkv.to(DOT), acc, input_precision=PRECISION)
+
+    last_high, last_low = 0.0, 0.0
+    n_high, n_low = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_GATES:
+        last = gate_off + tl.minimum(before + BLOCK_N, length) - 1
+        last_high, last_low = tl.load(high_ptr + last), tl.load(low_ptr + last)
+        end_high = tl.load(high_ptr + gate_off + length - 1)
+        end_low = tl.load(low_ptr + gate_off + length - 1)
+        acc *= exp2_flushed((end_high - last_high) + (end_low - last_low))
+
+    # Step 2: later queries of the chunk, of every query head of the group.
+    k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
+    every = tl.full((BLOCK_N, BLOCK_T), True, tl.int1)
+    repeats = H // G
+    q_ptr += batch * stride_qb + start * stride_qt + g * repeats * stride_qh
+    dout_ptr += batch * stride_ob + start * stride_ot + g * repeats * stride_oh
+    row_off = (batch * T + start) * H + g * repeats
+    for repeat in range(repeats):
+        for first in range(before + BLOCK_N, length, BLOCK_T):
+            weight, _q, dout = _query_weights(
+                k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
+                low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
+                stride_qt, stride_ot, H, K, V, factor,
+                DEGREE, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
+            )  # fmt: skip
+            acc = tl.dot(weight.to(DOT), dout, acc, input_precision=PRECISION)
+    if HAS_GATES:
+        n_high = tl.load(high_ptr + gate_off + before + n, mask=n_mask, other=0.0)
+        n_low = tl.load(low_ptr + gate_off + before + n, mask=n_mask, other=0.0)
+        acc *= exp2_flushed((last_high - n_high) + (last_low - n_low))[:, None]
+
+    # Step 3: the block's own queries.
+    for repeat in range(repeats):
+        for first in range(0, BLOCK_N, BLOCK_T):
+            is_causal = (first + t)[None, :] >= n[:, None]
+            weight, _q, dout = _query_weights(
+                k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
+                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_causal,
+                n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,
+                DEGREE, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
+            )  # fmt: skip
+            acc = tl.dot(weight.to(DOT), dout, acc, input_precision=PRECISION)
+
+    dv_ptr += batch * stride_db + (start + before) * stride_dt + g * stride_dh
+    tl.store(
+        dv_ptr + n[:, None] * stride_dt + v[None, :],
+        acc.to(dv_ptr.dtype.element_ty),
+        mask=n_mask[:, None] & (v < V)[None, :],
+    )
+
+
+@triton.jit
+def _load_delta(delta_ptr, row_off, token, length, H):
+    """delta for a block of queries, (1, tokens)."""
+    return tl.load(delta_ptr + row_off + token * H, mask=token < length, other=0.0)[None, :]
+
+
+@triton.jit
+def _power_bwd_key_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, dkv_ptr, dnorm_ptr,
+    dk_ptr, k_dk_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db,
+    stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
+    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_PRODUCT: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tl.static_assert(BLOCK_N % BLOCK_T == 0)
+    per_chunk = tl.cdiv(chunk_size, BLOCK_N)
+    chunk = (tl.program_id(0) // per_chunk).to(tl.int64)
+    _, batch, start, end, _, sequence_end = load_chunk(chunks_ptr, chunk)
+    before = (tl.program_id(0) % per_chunk) * BLOCK_N
+    length = (end - start).to(tl.int32)
+    if before >= length:
+        return
+    g = tl.program_id(1).to(tl.int64)
+    n = tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    kk = tl.arange(0, BLOCK_K)
+    v = tl.arange(0, BLOCK_V)
+    n_mask = n < length - before
+    k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
+    v_ptr += batch * stride_vb + (start + before) * stride_vt + g * stride_vh
+    gate_off = (batch * G + g) * T + start
+    value = _rows(v_ptr, n, n_mask, stride_vt, V, BLOCK_V, DOT)
+    k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
+
+    # Step 1: the gradient of the state after the chunk.
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    if (end < sequence_end) | HAS_FINAL:
+        dkv_ptr += (chunk * G + g) * P * V
+        dnorm_ptr += (chunk * G + g) * P
+        if DEGREE == 1:
+            dkv = tl.load(
+                dkv_ptr + kk[:, None] * V + v[None, :],
+                mask=(kk < K)[:, None] & (v < V)[None, :],
+                other=0.0,
+            ).to(DOT)
+            acc = tl.dot(value, tl.trans(dkv), acc, input_precision=PRECISION)
+            if HAS_NORM:
+                acc += tl.load(dnorm_ptr + kk, mask=kk < K, other=0.0)[None, :]
+        else:
+            ones = tl.full((BLOCK_N,), 1.0, tl.float32)
+            for slot in range(NUM_SLOTS):
+                part = slot_gradient(
+                    value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
+                    K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
+                )  # fmt: skip
+                acc += into_slot(part, slot, TILE, BLOCK_K)
+            if HAS_NORM and DEGREE == 2:
+                matrix = load_norm_matrix(dnorm_ptr, K, TILE, BLOCK_K)
+                acc += times_matrix(k, matrix + tl.trans(matrix), DOT, PRECISION)
+            # All steps are multiplied by p at the end, but this one includes p already.
+            acc *= 1 / DEGREE
+
+    last_high, last_low = 0.0, 0.0
+    n_high, n_low = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_GATES:
+        last = gate_off + tl.minimum(before + BLOCK_N, length) - 1
+        last_high, last_low = tl.load(high_ptr + last), tl.load(low_ptr + last)
+        end_high = tl.load(high_ptr + gate_off + length - 1)
+        end_low = tl.load(low_ptr + gate_off + length - 1)
+        acc *= exp2_flushed((end_high - last_high) + (end_low - last_low))
+
+    # Step 2: later queries of the chunk, of every query head of the group.
+    every = tl.full((BLOCK_N, BLOCK_T), True, tl.int1)
+    repeats = H // G
+    q_ptr += batch * stride_qb + start * stride_qt + g * repeats * stride_qh
+    dout_ptr += batch * stride_ob + start * stride_ot + g * repeats * stride_oh
+    row_off = (batch * T + start) * H + g * repeats
+    for repeat in range(repeats):
+        for first in range(before + BLOCK_N, length, BLOCK_T):
+            weight, q, dout = _query_weights(
+                k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
+                low_ptr, row_off + repeat, gate_off, first + t, length, every, last_high, last_low,
+                stride_qt, stride_ot, H, K, V, factor,
+                DEGREE - 1, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
+            )  # fmt: skip
+            dscore = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
+            if NORMALIZE:
+                dscore -= _load_delta(delta_ptr, row_off + repeat, first + t, length, H)
+            acc = tl.dot((weight * dscore).to(DOT), q, acc, input_precision=PRECISION)
+    if HAS_GATES:
+        n_high = tl.load(high_ptr + gate_off + before + n, mask=n_mask, other=0.0)
+        n_low = tl.load(low_ptr + gate_off + before + n, mask=n_mask, other=0.0)
+        acc *= exp2_flushed((last_high - n_high) + (last_low - n_low))[:, None]
+
+    # Step 3: the block's own queries.
+    for repeat in range(repeats):
+        for first in range(0, BLOCK_N, BLOCK_T):
+            is_causal = (first + t)[None, :] >= n[:, None]
+            weight, q, dout = _query_weights(
+                k, q_ptr + repeat * stride_qh, dout_ptr + repeat * stride_oh, inverse_ptr, high_ptr,
+                low_ptr, row_off + repeat, gate_off, before + first + t, length, is_causal,
+                n_high[:, None], n_low[:, None], stride_qt, stride_ot, H, K, V, factor,
+                DEGREE - 1, BLOCK_K, BLOCK_V, HAS_GATES, NORMALIZE, DOT, PRECISION,
+            )  # fmt: skip
+            dscore = tl.dot(value, tl.trans(dout), input_precision=PRECISION)
+            if NORMALIZE:
+                dscore -= _load_delta(delta_ptr, row_off + repeat, before + first + t, length, H)
+            acc = tl.dot((weight * dscore).to(DOT), q, acc, input_precision=PRECISION)
+
+    acc *= DEGREE
+    dk_ptr += batch * stride_db + (start + before) * stride_dt + g * stride_dh
+    tl.store(
+        dk_ptr + n[:, None] * stride_dt + kk[None, :],
+        acc.to(dk_ptr.dtype.element_ty),
+        mask=n_mask[:, None] & (kk < K)[None, :],
+    )
+    if HAS_PRODUCT:
+        product = tl.sum(k.to(tl.float32) * acc, axis=1)
+        tl.store(k_dk_ptr + gate_off + before + n, product, mask=n_mask)

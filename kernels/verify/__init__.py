@@ -1,0 +1,1 @@
+"""Checks and timings of the kernels on a GPU: `python -m longhaul.kernels.verify`."""

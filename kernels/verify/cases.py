@@ -1,0 +1,345 @@
+"""Checks on one device: outputs and all gradients of many calls, compared with float64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from longhaul.kernels.backend import Backend
+from longhaul.kernels.power import PowerState, power_attention, power_attention_step
+from longhaul.kernels.shapes import state_features
+from longhaul.kernels.testing import compare, poisoned_memory
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+# The quadratic definition is the oracle up to so many tokens and entries of its largest tensor.
+_LONGEST_DEFINITION = 2048
+_LARGEST_DEFINITION = 2**28
+_BOTH = ("chunked", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call to check. Each process draws the same inputs from a fixed seed."""
+
+    name: str
+    dtype: str = "bfloat16"
+    forms: tuple[str, ...] = _BOTH  # "chunked", "attention", "step"
+    T: int = 2000
+    B: int = 1
+    H: int = 4
+    G: int = 2
+    K: int = 64
+    V: int = 64
+    degree: int = 2
+    normalize: bool = True
+    gates: str = "soft"  # "soft", "none", "ones", "hard" (some are 0 or 1), "reset" (one is 0)
+    # "normal", "large", "orthogonal", "rotated" (orthogonal up to rounding), "wide" (large strides)
+    content: str = "normal"
+    documents: tuple[int, ...] = ()  # offsets of packed documents, without the last one
+    is_continued: bool = False  # starts from an initial state and returns the final one
+    wanted: tuple[str, ...] = ()  # inputs that need a gradient; empty for all
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def multiple(self) -> float:
+        """Allowed multiple of the error that the definition makes in the same dtype.
+
+        Features sum terms of both signs where the definition raises one sum to a power, and the
+        cancellation grows with the degree. In 16 bits the rounding of the inputs dominates.
+        """
+        return (15.0 if self.dtype == "float32" else 2.0) * max(self.degree, 2)
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """q, k, v in the case's dtype; log_g, kv, norm in float32; none requires a gradient."""
+        generator = torch.Generator(device).manual_seed(self.T + 7 * self.K + self.degree)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        B, T, H, G, K, V = self.B, self.T, self.H, self.G, self.K, self.V
+        q, k, v = randn(B, T, H, K), randn(B, T, G, K), randn(B, T, G, V)
+        if self.content == "large":
+            # |q| and |k| become about 1,000.
+            q, k = q * 1e3 * K**-0.5, k * 1e3 * K**-0.5
+        if self.content in ("orthogonal", "rotated"):
+            k[..., K // 2 :] = 0
+            q[:, T // 2 :, :, : K // 2] = 0
+        if self.content == "rotated":
+            rotation = torch.linalg.qr(randn(K, K))[0]
+            q, k = q @ rotation, k @ rotation
+        if self.normalize and (self.degree == 1 or self.gates in ("hard", "reset")):
+            # Positive features give a denominator worth dividing by at degree 1. After a reset
+            # a row has one key, and its gradient is a difference of equal terms over (q·k)².
+            q, k = q.abs() + 0.1, k.abs() + 0.1
+        tensors = {"q": q, "k": k, "v": v}
+        tensors = {name: x.to(self.torch_dtype) for name, x in tensors.items()}
+        if self.content == "wide":
+            tensors = {name: _with_wide_strides(x) for name, x in tensors.items()}
+        if self.gates != "none":
+            # The memory of the heads ranges from 8 to 3,000 tokens.
+            log_g = logsigmoid(randn(B, T, G) + torch.linspace(8, 2, G, device=device))
+            if self.gates == "ones":
+                log_g = torch.zeros_like(log_g)
+            if self.gates == "hard":
+                draw = torch.rand(log_g.shape, generator=generator, device=device)
+                log_g = log_g.masked_fill(draw < 0.1, -torch.inf).masked_fill(draw > 0.7, 0)
+            if self.gates == "reset":
+                log_g[:, T // 2] = -torch.inf
+            tensors["log_g"] = log_g
+        if self.is_continued:
+            S, P = max(B, len(self.documents)), state_features(K, self.degree)
+            past = randn(S, 7, G, K).abs()
+            _, state = power_attention(
+                past,
+                past,
+                randn(S, 7, G, V),
+                degree=self.degree,
+                form="chunked",
+                output_final_state=True,
+                backend="torch",
+            )
+            assert state is not None
+            assert state.norm.shape == (S, G, P)
+            tensors["kv"], tensors["norm"] = state
+        return tensors
+
+    def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
+        """Output, final state, and the gradients of a random linear functional of them."""
+        wanted = self.wanted or tuple(inputs)
+        leaves = {}
+        for name, x in inputs.items():
+            # A leaf keeps the strides of its input, as only another dtype makes a copy.
+            is_rounded = name in ("q", "k", "v") or dtype == torch.float64
+            given = x.to(dtype) if is_rounded else x
+            leaves[name] = given.detach().requires_grad_(name in wanted and self.has_grads)
+        cu_seqlens = None
+        if self.documents:
+            cu_seqlens = torch.tensor([*self.documents, self.T], device=inputs["q"].device)
+        out, after = power_attention(
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            leaves.get("log_g"),
+            degree=self.degree,
+            normalize=self.normalize,
+            initial_state=PowerState(leaves["kv"], leaves["norm"]) if self.is_continued else None,
+            output_final_state=self.is_continued,
+            cu_seqlens=cu_seqlens,
+            **how,
+        )
+        results = {"out": out}
+        if after is not None:
+            results |= {"final kv": after.kv, "final norm": after.norm}
+        if self.has_grads:
+            names = [name for name in leaves if name in wanted]
+            # Rounded alike for every dtype, so that its rounding does not add to the error.
+            generator = torch.Generator(out.device).manual_seed(1)
+            directions = [
+                torch.randn(x.shape, generator=generator, device=x.device)
+                .to(self.torch_dtype)
+                .to(x.dtype)
+                for x in results.values()
+            ]
+            grads = torch.autograd.grad(
+                list(results.values()), [leaves[name] for name in names], directions
+            )
+            results |= {f"d{name}": grad for name, grad in zip(names, grads, strict=True)}
+        return {name: x.detach() for name, x in results.items()}
+
+    @property
+    def has_grads(self) -> bool:
+        return "step" not in self.forms
+
+    def expected(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Results of the definition or, where that is too large, of the torch backend."""
+        entries = self.T * self.G * state_features(self.K, self.degree) * self.degree
+        if self.T <= _LONGEST_DEFINITION and entries <= _LARGEST_DEFINITION:
+            return self.run(inputs, dtype, backend="reference")
+        form = "attention" if self.degree > 2 else "chunked"
+        return self.run(inputs, dtype, backend="torch", form=form)
+
+    def steps(self, inputs: dict[str, Tensor], backend: Backend) -> dict[str, Tensor]:
+        """Token by token, without gradients. Every second step is in place, never on the inputs."""
+        state = PowerState(inputs["kv"], inputs["norm"])
+        outputs = []
+        with torch.no_grad():
+            for t in range(self.T):
+                now = {name: inputs[name][:, t : t + 1] for name in ("q", "k", "v", "log_g")}
+                out, state = power_attention_step(
+                    state,
+                    *now.values(),
+                    degree=self.degree,
+                    normalize=self.normalize,
+                    inplace=t % 2 == 1,
+                    backend=backend,
+                )
+                outputs.append(out)
+        return {"out": torch.cat(outputs, dim=1), "final kv": state.kv, "final norm": state.norm}
+
+
+def _with_wide_strides(x: Tensor) -> Tensor:
+    """The same values with wide strides: 131,073 tokens span more than 2^31 elements."""
+    T, H, K = x.shape[1:]
+    token_stride = max(H * K, 2 ** (31 - 17) + 64) if T > 2**16 else 3 * H * K
+    buffer = x.new_full((1, T, token_stride // K, K), torch.nan)
+    buffer[:, :, :H] = x
+    return buffer[:, :, :H]
+
+
+def check(case: Case, device: torch.device, backend: Backend) -> list[dict[str, Any]]:
+    """One record per form: the errors of every tensor, and a list of faults.
+
+    Raises only if the device itself has failed.
+    """
+    started = time.monotonic()
+    records = []
+    inputs = case.inputs(device)
+    oracle = case.expected(inputs, torch.float64)
+    is_float32 = case.dtype == "float32"
+    definition = case.expected(inputs, torch.float32 if is_float32 else case.torch_dtype)
+    for form in case.forms:
+        record: dict[str, Any] = asdict(case) | {"form": form, "tensors": {}, "faults": []}
+        del record["forms"]
+        try:
+            record |= _compare(case, inputs, oracle, definition, backend, form)
+        except Exception as error:
+            record["faults"] = [f"{type(error).__name__}: {error}"[:500]]
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+        record["seconds"] = round(time.monotonic() - started, 2)
+        records.append(record)
+        started = time.monotonic()
+    if device.type == "cuda":
+        # Other processes share the GPU's memory.
+        torch.cuda.empty_cache()
+    return records
+
+
+def _compare(
+    case: Case,
+    inputs: dict[str, Tensor],
+    oracle: dict[str, Tensor],
+    definition: dict[str, Tensor],
+    backend: Backend,
+    form: str,
+) -> dict[str, Any]:
+    before = {name: x.clone() for name, x in inputs.items()}
+
+    def once() -> dict[str, Tensor]:
+        with poisoned_memory():
+            if form == "step":
+                return case.steps(inputs, backend)
+            return case.run(inputs, case.torch_dtype, form=form, backend=backend)
+
+    actual, again = once(), once()
+    tensors, faults = {}, []
+    for name, wanted in oracle.items():
+        if case.content == "rotated":
+            # The output is rounding noise, which must stay finite and small.
+            bound = 10 * inputs["v"].abs().max() if name == "out" else torch.inf
+            if not (actual[name].isfinite().all() and actual[name].abs().max() < bound):
+                faults.append(f"{name}: not finite, or above {bound}")
+            continue
+        # If the definition overflows in float32, only the rounding of the oracle is allowed.
+        is_usable = definition[name].isfinite().all()
+        found = compare(
+            actual[name],
+            wanted,
+            definition[name] if is_usable else wanted.to(definition[name].dtype),
+            multiple=case.multiple,
+            dtype=case.torch_dtype,
+        )
+        numbers = {"error": found.error, "allowed": found.allowed, "norm_error": found.norm_error}
+        tensors[name] = {key: x if isfinite(x) else None for key, x in numbers.items()}
+        if found.fault:
+            faults.append(f"{name}: {found.fault}")
+    if actual["out"].dtype != case.torch_dtype:
+        faults.append(f"out: {actual['out'].dtype}, wanted {case.torch_dtype}")
+    faults += [f"{name}: differs when run again" for name in actual if _differ(actual, again, name)]
+    faults += [
+        f"{name}: an input was written to" for name in inputs if _differ(inputs, before, name)
+    ]
+    return {"tensors": tensors, "faults": faults}
+
+
+def _differ(these: dict[str, Tensor], those: dict[str, Tensor], name: str) -> bool:
+    return not torch.equal(these[name], those[name])
+
+
+def core_cases() -> list[Case]:
+    """Cases for every feature of the op in every dtype, bfloat16 first."""
+    return [replace(case, dtype=dtype) for dtype in DTYPES for case in _features()]
+
+
+def _features() -> Iterable[Case]:
+    one = ("chunked",)
+    yield Case(name="degree 2, K 64")
+    yield Case(name="degree 2, K 32", K=32, V=32, forms=one, T=1000)
+    yield Case(name="degree 2, K 16", K=16, V=16, forms=one, T=1000)
+    yield Case(name="degree 2, K 128", K=128, V=128, forms=one, H=2, G=1, T=500)
+    yield Case(name="degree 1, K 64, not normalised", degree=1, normalize=False)
+    yield Case(name="degree 1, normalised", degree=1, T=1000)
+    yield Case(name="degree 1, K 256", degree=1, K=256, V=256, normalize=False, forms=one, T=700)
+    yield Case(name="degree 4, K 16", degree=4, K=16, V=16, forms=one, T=500)
+    yield Case(name="degree 4, K 32", degree=4, K=32, V=32, forms=one, H=2, G=1, T=300)
+    yield Case(name="degree 4", degree=4, forms=("attention",), T=700)
+    yield Case(name="degree 6", degree=6, forms=("attention",), T=700)
+    yield Case(name="degree 8", degree=8, forms=("attention",), T=700)
+    yield Case(name="carried on", is_continued=True, B=2, T=777, gates="hard")
+    yield Case(name="packed", documents=(0, 1, 64, 700), T=1500, is_continued=True)
+    yield Case(name="not normalised, no gates", normalize=False, gates="none", T=1000)
+    yield Case(name="odd widths", K=20, V=17, H=3, G=3, T=63)
+    yield Case(name="one token", T=1, is_continued=True)
+    yield Case(name="gradient of v alone", T=300, wanted=("v",))
+    yield Case(name="wide strides", T=300, content="wide")
+    yield Case(name="steps", forms=("step",), T=9, B=2, is_continued=True)
+    yield Case(name="steps, degree 1", forms=("step",), T=9, B=2, is_continued=True, degree=1)
+
+
+def extreme_cases(backend: str) -> list[Case]:
+    """Cases with overflow, cancellation, resets, or sequences longer than 131,072 tokens."""
+    both = ("bfloat16", "float32")
+    cases = [
+        *(Case(name="reset in the middle", gates="reset", dtype=x) for x in both),
+        *(Case(name="orthogonal queries", content="orthogonal", dtype=x, T=1000) for x in both),
+        *(Case(name="rotated orthogonal queries", content="rotated", dtype=x) for x in both),
+        Case(name="large at degree 4", content="large", degree=4, forms=("attention",), T=1000),
+        Case(name="large at degree 4, K 16", content="large", degree=4, K=16, V=16, T=500),
+        Case(name="reset in the middle, degree 1", gates="reset", degree=1, normalize=False),
+    ]
+    if backend == "triton":
+        # These weights do not fit in float32. Triton's attention form rescales them; the torch
+        # backend's does not.
+        cases += [
+            Case(name="large at degree 8", content="large", degree=8, forms=("attention",), T=700)
+        ]
+    long = Case(name="131,073 tokens", H=2, G=1, T=131_073)
+    cases += [replace(long, dtype=dtype) for dtype in DTYPES]
+    cases += [
+        replace(long, name=f"{long.name}, gates of 1", gates="ones", dtype=dtype) for dtype in both
+    ]
+    cases += [
+        replace(long, name=f"{long.name}, degree 1", degree=1, normalize=False, forms=("chunked",)),
+        replace(long, name=f"{long.name}, strides beyond 2^31 elements", content="wide"),
+    ]
+    return cases
+
+
+def shrunk(case: Case, tokens: int, width: int) -> Case:
+    """The same case at sizes that a CPU checks in milliseconds."""
+    T = min(case.T, tokens)
+    documents = tuple(range(len(case.documents)))
+    return replace(case, T=T, K=min(case.K, width), V=min(case.V, width), documents=documents)

@@ -1,0 +1,151 @@
+"""The calls that are timed: this op and its peers, on equal inputs, each in its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+
+from longhaul.kernels.power import PowerState, power_attention, power_attention_step
+from longhaul.kernels.power.cost import Form
+from longhaul.kernels.shapes import state_features
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes and settings of a timed call, which has as many key heads as query heads."""
+
+    T: int = 65_536
+    B: int = 1
+    H: int = 8
+    K: int = 64
+    degree: int = 2
+    normalize: bool = True
+    form: Form = "chunked"
+    dtype: torch.dtype = torch.bfloat16
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (B, T, H, K), random, and log gates (B, T, H) in float32."""
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = (
+            torch.randn(self.B, self.T, self.H, self.K, generator=generator, device=device).to(
+                self.dtype
+            )
+            for _ in range(3)
+        )
+        gates = torch.randn(self.B, self.T, self.H, generator=generator, device=device)
+        return q, k, v, logsigmoid(gates + 5)
+
+
+class Timed(NamedTuple):
+    """A call to time: `forward()` returns (B, T, H, K), or (B, H, T, K) for SDPA."""
+
+    forward: Callable[[], Tensor]
+    leaves: list[Tensor]
+
+
+# Chunk sizes in tokens that `retention` is timed with: we compare with its fastest.
+RETENTION_CHUNKS = (256, 512, 1024)
+
+
+def own_backend(device: torch.device) -> Literal["torch", "triton"]:
+    """The backend to verify, chosen by name so that no call falls back to another."""
+    return "triton" if device.type == "cuda" else "torch"
+
+
+def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:
+    """One forward pass, ready for a backward pass.
+
+    `implementation` is "longhaul", "sdpa flash", "chunk_simple_gla" or "retention, chunk C", where
+    C is a number of tokens.
+
+    Raises: ImportError where the peer is not installed.
+    """
+    q, k, v, log_g = shape.inputs(device)
+    if implementation == "sdpa flash":
+        leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+        q, k, v = leaves
+        return Timed(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), leaves)
+    q, k, v, log_g = leaves = [x.requires_grad_() for x in (q, k, v, log_g)]
+    if implementation == "longhaul":
+        backend = own_backend(device)
+        return Timed(
+            lambda: power_attention(
+                q,
+                k,
+                v,
+                log_g,
+                degree=shape.degree,
+                normalize=shape.normalize,
+                form=shape.form,
+                backend=backend,
+            )[0],
+            leaves,
+        )
+    if implementation == "chunk_simple_gla":
+        chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
+        return Timed(lambda: chunk_simple_gla(q, k, v, log_g)[0], leaves)
+    power_retention = import_module("retention").power_retention
+    chunk_size = min(int(implementation.removeprefix("retention, chunk ")), shape.T)
+    return Timed(
+        lambda: power_retention(q, k, v, log_g, deg=shape.degree, chunk_size=chunk_size), leaves
+    )
+
+
+def chosen_kernels(implementation: str) -> AbstractContextManager[None]:
+    """Restricts SDPA to its flash backend, which raises where it cannot run."""
+    return (
+        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == "sdpa flash" else nullcontext()
+    )
+
+
+def decoding_call(
+    implementation: str, shape: Shape, device: torch.device, num_states: int
+) -> Callable[[], None]:
+    """One token for each of `num_states` layers, whose states together exceed the GPU's cache.
+
+    "sdpa flash" reads the keys and values of all T tokens, "longhaul" reads one state per layer.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def randn(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device).to(dtype)
+
+    B, T, H, K = shape.B, shape.T, shape.H, shape.K
+    if implementation == "sdpa flash":
+        q = randn(B, H, 1, K)
+        caches = [(randn(B, H, T, K), randn(B, H, T, K)) for _ in range(num_states)]
+
+        def attend() -> None:
+            for k, v in caches:
+                scaled_dot_product_attention(q, k, v)
+
+        return attend
+    P = state_features(K, shape.degree)
+    states = [
+        PowerState(
+            randn(B, H, P, K, dtype=torch.float32), randn(B, H, P, dtype=torch.float32).abs()
+        )
+        for _ in range(num_states)
+    ]
+    q, k, v = (randn(B, 1, H, K) for _ in range(3))
+    log_g = logsigmoid(randn(B, 1, H, dtype=torch.float32) + 5)
+
+    backend = own_backend(device)
+
+    def step() -> None:
+        with torch.no_grad():
+            for state in states:
+                power_attention_step(
+                    state, q, k, v, log_g,
+                    degree=shape.degree, normalize=shape.normalize, inplace=True, backend=backend,
+                )  # fmt: skip
+
+    return step

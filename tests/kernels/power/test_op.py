@@ -1,0 +1,480 @@
+"""Every form and backend against the definition in float64: outputs, states, every gradient."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from longhaul.kernels import PowerState, power_attention, power_attention_step, state_features
+from longhaul.kernels.backend import Backend
+from longhaul.kernels.power.cost import choose_form
+from longhaul.kernels.testing import assert_close
+
+FORMS: dict[str, dict[str, Any]] = {
+    "attention": {"form": "attention"},
+    "chunked-16": {"form": "chunked", "chunk_size": 16},
+    "chunked-50": {"form": "chunked", "chunk_size": 50},
+    "chunked-auto": {"form": "chunked"},
+    "recurrent": {"form": "recurrent"},
+}
+# The interpreter takes seconds per case, so Triton has its own cases, in float32 only.
+TRITON: dict[str, dict[str, Any]] = {
+    f"triton {name}": how | {"backend": "triton"}
+    for name, how in FORMS.items()
+    if name != "chunked-auto"
+}
+# Allowed multiple of the definition's error. Features sum terms of both signs where the definition
+# raises one sum to a power, which cancels more digits the higher the degree, and gradients of gates
+# are differences of long sums.
+MULTIPLE_PER_DEGREE = 15.0
+
+
+def has_backward(how: dict[str, Any]) -> bool:
+    """Triton's recurrent form is only a kernel for decoding, without a backward."""
+    return how.get("backend") != "triton" or how["form"] != "recurrent"
+
+
+@dataclass(frozen=True)
+class Case:
+    T: int
+    B: int = 2
+    H: int = 2
+    G: int = 1
+    K: int = 5
+    V: int = 3
+    degree: int = 2
+    normalize: bool = True
+    gates: str = "soft"
+    state: str = "of some past"  # "none", or "arbitrary", which is not a sum of features of keys
+
+    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Random inputs; q, k and v in `dtype`, the others in float32."""
+        B, P = self.B, state_features(self.K, self.degree)
+        tensors = {
+            "q": torch.randn(B, self.T, self.H, self.K),
+            "k": torch.randn(B, self.T, self.G, self.K),
+            "v": torch.randn(B, self.T, self.G, self.V),
+        }
+        if self.normalize and (
+            self.degree == 1 or self.gates == "hard" or self.state == "arbitrary"
+        ):
+            # Positive features give a denominator worth dividing by at degree 1. After a reset
+            # a row has one key, and its gradient is a difference of equal terms over (q·k)².
+            tensors["q"], tensors["k"] = tensors["q"].abs() + 0.1, tensors["k"].abs() + 0.1
+        tensors = {name: x.to(dtype) for name, x in tensors.items()}
+        if self.gates != "none":
+            log_g = logsigmoid(torch.randn(B, self.T, self.G) + 2)
+            if self.gates == "hard":
+                log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
+                log_g[torch.rand(log_g.shape) < 0.3] = 0
+            tensors["log_g"] = log_g
+        if self.state == "arbitrary":
+            tensors["kv"] = torch.randn(B, self.G, P, self.V)
+            tensors["norm"] = torch.rand(B, self.G, P) + 3
+        elif self.state == "of some past":
+            past = torch.randn(B, 7, self.G, self.K).abs()
+            _, state = power_attention(
+                past,
+                past,
+                torch.randn(B, 7, self.G, self.V),
+                degree=self.degree,
+                output_final_state=True,
+                backend="reference",
+            )
+            assert state is not None
+            assert state.kv.shape == (B, self.G, P, self.V)
+            tensors["kv"], tensors["norm"] = state
+        return tensors
+
+    def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
+        """All results, and the gradients of a random linear function of them."""
+        leaves = {name: x.detach().to(dtype) for name, x in inputs.items()}
+        if dtype != torch.float64:
+            for name in ("log_g", "kv", "norm"):
+                if name in inputs:
+                    leaves[name] = inputs[name].detach().float()
+        for x in leaves.values() if has_backward(how) else ():
+            x.requires_grad_()
+        state = PowerState(leaves["kv"], leaves["norm"]) if "kv" in leaves else None
+        out, after = power_attention(
+            leaves["q"],
+            leaves["k"],
+            leaves["v"],
+            leaves.get("log_g"),
+            degree=self.degree,
+            normalize=self.normalize,
+            initial_state=state,
+            output_final_state=self.state != "none",
+            **how,
+        )
+        assert out.dtype == dtype
+        results = {"out": out}
+        if after is not None:
+            results |= {"final kv": after.kv, "final norm": after.norm}
+        if not has_backward(how):
+            return results
+        generator = torch.Generator().manual_seed(1)
+        loss = sum(
+            (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
+            for x in results.values()
+        )
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        results |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+        return {name: x.detach() for name, x in results.items()}
+
+    def check(self, dtype: torch.dtype, **how: Any) -> None:
+        inputs, oracle, definition = expected(self, dtype)
+        actual = self.run(inputs, dtype, **how)
+        multiple = MULTIPLE_PER_DEGREE * max(self.degree, 2)
+        names = [name for name in oracle if has_backward(how) or not name.startswith("d")]
+        assert list(actual) == names
+        for name in names:
+            assert_close(actual[name], oracle[name], definition[name], multiple=multiple, name=name)
+
+
+@cache
+def expected(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
+    """Inputs, the results of the definition in float64, and its results in `dtype`."""
+    torch.manual_seed(0)
+    inputs = case.inputs(dtype)
+    oracle = case.run(inputs, torch.float64, backend="reference")
+    rounded = torch.float32 if dtype == torch.float64 else dtype
+    return inputs, oracle, case.run(inputs, rounded, backend="reference")
+
+
+CASES = {
+    "one token": Case(T=1),
+    "T 63": Case(T=63, H=4, G=2),
+    "T 100": Case(T=100),
+    "T 257, no groups": Case(T=257, H=4, G=4),
+    "three heads": Case(T=63, H=3, G=3),
+    "no gates": Case(T=100, gates="none"),
+    "gates of 0 and 1": Case(T=257, gates="hard"),
+    "gates of 0 and 1, no state": Case(T=100, gates="hard", state="none"),
+    "no gates, no state": Case(T=63, gates="none", state="none"),
+    "not normalised": Case(T=100, normalize=False),
+    "not normalised, gates of 0 and 1": Case(T=100, normalize=False, gates="hard"),
+    "degree 1": Case(T=100, degree=1),
+    "degree 1, gates of 0 and 1": Case(T=100, degree=1, gates="hard"),
+    "degree 1, not normalised": Case(T=100, degree=1, normalize=False, K=16, V=8),
+    "degree 4": Case(T=63, degree=4),
+    "degree 4, two tiles and more": Case(T=63, degree=4, K=9),
+    "degree 6": Case(T=40, H=2, G=2, degree=6, K=3, V=2),
+    "degree 8": Case(T=40, H=2, G=2, degree=8, K=3, V=2),
+    "several tiles": Case(T=63, K=20, V=17),
+    "arbitrary state": Case(T=63, K=20, state="arbitrary"),
+    "arbitrary state, degree 1": Case(T=63, degree=1, state="arbitrary"),
+    "arbitrary state, degree 4": Case(T=40, degree=4, K=9, state="arbitrary"),
+}
+ATTENTION, CHUNKED_16, CHUNKED_50, RECURRENT = TRITON
+# The attention form with a state is the chunked form with a single chunk.
+TRITON_CASES = [
+    ("one token", Case(T=1), (ATTENTION, CHUNKED_16, RECURRENT)),
+    (
+        "one token, neither gates nor state",
+        Case(T=1, normalize=False, gates="none", state="none"),
+        (ATTENTION,),
+    ),
+    ("T 63, two groups", Case(T=63, H=4, G=2), (ATTENTION,)),
+    ("T 40, two groups", Case(T=40, B=1, H=4, G=2), (CHUNKED_16,)),
+    ("T 63, three heads", Case(T=63, B=1, H=3, G=3), (CHUNKED_50,)),
+    ("T 100", Case(T=100), (CHUNKED_50,)),
+    ("no gates", Case(T=63, B=1, gates="none"), (CHUNKED_16,)),
+    ("no gates, no state", Case(T=63, B=1, gates="none", state="none"), (ATTENTION, CHUNKED_50)),
+    ("no state", Case(T=63, B=1, state="none"), (ATTENTION, CHUNKED_16)),
+    ("gates of 0 and 1", Case(T=63, B=1, gates="hard"), (ATTENTION, CHUNKED_16, CHUNKED_50)),
+    ("gates of 0 and 1, no state", Case(T=63, B=1, gates="hard", state="none"), (ATTENTION,)),
+    ("not normalised", Case(T=63, B=1, normalize=False), (CHUNKED_16, CHUNKED_50)),
+    (
+        "not normalised, gates of 0 and 1",
+        Case(T=63, B=1, H=4, G=4, normalize=False, gates="hard"),
+        (CHUNKED_50,),
+    ),
+    (
+        "not normalised, no state",
+        Case(T=63, B=1, normalize=False, gates="hard", state="none"),
+        (ATTENTION, CHUNKED_16),
+    ),
+    ("degree 1", Case(T=63, B=1, degree=1), (CHUNKED_16,)),
+    ("degree 1, gates of 0 and 1", Case(T=63, B=1, degree=1, gates="hard"), (CHUNKED_50,)),
+    (
+        "degree 1, not normalised",
+        Case(T=63, B=1, degree=1, normalize=False, K=16, V=8, state="none"),
+        (ATTENTION, CHUNKED_16),
+    ),
+    # More than one block of features and of values.
+    ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=70), (CHUNKED_16,)),
+    ("wide values", Case(T=20, B=1, V=130), (ATTENTION, CHUNKED_16)),
+    ("degree 4", Case(T=20, B=1, degree=4), (CHUNKED_16,)),
+    ("degree 4, two tiles and more", Case(T=33, B=1, degree=4, K=9), (CHUNKED_16,)),
+    ("degree 4, no state", Case(T=40, B=1, degree=4, state="none"), (ATTENTION,)),
+    ("degree 6", Case(T=40, H=2, G=2, degree=6, K=3, V=2, state="none"), (ATTENTION,)),
+    ("degree 8", Case(T=40, H=2, G=2, degree=8, K=3, V=2, state="none"), (ATTENTION,)),
+    ("K 8, whole tiles", Case(T=63, B=1, K=8, V=16), (CHUNKED_16,)),
+    ("K 16", Case(T=100, B=1, K=16), (CHUNKED_50,)),
+    ("several tiles", Case(T=63, B=1, K=20, V=17), (ATTENTION, CHUNKED_16)),
+    ("arbitrary state", Case(T=40, B=1, K=20, state="arbitrary"), (CHUNKED_16,)),
+    (
+        "arbitrary state, gates of 0 and 1, not normalised",
+        Case(T=63, B=1, K=9, gates="hard", normalize=False, state="arbitrary"),
+        (ATTENTION, CHUNKED_50),
+    ),
+    ("arbitrary state, degree 1", Case(T=63, B=1, degree=1, state="arbitrary"), (CHUNKED_16,)),
+    ("arbitrary state, degree 4", Case(T=20, B=1, degree=4, K=9, state="arbitrary"), (CHUNKED_16,)),
+    ("some tokens", Case(T=10, K=20, V=17), (RECURRENT,)),
+    ("some tokens, degree 1", Case(T=10, degree=1, gates="hard", state="none"), (RECURRENT,)),
+    ("some tokens, degree 4", Case(T=10, H=2, G=2, degree=4, normalize=False), (RECURRENT,)),
+    ("some tokens, arbitrary state", Case(T=10, B=1, K=9, state="arbitrary"), (RECURRENT,)),
+]
+
+
+SLOW = (
+    "degree 4, two tiles and more",
+    "some tokens, degree 4",
+    "not normalised",
+    "not normalised, gates of 0 and 1",
+    "arbitrary state, degree 4",
+    "several tiles",
+)
+
+
+@pytest.mark.parametrize("how", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_float32_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
+    case.check(torch.float32, **how)
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        pytest.param(
+            case,
+            TRITON[form],
+            id=f"{name}-{form}",
+            # The interpreter takes many seconds for these.
+            marks=[pytest.mark.soak] if name in SLOW else [],
+        )
+        for name, case, forms in TRITON_CASES
+        for form in forms
+    ],
+)
+def test_triton_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
+    case.check(torch.float32, **how)
+
+
+@pytest.mark.parametrize("K", [16, 20])
+def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
+    """bfloat16 computes two tiles at a time. At K = 16 there are three, and the table is padded."""
+    from longhaul.kernels.power.triton import features
+    from longhaul.kernels.power.triton.chunked import backward, forward
+
+    def tiles_of(*args: Any) -> Any:
+        return features.tiles_of.__wrapped__(*args)
+
+    monkeypatch.setattr(features, "_tiles_at_once", lambda *_: 2)
+    monkeypatch.setattr(forward, "tiles_of", tiles_of)
+    monkeypatch.setattr(backward, "tiles_of", tiles_of)
+    assert tiles_of(16, 2, torch.device("cpu"), torch.float32).table.shape == (4, 3)
+    case = Case(T=40, B=1, K=K, state="arbitrary")
+    case.check(torch.float32, **TRITON[CHUNKED_16])
+
+
+@pytest.mark.parametrize("how", FORMS.values(), ids=FORMS.keys())
+def test_float64_stays_float64(how: dict[str, Any]) -> None:
+    Case(T=63).check(torch.float64, **how)
+
+
+@pytest.mark.parametrize("how", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_accumulate_in_float32(how: dict[str, Any], dtype: torch.dtype) -> None:
+    Case(T=257).check(dtype, **how)
+
+
+def test_auto_is_right_where_it_chooses_chunks() -> None:
+    assert choose_form(1200, 8, 8, 2) == "chunked"
+    Case(T=1200, K=8, V=8, state="none").check(torch.float32)
+
+
+def test_attention_form_with_several_blocks_of_queries() -> None:
+    Case(T=300, K=8, V=8, gates="hard").check(torch.float32, form="attention")
+
+
+def test_gradcheck() -> None:
+    case = Case(T=6, B=1, K=2, V=2)
+    inputs = [x.double().requires_grad_() for x in case.inputs(torch.float64).values()]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, kv: Tensor, norm: Tensor) -> Any:
+        out, state = power_attention(
+            q, k, v, log_g, initial_state=PowerState(kv, norm), output_final_state=True,
+            form="chunked", chunk_size=4,
+        )  # fmt: skip
+        assert state is not None
+        return out, state.kv, state.norm
+
+    assert torch.autograd.gradcheck(run, inputs)
+
+
+DIFFERENTIABLE = FORMS | {name: how for name, how in TRITON.items() if has_backward(how)}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
+@pytest.mark.parametrize("has_state", [False, True])
+def test_only_the_requested_gradients_are_computed(how: dict[str, Any], has_state: bool) -> None:
+    """Each gradient is the same whether it is computed alone or with all others."""
+    state = "of some past" if has_state else "none"
+    inputs = Case(T=20, B=1, state=state).inputs(torch.float32)
+    every = gradients(inputs, list(inputs), how)
+    for name, wanted in every.items():
+        found = gradients(inputs, [name], how)
+        assert list(found) == [name]
+        assert torch.equal(found[name], wanted), name
+
+
+def gradients(
+    inputs: dict[str, Tensor], wanted: list[str], how: dict[str, Any]
+) -> dict[str, Tensor]:
+    leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in inputs.items()}
+    state = PowerState(leaves["kv"], leaves["norm"]) if "kv" in leaves else None
+    tokens = (leaves[name] for name in ("q", "k", "v", "log_g"))
+    out, _ = power_attention(*tokens, initial_state=state, **how)
+    out.square().sum().backward()
+    return {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+@pytest.mark.parametrize("how", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
+def test_state_alone_has_gradients(how: dict[str, Any]) -> None:
+    k, v = (torch.randn(1, 20, 2, 4, requires_grad=True) for _ in range(2))
+    _, state = power_attention(k, k, v, output_final_state=True, **how)
+    assert state is not None
+    state.kv.sum().backward()
+    assert v.grad is not None
+    assert v.grad.abs().sum() > 0
+
+
+# (backend, dtype, degree, V): every degree of each backend; V = 17 needs two blocks of the kernel.
+STEPS = [
+    ("torch", torch.float64, 1, 3),
+    ("torch", torch.float64, 2, 3),
+    ("torch", torch.float64, 4, 3),
+    ("torch", torch.float64, 6, 3),
+    ("torch", torch.float64, 8, 3),
+    ("triton", torch.float32, 1, 17),
+    ("triton", torch.float32, 2, 17),
+    ("triton", torch.float32, 4, 17),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "degree", "V"), STEPS)
+def test_steps_equal_the_definition(
+    backend: Backend, dtype: torch.dtype, degree: int, V: int
+) -> None:
+    case = Case(
+        T=12, H=4, G=2, K=3, V=V, degree=degree, normalize=degree > 1, state="none", gates="hard"
+    )  # fmt: skip
+    inputs = {name: x.to(dtype) for name, x in case.inputs(torch.float64).items()}
+    settings: dict[str, Any] = {"degree": degree, "normalize": case.normalize}
+    (wanted, final), (rounded, rounded_final) = (
+        power_attention(
+            **{name: x.to(precision) for name, x in inputs.items()},
+            backend="reference",
+            output_final_state=True,
+            **settings,
+        )
+        for precision in (torch.float64, torch.float32)
+    )
+    assert final is not None
+    assert rounded_final is not None
+    P = state_features(case.K, degree)
+    state = PowerState(torch.zeros(2, 2, P, V, dtype=dtype), torch.zeros(2, 2, P, dtype=dtype))
+    multiple = MULTIPLE_PER_DEGREE * max(degree, 2)
+    for t in range(case.T):
+        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
+        before = PowerState(*(x.clone() for x in state))
+        out, after = power_attention_step(state, **token, **settings, backend=backend)
+        assert torch.equal(state.kv, before.kv)
+        assert torch.equal(state.norm, before.norm)
+        state = after
+        at = (slice(None), slice(t, t + 1))
+        assert_close(out, wanted[at], rounded[at], multiple=multiple)
+    assert_close(state.kv, final.kv, rounded_final.kv, multiple=multiple)
+    assert_close(state.norm, final.norm, rounded_final.norm, multiple=multiple)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "state_dtype"),
+    [
+        ("torch", torch.float64, torch.float64),
+        ("torch", torch.float64, torch.float32),
+        ("triton", torch.float32, torch.float32),
+        ("triton", torch.float32, torch.float64),
+    ],
+)
+def test_steps_in_place_overwrite_the_state(
+    backend: Backend, dtype: torch.dtype, degree: int, state_dtype: torch.dtype
+) -> None:
+    case = Case(T=5, V=17, degree=degree)
+    inputs = {name: x.to(dtype) for name, x in case.inputs(torch.float64).items()}
+    kept = PowerState(inputs.pop("kv").to(state_dtype), inputs.pop("norm").to(state_dtype))
+    state = PowerState(*(x.clone() for x in kept))
+    memory = [x.data_ptr() for x in state]
+    settings: dict[str, Any] = {"degree": degree, "backend": backend}
+    for t in range(case.T):
+        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
+        wanted, kept = power_attention_step(kept, **token, **settings)
+        kept = PowerState(*(x.to(state_dtype) for x in kept))
+        out, state = power_attention_step(state, **token, **settings, inplace=True)
+        torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(tuple(state), tuple(kept))
+    assert [x.data_ptr() for x in state] == memory
+
+
+def test_a_step_of_the_reference_equals_a_step_in_torch() -> None:
+    case = Case(T=1)
+    inputs = {name: x.double() for name, x in case.inputs(torch.float64).items()}
+    state = PowerState(inputs.pop("kv"), inputs.pop("norm"))
+    wanted, after = power_attention_step(state, **inputs)
+    out, other = power_attention_step(state, **inputs, backend="reference", inplace=True)
+    torch.testing.assert_close(out, wanted)
+    assert other.kv is state.kv
+    torch.testing.assert_close(tuple(state), tuple(after))
+
+
+EVERY_FORM = FORMS | TRITON
+
+
+@pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+def test_strided_inputs(how: dict[str, Any]) -> None:
+    case = Case(T=20 if has_backward(how) else 5, B=1, H=2, G=2, K=8, V=8)
+    dense = case.inputs(torch.float32)
+    # q: tokens innermost; k: every second element; v: heads before tokens; kv: transposed.
+    strided = {
+        "q": dense["q"].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+        "k": dense["k"].repeat_interleave(2, dim=3)[..., ::2],
+        "v": dense["v"].transpose(1, 2).contiguous().transpose(1, 2),
+        "log_g": dense["log_g"].mT.contiguous().mT,
+        "kv": dense["kv"].mT.contiguous().mT,
+        "norm": dense["norm"].repeat_interleave(3, dim=2)[..., ::3],
+    }
+    assert not any(x.is_contiguous() for x in strided.values())
+    wanted = case.run(dense, torch.float32, **how)
+    for name, x in case.run(strided, torch.float32, **how).items():
+        # torch may sum matrix products in another order if strides differ.
+        torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+def test_inputs_and_state_are_not_modified(how: dict[str, Any]) -> None:
+    case = Case(T=63 if "backend" not in how else 20 if has_backward(how) else 4, B=1)
+    inputs = case.inputs(torch.float32)
+    before = {name: x.clone() for name, x in inputs.items()}
+    case.run(inputs, torch.float32, **how)
+    state = PowerState(inputs["kv"], inputs["norm"])
+    token = {name: inputs[name][:, :1] for name in ("q", "k", "v", "log_g")}
+    power_attention_step(state, **token, backend=how.get("backend", "auto"))
+    for name, x in inputs.items():
+        assert torch.equal(x, before[name]), name

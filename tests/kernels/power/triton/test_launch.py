@@ -1,0 +1,32 @@
+"""The autotuner's keys, which it writes to disk as JSON on a GPU but not in the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+
+KEYS = """
+import json
+from longhaul.kernels.power.triton.chunked import key_gradient, query_gradient, read, state
+from longhaul.kernels.power.triton.launch import _autotuned
+
+keys = {}
+for module in (key_gradient, query_gradient, read, state):
+    for name, kernel in vars(module).items():
+        if name.startswith("_power_") and name.endswith("_kernel"):
+            keys[name] = _autotuned(kernel, module._NARROW).keys
+print(json.dumps(keys))
+"""
+
+
+def test_keys_of_the_autotuner_can_be_written_as_json() -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", KEYS], check=True, capture_output=True, text=True, env=environment
+    )
+    keys = json.loads(done.stdout)
+    assert "_power_fwd_read_kernel" in keys
+    for params in keys.values():
+        assert "DEGREE" in params
+        # A Triton dtype, which json refuses.
+        assert "DOT" not in params
