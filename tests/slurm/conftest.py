@@ -368,13 +368,15 @@ class Work:
 
     cluster: Cluster
     path: Path
+    name: str = "small"
 
     def submit(self, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
         command = [*LONGHAUL, "submit", "small.yaml", *arguments]
         return self.cluster.run(*command, cwd=self.path, check=check)
 
-    def jobs(self, folder: str = "small") -> list[str]:
-        lines = (self.path / "runs" / folder / "slurm" / "jobs.jsonl").read_text().splitlines()
+    def jobs(self, folder: str | None = None) -> list[str]:
+        run = self.path / "runs" / (folder or self.name)
+        lines = (run / "slurm" / "jobs.jsonl").read_text().splitlines()
         return [json.loads(line)["job_id"] for line in lines]
 
     def run(self, *arguments: str) -> str:
@@ -386,7 +388,7 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        return self.path / "runs" / "small"
+        return self.path / "runs" / self.name
 
     @property
     def step(self) -> int:

@@ -23,18 +23,35 @@ ONE_TASK = ["trainer.nodes=1", "trainer.devices=1", "trainer.strategy=single"]
 NASTY = "a b;c\"d'e$(touch pwned)`touch pwned`#f&h|i*"
 
 
-def test_no_name_breaks_or_runs_anything(make_work: Callable[..., Work], cluster: Cluster) -> None:
-    work = make_work("a $(touch pwned) 'b")
-    small = [f"name={json.dumps(NASTY)}", "trainer.nodes=1", "trainer.devices=1"]
-    work.submit(*small, "trainer.strategy=single", "slurm.account=x y", "trainer.max_tokens=1024")
-    (job,) = work.jobs(NASTY)
-    cluster.wait(job, "COMPLETED", 120)
-    run = work.path / "runs" / NASTY
-    assert json.loads((run / "DONE").read_text())["step"] == 2
-    assert "steps 0 to 2" in (run / "logs" / f"job-{job}.log").read_text()
-    assert "2/2" in (run / "logs" / f"job-{job}-task-0.log").read_text()
-    assert cluster.job(job)["JobName"] == NASTY
-    assert cluster.job(job)["Account"] == "x y"
+def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
+    make_work: Callable[..., Work], cluster: Cluster, fault: Callable[[str, str], None]
+) -> None:
+    """The shell runs no part of a name, and the evaluation waits for the second start's end."""
+    work = dataclasses.replace(make_work("a $(touch pwned) 'b"), name=NASTY)
+    # The first start waits within a backward pass for the signal.
+    fault(
+        "self.progress.step == 5 and 'SLURM_RESTART_COUNT' not in os.environ",
+        """
+            import gc
+            from longhaul.pipeline.training.stop import StopRequests
+            (requests,) = [one for one in gc.get_objects() if type(one) is StopRequests]
+            while not requests.has_signal:
+                time.sleep(0.05)""",
+    )
+    one_task_per_node = ["trainer.devices=1", "trainer.micro_batch=4", "trainer.strategy=ddp"]
+    options = ["slurm.account=x y", "slurm.then=[evaluate]"]
+    work.submit(f"name={json.dumps(NASTY)}", *one_task_per_node, *options)
+    job, after = work.jobs()
+    work.wait_for_step(job, 5)
+    cluster.run("scancel", "--signal=USR1", job)
+    ended = cluster.wait(job, "COMPLETED", 120)
+    assert (ended["JobName"], ended["Account"], ended["Restarts"]) == (NASTY, "x y", "1")
+    log = (work.folder / "logs" / f"job-{job}.log").read_text()
+    assert "train ended with status 75" in log
+    assert "steps 6 to 40" in log
+    work.assert_one_clean_run()
+    cluster.wait(after, "COMPLETED", 120)
+    assert list((work.folder / "evaluation").glob("*/results.json"))
     assert not list(work.path.rglob("pwned*"))
     assert {path.name for path in work.path.iterdir()} == {
         *("small.yaml", "runs", "mlflow.db", "mlruns")

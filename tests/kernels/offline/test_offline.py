@@ -71,11 +71,14 @@ def tuned() -> None:
     _tuned_kernel[(4,)](x, x, 512, 1)
 
 
-# The shapes that `make test` compiles for each chip; `make soak` compiles all for all chips.
-QUICK_SHAPES = {
-    "sm_80": ("chunked p2 K64 V64",),
-    "sm_90": ("attention p2 K64 V64", "chunked p2 K64 V64", "step p2 K64 V64"),
-    "sm_100": ("attention p2 K64 V64",),
+# Shapes of `make test` and `make test-all` for each chip; `make soak` compiles all for all chips.
+SHAPES_OF = {
+    "test": {"sm_90": ("attention p2 K64 V64", "step p2 K64 V64")},
+    "test-all": {
+        "sm_80": ("chunked p2 K64 V64",),
+        "sm_90": ("chunked p2 K64 V64",),
+        "sm_100": ("attention p2 K64 V64",),
+    },
 }
 
 LAUNCHERS = {
@@ -104,15 +107,15 @@ def program(launcher: str, targets: str) -> None:
     print(json.dumps(found))
 
 
-def table() -> None:
-    """Compile QUICK_SHAPES; `python -m longhaul.kernels.offline` takes minutes for all shapes."""
+def table(suite: str) -> None:
+    """Compile a suite's shapes; `python -m longhaul.kernels.offline` takes minutes for all."""
     from longhaul.kernels.offline.shapes import SHAPES
     from longhaul.kernels.offline.table import print_table
 
     by_name = {shape.name: shape for shape in SHAPES}
     tasks = [
         (by_name[f"{name} bfloat16"], target)
-        for target, names in QUICK_SHAPES.items()
+        for target, names in SHAPES_OF[suite].items()
         for name in names
     ]
     if found := print_table(tasks, folders=False):
@@ -148,6 +151,7 @@ def test_a_launch_compiles_once_for_each_specialisation_and_runs_nothing() -> No
         assert kernel["products"] == ""
 
 
+@pytest.mark.wide
 def test_matrix_products_use_the_units_of_each_chip() -> None:
     found = {kernel["target"]: kernel for kernel in records("matmul", *CHIPS)}
     units = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
@@ -162,6 +166,7 @@ def test_matrix_products_use_the_units_of_each_chip() -> None:
         assert {".ttir", ".ttgir", ".amdgcn" if target == "gfx942" else ".ptx"} <= code
 
 
+@pytest.mark.wide
 def test_spills_are_counted_and_refused() -> None:
     (kernel,) = records("spill", "sm_80")
     assert kernel["registers"] <= 64
@@ -169,31 +174,40 @@ def test_spills_are_counted_and_refused() -> None:
     assert [fault.split(":")[1] for fault in kernel["faults"]] == [" spills"]
 
 
+@pytest.mark.wide
 def test_more_shared_memory_than_the_chip_has_is_refused() -> None:
     (kernel,) = records("too_much_shared_memory", "sm_80")
     assert kernel["shared_bytes"] > 163 * 1024
     assert "the chip has 166912" in kernel["faults"][0]
 
 
+@pytest.mark.wide
 def test_every_configuration_of_an_autotuned_kernel_is_compiled() -> None:
     configs = [kernel["config"] for kernel in records("tuned", "sm_90")]
     assert configs == ["warps=4 stages=3 BLOCK_T=128", "warps=4 stages=3 BLOCK_T=256"]
 
 
+@pytest.mark.wide
 def test_an_interpreter_is_refused() -> None:
     done = start(__file__, "double", "sm_90", TRITON_INTERPRET="1")
     assert done.returncode != 0
     assert "TRITON_INTERPRET" in done.stderr.splitlines()[-1]
 
 
-def test_bad_options_are_named() -> None:
-    module = ("-m", "longhaul.kernels.offline")
-    assert "found 'sm_12', wanted" in start(*module, "--targets", "sm_90,sm_12").stderr
-    assert "found 'degree 3', wanted" in start(*module, "--only", "degree 3").stderr
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--targets", "sm_90,sm_12"), "found 'sm_12', wanted"),
+        pytest.param(("--only", "degree 3"), "found 'degree 3', wanted", marks=pytest.mark.wide),
+    ],
+)
+def test_bad_options_are_named(option: tuple[str, str], message: str) -> None:
+    assert message in start("-m", "longhaul.kernels.offline", *option).stderr
 
 
-def test_kernels_compile_without_spills_and_fit() -> None:
-    done = start(__file__, "table")
+@pytest.mark.parametrize("suite", ["test", pytest.param("test-all", marks=pytest.mark.wide)])
+def test_kernels_compile_without_spills_and_fit(suite: str) -> None:
+    done = start(__file__, "table", suite)
     print(done.stdout)
     assert done.returncode == 0, done.stderr
 
@@ -206,4 +220,4 @@ def test_every_shape_compiles_for_every_chip() -> None:
 
 
 if __name__ == "__main__":
-    table() if sys.argv[1:] == ["table"] else program(*sys.argv[1:])
+    table(sys.argv[2]) if sys.argv[1] == "table" else program(*sys.argv[1:])

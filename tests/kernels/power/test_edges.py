@@ -28,7 +28,21 @@ TRITON: dict[str, dict[str, Any]] = {
 }
 TRITON_STEPS: dict[str, Any] = {"form": "recurrent", "backend": "triton"}
 EVERY_FORM = FORMS | TRITON
-per_form = pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+# The interpreter takes seconds per case. `make test` has Triton's chunked form, which shares the
+# gates and the numerics of the attention form; test_attention.py has the latter on its own.
+per_form = pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, id=name, marks=[pytest.mark.wide] if name == "triton attention" else [])
+        for name, how in EVERY_FORM.items()
+    ],
+)
+
+
+def wide(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.wide)
+
+
 # As in test_op.py, for degree 2.
 MULTIPLE = 30.0
 
@@ -54,8 +68,8 @@ def leaves_of(x: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 SPLITS = [
     *((first, second) for first in FORMS for second in FORMS),
-    ("triton attention", "triton chunked"),
-    ("triton chunked", "attention"),
+    wide("triton attention", "triton chunked"),
+    wide("triton chunked", "attention"),
     ("chunked", "triton chunked"),
     # The interpreter takes many seconds for a step.
     *(
@@ -122,7 +136,7 @@ def test_a_split_changes_no_gradient(how: dict[str, Any]) -> None:
 
 
 @per_form
-@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("has_state", [wide(False), True])
 def test_packed_documents_equal_separate_ones(how: dict[str, Any], has_state: bool) -> None:
     """Outputs, final states and gradients, those of the initial states included."""
     offsets = [0, 1, 17, 50, 83]
@@ -253,6 +267,7 @@ def test_a_floored_denominator_has_no_gradient(how: dict[str, Any]) -> None:
     check_against_the_definition([q, k, v, log_g], how, degree=2)
 
 
+@pytest.mark.wide
 @per_form
 def test_gates_of_one_over_a_long_time(how: dict[str, Any]) -> None:
     q, k, v, log_g = inputs(400, K=4, V=3, H=1, G=1)
@@ -260,7 +275,7 @@ def test_gates_of_one_over_a_long_time(how: dict[str, Any]) -> None:
 
 
 @per_form
-@pytest.mark.parametrize("gate", [-torch.inf, -1e30, -100.0, 0.0])
+@pytest.mark.parametrize("gate", [-torch.inf, wide(-1e30), wide(-100.0), wide(0.0)])
 def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: float) -> None:
     x = [y.float() for y in inputs(40)]
     x[3][:, 5:20] = gate
@@ -278,7 +293,7 @@ def test_gates_of_any_size_give_finite_gradients(how: dict[str, Any], gate: floa
 
 
 @per_form
-@pytest.mark.parametrize("scale", [1.0, 1e-12])
+@pytest.mark.parametrize("scale", [wide(1.0), 1e-12])
 def test_a_query_orthogonal_to_every_key_stays_small(how: dict[str, Any], scale: float) -> None:
     """The denominator is 0, and the part read from the state is only rounding error."""
     T = 60 if is_triton(how) else 200

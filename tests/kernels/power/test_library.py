@@ -243,6 +243,7 @@ def test_compiled_for_any_length_it_equals_eager() -> None:
     assert counts == counts[:1] * 3
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("fresh_compiler", "unchecked")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_compiled_to_machine_code_it_equals_eager() -> None:

@@ -231,6 +231,22 @@ TRITON_CASES = [
     ("some tokens, arbitrary state", Case(T=10, B=1, K=9, state="arbitrary"), (RECURRENT,)),
 ]
 
+# What `make test` shows of Triton: every kernel, with and without states, gates, groups and the
+# norm, at degrees 1, 2 and 4. `make test-all` has the rest.
+IN_TEST = (
+    "one token",
+    "T 63, two groups",
+    "T 40, two groups",
+    "no gates, no state",
+    "gates of 0 and 1",
+    "not normalised, no state",
+    "degree 1, gates of 0 and 1",
+    "degree 4",
+    "K 16",
+    "arbitrary state",
+    "arbitrary state, gates of 0 and 1, not normalised",
+    "some tokens",
+)
 
 SLOW = (
     "degree 4, two tiles and more",
@@ -255,8 +271,8 @@ def test_float32_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
             case,
             TRITON[form],
             id=f"{name}-{form}",
-            # The interpreter takes many seconds for these.
-            marks=[pytest.mark.soak] if name in SLOW else [],
+            # The interpreter takes many seconds for the slow ones.
+            marks=pytest.mark.soak if name in SLOW else [] if name in IN_TEST else pytest.mark.wide,
         )
         for name, case, forms in TRITON_CASES
         for form in forms
@@ -266,6 +282,7 @@ def test_triton_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
     case.check(torch.float32, **how)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("K", [16, 20])
 def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
     """bfloat16 computes two tiles at a time. At K = 16 there are three, and the table is padded."""
@@ -303,6 +320,7 @@ def test_attention_form_with_several_blocks_of_queries() -> None:
     Case(T=300, K=8, V=8, gates="hard").check(torch.float32, form="attention")
 
 
+@pytest.mark.wide
 def test_gradcheck() -> None:
     case = Case(T=6, B=1, K=2, V=2)
     inputs = [x.double().requires_grad_() for x in case.inputs(torch.float64).values()]
@@ -318,11 +336,21 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(run, inputs)
 
 
+def but_wide(hows: dict[str, dict[str, Any]], shown: str) -> list[Any]:
+    """Parameters of which `make test` has those in torch, and one of those in Triton."""
+    return [
+        pytest.param(
+            how, id=name, marks=[pytest.mark.wide] if name in TRITON and name != shown else []
+        )
+        for name, how in hows.items()
+    ]
+
+
 DIFFERENTIABLE = FORMS | {name: how for name, how in TRITON.items() if has_backward(how)}
 
 
-@pytest.mark.parametrize("how", DIFFERENTIABLE.values(), ids=DIFFERENTIABLE.keys())
-@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("how", but_wide(DIFFERENTIABLE, CHUNKED_16))
+@pytest.mark.parametrize("has_state", [pytest.param(False, marks=pytest.mark.wide), True])
 def test_only_the_requested_gradients_are_computed(how: dict[str, Any], has_state: bool) -> None:
     """Each gradient is the same whether it is computed alone or with all others."""
     state = "of some past" if has_state else "none"
@@ -362,9 +390,9 @@ STEPS = [
     ("torch", torch.float64, 4, 3),
     ("torch", torch.float64, 6, 3),
     ("torch", torch.float64, 8, 3),
-    ("triton", torch.float32, 1, 17),
+    pytest.param("triton", torch.float32, 1, 17, marks=pytest.mark.wide),
     ("triton", torch.float32, 2, 17),
-    ("triton", torch.float32, 4, 17),
+    pytest.param("triton", torch.float32, 4, 17, marks=pytest.mark.wide),
 ]
 
 
@@ -447,7 +475,7 @@ def test_a_step_of_the_reference_equals_a_step_in_torch() -> None:
 EVERY_FORM = FORMS | TRITON
 
 
-@pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+@pytest.mark.parametrize("how", but_wide(EVERY_FORM, CHUNKED_16))
 def test_strided_inputs(how: dict[str, Any]) -> None:
     case = Case(T=20 if has_backward(how) else 5, B=1, H=2, G=2, K=8, V=8)
     dense = case.inputs(torch.float32)
@@ -467,7 +495,7 @@ def test_strided_inputs(how: dict[str, Any]) -> None:
         torch.testing.assert_close(x, wanted[name], rtol=1e-4, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("how", EVERY_FORM.values(), ids=EVERY_FORM.keys())
+@pytest.mark.parametrize("how", but_wide(EVERY_FORM, CHUNKED_50))
 def test_inputs_and_state_are_not_modified(how: dict[str, Any]) -> None:
     case = Case(T=63 if "backend" not in how else 20 if has_backward(how) else 4, B=1)
     inputs = case.inputs(torch.float32)

@@ -125,6 +125,7 @@ sys.exit(cli.main())"""
     assert list((run.path / "runs" / "bench").iterdir()) == []
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("bench")
 def test_a_run_that_fails_is_a_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

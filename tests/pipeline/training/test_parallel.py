@@ -51,27 +51,29 @@ COMPILED = ("compiled", "compiled-ddp-2", "compiled-fsdp-2")
 ONCE = ("replicas-2x2", "recomputed", "not-sharded", *OFFLOADED, *COMPILED)
 FOUR_RANKS = ("fsdp-4", "context-2x2", "replicas-2x2")
 SLOW = (*FOUR_RANKS, "offload1-2", "offload3-2", *COMPILED)
-# What `make test` shows; `make soak` shows the rest.
-FOR_ALL_KINDS = ("single", "ddp-2", "fsdp-2")
-HANDOVERS_SHOWN = (
-    ("single", "fsdp-2"),
-    ("fsdp-2", "single"),
-    ("ddp-2", "fsdp-2"),
-    ("single", "deepspeed2-2"),
-    ("deepspeed3-2", "single"),
+# `make test` has each strategy once, `make test-all` some more, and `make soak` the rest.
+STRATEGIES = (
+    *("single", "ddp-2", "fsdp-2", "context-2", "deepspeed1-2", "deepspeed2-2", "deepspeed3-2"),
 )
+FOR_ALL_KINDS = ("single", "ddp-2", "fsdp-2")
+IN_TEST = (("ddp-2", "fsdp-2"), ("deepspeed3-2", "single"))
+IN_TEST_ALL = (("single", "fsdp-2"), ("fsdp-2", "single"), ("single", "deepspeed2-2"))
+HOLDING = ("single", "ddp-2", "context-2", "not-sharded", "fsdp-2", "recomputed")
+HOLDING += ("deepspeed1-2", "deepspeed2-2", "deepspeed3-2", "offload2-2")
 HANDED = ("single", "ddp-2", "fsdp-2", "fsdp-4", "deepspeed1-2", "deepspeed2-2", "deepspeed3-2")
 
 
-def _soaked(*values: str, unless: bool) -> Any:
-    return pytest.param(*values, marks=[] if unless else [pytest.mark.soak])
+def _case(*values: str, in_test: bool, in_test_all: bool) -> Any:
+    mark = pytest.mark.wide if in_test_all else pytest.mark.soak
+    return pytest.param(*values, marks=[] if in_test else [mark])
 
 
 COMBINATIONS = [
-    _soaked(
+    _case(
         way,
         kind,
-        unless=(kind == "conformal_sympow" and way not in SLOW) or way in FOR_ALL_KINDS,
+        in_test=kind == "conformal_sympow" and way in STRATEGIES,
+        in_test_all=(kind == "conformal_sympow" and way not in SLOW) or way in FOR_ALL_KINDS,
     )
     for way in WAYS
     for kind in KINDS
@@ -79,14 +81,19 @@ COMBINATIONS = [
     and not (way.startswith("context") and kind == "softmax")
 ]
 HANDOVERS = [
-    _soaked(before, after, unless=(before, after) in HANDOVERS_SHOWN)
+    _case(
+        before,
+        after,
+        in_test=(before, after) in IN_TEST,
+        in_test_all=(before, after) in IN_TEST_ALL,
+    )
     for before in HANDED
     for after in HANDED
     # Between DeepSpeed's stages it is the same path: each is left and entered by the others.
     if before == after or "deep" not in before or "deep" not in after
 ]
 HANDOVERS += [
-    _soaked(before, after, unless=False)
+    _case(before, after, in_test=False, in_test_all=False)
     for before, after in (
         *((way, way) for way in (*OFFLOADED, *COMPILED)),
         *(("single", way) for way in OFFLOADED),
@@ -151,7 +158,9 @@ def trained(make_run: Any, fork: Any, request: pytest.FixtureRequest) -> Run:
     run = make_run(UPDATES)
     jobs: dict[int, list[list[str]]] = {1: [], 2: [], 4: []}
     asked = _selected(request, "test_losses_are_those_of_one_process")
-    asked += [("single", kind) for kind in KINDS]
+    asked += [("single", kind) for _, kind in asked]
+    if "test_each_rank_holds_its_share" in [item.name for item in request.session.items]:
+        asked += [(way, "conformal_sympow") for way in HOLDING]
     asked += [
         (before, "conformal_sympow")
         for before, _ in _selected(request, "test_a_checkpoint_goes_on_under_any_strategy")
@@ -183,6 +192,7 @@ def test_losses_are_those_of_one_process(trained: Run, way: str, kind: str) -> N
     assert max(abs(found[step] - wanted[step]) for step in wanted) < 1e-5
 
 
+@pytest.mark.wide
 def test_each_rank_holds_its_share(trained: Run) -> None:
     def held(way: str, rank: int) -> dict[str, int]:
         folder = trained.path / f"{way}-conformal_sympow"

@@ -62,6 +62,27 @@ def undisturbed(make_run: Any) -> Run:
     return run
 
 
+def test_stopped_and_killed_the_run_ends_with_the_same_weights(run: Run, undisturbed: Run) -> None:
+    process = start(run, "checkpoint.every_tokens=1000000")
+    run.wait_for_step(process, 4)
+    process.rank_1().send_signal(signal.SIGUSR1)
+    status, error = process.end()
+    assert status == 75, error
+    newest = newest_checkpoint(run.path / "small" / "checkpoints")
+    assert newest is not None
+    saved = int(newest.name.removeprefix("step-"))
+    assert 4 <= saved < 12
+    assert f"stopped after step {saved}, saved; the same command goes on" in error
+    process = start(run)
+    run.wait_for_step(process, 14)
+    process.rank_1().kill()
+    status, error = process.end()
+    assert status == 1
+    assert "rank 1 is gone, last seen after step" in error
+    assert start(run).end()[0] == 0
+    assert_same_end(run, undisturbed)
+
+
 @pytest.mark.wide
 def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     run: Run, undisturbed: Run

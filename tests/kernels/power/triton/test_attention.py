@@ -23,6 +23,12 @@ from longhaul.kernels.power.triton.attention.forward import attention_forward  #
 
 # As in test_op.py.
 MULTIPLE_PER_DEGREE = 15.0
+
+
+def wide(value: int) -> Any:
+    return pytest.param(value, marks=pytest.mark.wide)
+
+
 ALL_NEEDED = (True, True, True, True)
 
 
@@ -148,7 +154,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+IN_TEST = (
+    "one token",
+    "T 100, two groups",
+    "gates of 0 and 1",
+    "neither normalised nor gated",
+    "degree 1, gates of 0 and 1",
+    "degree 8, gates of 0 and 1",
+    "packed, not normalised, gates of 0 and 1",
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[] if name in IN_TEST else [pytest.mark.wide])
+        for name, case in CASES.items()
+    ],
+)
 def test_equals_the_definition(case: Case) -> None:
     check(case)
 
@@ -201,7 +224,7 @@ def test_only_the_requested_gradients_are_computed() -> None:
     assert all(run(case, inputs, case.dout(), (False,) * 4)[name] is None for name in names)
 
 
-@pytest.mark.parametrize("degree", [1, 2, 8])
+@pytest.mark.parametrize("degree", [wide(1), 2, wide(8)])
 def test_outputs_ignore_the_future_to_the_bit(degree: int) -> None:
     case = Case(T=100, degree=degree)
     inputs, _, _ = expected(case)
@@ -220,7 +243,7 @@ def test_outputs_ignore_the_future_to_the_bit(degree: int) -> None:
         assert not torch.equal(other[:, t:], out[:, t:])
 
 
-@pytest.mark.parametrize("degree", [2, 8])
+@pytest.mark.parametrize("degree", [wide(2), 8])
 def test_a_gate_of_zero_forgets_everything(degree: int) -> None:
     """At degree 8 weights of keys before the reset would be infinite without the gate."""
     case = Case(T=100, degree=degree)

@@ -19,6 +19,7 @@ print(json.dumps(keys))
 """
 
 
+@pytest.mark.wide
 def test_keys_of_the_autotuner_can_be_written_as_json() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(

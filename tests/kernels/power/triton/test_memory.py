@@ -66,6 +66,7 @@ print(alive.peak, inputs, states)
 """
 
 
+@pytest.mark.wide
 def test_peak_is_below_four_times_the_inputs_and_one_state_per_chunk() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
