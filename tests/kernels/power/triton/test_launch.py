@@ -7,6 +7,8 @@ import sys
 
 KEYS = """
 import json
+import pytest
+
 from longhaul.kernels.power.triton.chunked import key_gradient, query_gradient, read, state
 from longhaul.kernels.power.triton.launch import _autotuned
 

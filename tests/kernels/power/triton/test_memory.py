@@ -13,6 +13,8 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+import pytest
+
 from longhaul.kernels.offline import recording
 from longhaul.kernels.power import triton
 from longhaul.kernels.power.call import PowerCall, Saved
