@@ -5,10 +5,10 @@ import os
 import subprocess
 import sys
 
-KEYS = """
-import json
 import pytest
 
+KEYS = """
+import json
 from longhaul.kernels.power.triton.chunked import key_gradient, query_gradient, read, state
 from longhaul.kernels.power.triton.launch import _autotuned
 

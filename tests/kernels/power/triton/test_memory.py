@@ -8,13 +8,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 COUNT = """
 import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-import pytest
-
 from longhaul.kernels.offline import recording
 from longhaul.kernels.power import triton
 from longhaul.kernels.power.call import PowerCall, Saved
