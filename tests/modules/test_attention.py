@@ -62,7 +62,7 @@ LEARNED = [
 def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use chunks of 16 tokens, which the cost model would not choose for sizes this small.
 
-    test_identities.py compares the same variants with their formulas in the form for short
+    formulas/ compares the same variants with their formulas in the form for short
     sequences.
     """
     for module in (op, power):

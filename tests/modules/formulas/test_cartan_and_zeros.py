@@ -1,0 +1,227 @@
+"""Cartan kernels and ZeroS against their formulas."""
+
+import math
+
+import pytest
+import torch
+from pairwise import (
+    GENERATORS,
+    HEADS,
+    INITIAL_STATE,
+    PairWeight,
+    T,
+    assert_forward,
+    assert_same,
+    build,
+    by_head,
+    dot,
+    matrix,
+    mix,
+    pivots,
+    product,
+    projections,
+    rotary_rates,
+    rotated,
+    sigmoid,
+    softmax_rows,
+    tokens,
+    unit,
+)
+from torch import Tensor
+
+from longhaul.kernels import power_attention
+from longhaul.modules.attention import Attention
+
+
+def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
+    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
+    start = attention.initial_state
+    mass = torch.zeros_like(s[:, 0]) if start is None else start.log_mass.exp().expand(2, -1)
+    return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
+
+
+def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
+    """g_ti, also for position 0."""
+    generator = attention.config.generator
+    if generator != "product":
+        softmax = key_softmax(attention, x @ attention.logit.weight.mT)
+    if generator == "additive":
+        return softmax
+    gates = sigmoid(x @ attention.gate.weight.mT + attention.gate.bias)
+    if generator == "product":
+        return lambda t, i: product(gates, t, i)
+    return lambda t, i: softmax(t, i) * product(gates, t, i)
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("negative_diagonal", [False, True])
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_cartan_weighs_inner_products_of_rotated_unit_vectors(
+    generator: str, negative_diagonal: bool, initial_state: str
+) -> None:
+    options = {"negative_diagonal": negative_diagonal, "initial_state": initial_state}
+    attention, x = build("cartan", generator=generator, **options), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    q, k = rotated(unit(q), rotary_rates()), rotated(unit(k), rotary_rates())
+    if negative_diagonal:
+        diagonal = torch.tanh(1 + by_head(x, attention.diagonal.weight))
+        assert (diagonal < 0).any()
+        k = diagonal * k
+    g = cartan_generator(attention, x)
+    weights = matrix(lambda t, i: g(t, i) * dot(q[:, t], k[:, i]))
+    assert_forward(attention, x, mix(weights, v) + pivots(attention, q, g)[0])
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_cartan_without_bilinear_form_sums_per_channel(generator: str, initial_state: str) -> None:
+    attention = build("cartan", generator=generator, bilinear=False, initial_state=initial_state)
+    x = tokens()
+    q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
+    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
+    q, k = (rotated(one, theta).unflatten(-1, (2, 8)).mT for one in (q, k))  # (B, T, H, V, 2)
+    g = cartan_generator(attention, x)
+    initial = torch.zeros_like(k[0, 0])
+    if (start := attention.initial_state) is not None:
+        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8)).mT
+    mixed = torch.zeros_like(v)
+    for t in range(T):
+        mixed[:, t] = g(t, -1)[..., None] * dot(q[:, t], initial)
+        for i in range(t + 1):
+            mixed[:, t] += g(t, i)[..., None] * dot(q[:, t], k[:, i]) * v[:, i]
+    assert_forward(attention, x, mixed)
+
+
+# ZeroS
+
+
+def zeros_logits(attention: Attention, x: Tensor) -> Tensor:
+    """s_i (B, T, H): how far u_i points away from the running mean of u_1 .. u_i."""
+    u, mass = by_head(x, attention.logit.project.weight), attention.logit.tau.exp()[:, None]
+    means = [(mass * attention.logit.mu + u[:, : i + 1].sum(1)) / (mass + i + 1) for i in range(T)]
+    return torch.stack([-dot(u[:, i], mean) / 8**0.5 for i, mean in enumerate(means)], 1)
+
+
+def zeros_gates(attention: Attention, x: Tensor, names: str) -> dict[str, Tensor]:
+    """The gates sigma of these names, (B, T, H); only sigma^0 may be negative."""
+    assert set(attention.sigma) == set(names)
+    logits = {name: x @ attention.sigma[name].weight.mT for name in names}
+    return {name: one.tanh() if name == "0" else sigmoid(one) for name, one in logits.items()}
+
+
+def orders(s: Tensor, t: int, i: int) -> list[Tensor]:
+    """The terms of order 0, 1 and 2 in s of softmax_i(s_1 .. s_t)."""
+    count, mean = t + 1, s[:, : t + 1].mean(1)
+    variance = (s[:, : t + 1] - mean[:, None]).square().mean(1)
+    first = s[:, i] - mean
+    return [torch.ones_like(mean) / count, first / count, (first**2 - variance) / (2 * count)]
+
+
+def zeros_radial(attention: Attention, x: Tensor, names: str) -> Tensor:
+    """w_ti (B, H, T, T): the weights without the inner products of unit vectors."""
+    s, sigma = zeros_logits(attention, x), zeros_gates(attention, x, names)
+    softmax, num_orders = key_softmax(attention, s), 3 if "2" in names else 2
+    fading = [torch.ones_like(s)] * num_orders
+    if attention.config.ordered:
+        fading = [sigmoid(x @ one.weight.mT + one.bias) for one in attention.fading]
+
+    def weight(t: int, i: int) -> Tensor:
+        terms = orders(s, t, i)[:num_orders]
+        rest = softmax(t, i)
+        for gates, term in zip(fading, terms, strict=True):
+            rest = rest - product(gates, t, i) * term
+        kept = sum(sigma[name][:, t] * terms[int(name)] for name in names if name != "h")
+        return kept + sigma["h"][:, t] * rest
+
+    return matrix(weight)
+
+
+def zeros_directions(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = projections(x, attention.qkv.weight)
+    return rotated(unit(q), rotary_rates()), rotated(unit(k), rotary_rates()), v
+
+
+# Options, layer, and the names of the gates sigma that follow from them.
+ZEROS = [
+    ({}, 0, "1h"),
+    ({"second_order": True}, 0, "12h"),
+    ({"zeroth": "first_layer"}, 0, "01h"),
+    ({"zeroth": "first_layer"}, 1, "1h"),
+    ({"ordered": True}, 0, "1h"),
+    ({"ordered": True, "second_order": True, "zeroth": "first_layer"}, 0, "012h"),
+]
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize(("options", "layer", "names"), ZEROS)
+def test_zeros_matches_its_formula(
+    options: dict[str, object], layer: int, names: str, initial_state: str
+) -> None:
+    attention, x = build("zeros", layer=layer, initial_state=initial_state, **options), tokens()
+    q, k, v = zeros_directions(attention, x)
+    radial = zeros_radial(attention, x, names)
+    assert_same(attention.coefficients(attention.operands(x)), radial)
+    mixed = mix(radial * matrix(lambda t, i: dot(q[:, t], k[:, i])), v)
+    high = zeros_gates(attention, x, names)["h"]
+    softmax = key_softmax(attention, zeros_logits(attention, x))
+    mixed += pivots(attention, q, lambda t, i: high[:, t] * softmax(t, i))[0]
+    assert_forward(attention, x, mixed)
+
+
+@pytest.mark.parametrize(("options", "layer", "names"), ZEROS)
+def test_zeros_weights_sum_to_zero_or_to_the_gate_of_the_mean(
+    options: dict[str, object], layer: int, names: str
+) -> None:
+    attention, x = build("zeros", layer=layer, **options), tokens()
+    sums = attention.coefficients(attention.operands(x)).sum(-1).mT  # (B, T, H)
+    if attention.config.ordered:
+        assert (sums.abs() > 0.1).any()
+    elif "0" in names:
+        assert_same(sums, zeros_gates(attention, x, names)["0"])
+    else:
+        assert_same(sums, torch.zeros_like(sums), 1e-12)
+
+
+def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:
+    s, rests = tokens()[..., :HEADS], []
+    for size in (1e-2, 5e-3):
+        softmax = softmax_rows(matrix(lambda t, i, s=size * s: s[:, i]))
+        terms = matrix(lambda t, i, s=size * s: sum(orders(s, t, i)))
+        rests.append((softmax - terms).abs().max().item())
+    assert rests[0] / rests[1] == pytest.approx(2**3, rel=0.02)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_ordered_zeros_with_gates_of_one_equals_unordered(second_order: bool) -> None:
+    ordered = build("zeros", ordered=True, second_order=second_order)
+    unordered = build("zeros", second_order=second_order)
+    unordered.load_state_dict(ordered.state_dict(), strict=False)
+    wanted = unordered(tokens(), keep_state=False)[0]
+    assert not torch.allclose(ordered(tokens(), keep_state=False)[0], wanted, rtol=1e-2)
+    with torch.no_grad():
+        for gate in ordered.fading:
+            gate.weight.zero_()
+            gate.bias.fill_(60.0)  # gamma = 1 - 1e-26
+    assert_same(ordered(tokens(), keep_state=False)[0], wanted)
+
+
+def test_zeros_is_three_calls_of_the_op() -> None:
+    attention, x = build("zeros"), tokens()
+    q, k, v = zeros_directions(attention, x)
+    s, sigma = zeros_logits(attention, x), zeros_gates(attention, x, "1h")
+    mass = torch.stack([s[:, : t + 1].exp().sum(1) for t in range(T)], 1).log()
+    mean_s = torch.stack([s[:, : t + 1].mean(1) for t in range(T)], 1)[..., None]
+    count = torch.arange(1, T + 1, dtype=x.dtype)[:, None].expand_as(s)
+
+    def gated_sum(log_g: Tensor, value_scale: Tensor) -> Tensor:
+        options = {"degree": 1, "scale": 1.0, "normalize": False, "backend": "reference"}
+        return power_attention(q, k, v * value_scale[..., None], log_g, **options)[0]
+
+    before = torch.cat([torch.full_like(mass[:, :1], -math.inf), mass[:, :-1]], 1)
+    soft = gated_sum(before - mass, (s - mass).exp())
+    mean, mean_sv = (gated_sum(((count - 1) / count).log(), one / count) for one in (s**0, s))
+    high, low = sigma["h"][..., None], (sigma["1"] - sigma["h"])[..., None]
+    mixed = high * soft + low * mean_sv - (low * mean_s + high) * mean
+    radial = zeros_radial(attention, x, "1h")
+    assert_same(mixed, mix(radial * matrix(lambda t, i: dot(q[:, t], k[:, i])), v))
+    assert_forward(attention, x, mixed)

@@ -1,0 +1,229 @@
+"""Softmax, ALiBi, CoCA, linear, retention and complex attention against their formulas."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from pairwise import (
+    HEADS,
+    INITIAL_STATE,
+    PairWeight,
+    T,
+    assert_forward,
+    assert_same,
+    build,
+    dot,
+    head_norm,
+    matrix,
+    mix,
+    pivots,
+    product,
+    projections,
+    rotary_rates,
+    rotated,
+    rotation,
+    sigmoid,
+    softmax_rows,
+    sympow_rates,
+    tokens,
+)
+from torch import Tensor
+
+from longhaul.modules.attention import Attention, alibi
+
+
+@pytest.mark.parametrize(
+    ("options", "theta"),
+    [
+        ({}, rotary_rates()),
+        ({"rotary_base": 500.0}, rotary_rates(base=500.0)),
+        ({"longest_document": 512}, sympow_rates(512)),
+    ],
+)
+def test_softmax_uses_products_of_rotated_vectors(
+    options: dict[str, int], theta: list[float]
+) -> None:
+    attention, x = build("softmax", **options), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    q, k = rotated(q, theta), rotated(k, theta)
+    logits = matrix(lambda t, i: dot(q[:, t], k[:, i]) / 8**0.5)
+    assert_same(attention.logits(x).tril(), logits)
+    assert_forward(attention, x, mix(softmax_rows(logits), v))
+
+
+SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    3: [2**-4, 2**-8, 2**-2],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+    8: [2.0**-h for h in range(1, 9)],
+    12: [*(2.0**-h for h in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
+
+
+@pytest.mark.parametrize("heads", SLOPES)
+def test_alibi_slopes_are_geometric_with_extra_heads_from_twice_as_many(heads: int) -> None:
+    assert alibi.alibi_slopes(heads) == pytest.approx(SLOPES[heads], rel=1e-15)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_alibi_is_a_fixed_gate(heads: int) -> None:
+    attention, x = build("alibi", heads=heads), tokens(heads=heads)
+    q, k, v = projections(x, attention.qkv.weight, heads)
+    gates = torch.tensor([math.exp(-m) for m in SLOPES[heads]], dtype=x.dtype).expand(2, T, heads)
+    weights = matrix(lambda t, i: product(gates, t, i) * (dot(q[:, t], k[:, i]) / 8**0.5).exp())
+    assert_forward(attention, x, mix(weights / weights.sum(-1, keepdim=True), v))
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+@pytest.mark.parametrize("queries", [T, 5, 1])
+@torch.no_grad()
+def test_alibi_with_flex_attention_equals_its_explicit_bias(heads: int, queries: int) -> None:
+    attention, x = build("alibi", heads=heads), tokens(heads=heads)
+    q, cache = attention.project(x, 0)
+    q = q[:, :, T - queries :]
+    assert_same(alibi._mix_flex(q, *cache), attention.mix(q, cache))
+
+
+@pytest.mark.parametrize("queries", [T, 5])
+def test_alibi_takes_queries_in_blocks(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
+    attention = build("alibi")
+    q, cache = attention.project(tokens(), 0)
+    q = q[:, :, T - queries :]
+    whole = attention.mix(q, cache)
+    monkeypatch.setattr(alibi, "_QUERIES_AT_ONCE", 4)
+    assert_same(attention.mix(q, cache), whole)
+
+
+def coca_operands(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, the coefficients [t, t], and v."""
+    q, u, v = projections(x, attention.qtv.weight)
+    t = torch.relu((u[..., :4] + u[..., 4:]) / 2)
+    return q, torch.cat([t, t], -1), v
+
+
+def test_coca_strict_depends_on_distance_alone() -> None:
+    attention, x = build("coca", mode="strict"), tokens()
+    (q, coefficient, v), theta = coca_operands(attention, x), rotary_rates()
+
+    def summed(m: int, n: int) -> Tensor:
+        logit = torch.zeros(2, HEADS, dtype=x.dtype)
+        for j in range(4):
+            size = q[:, m, :, j] ** 2 + q[:, m, :, j + 4] ** 2
+            logit += size * coefficient[:, n, :, j] * math.cos((m - n) * theta[j])
+        return logit / 8**0.5
+
+    def expanded(m: int, n: int) -> Tensor:
+        query, key = q[:, m], q[:, m] * coefficient[:, n]
+        return dot(query @ rotation(m, theta).mT, key @ rotation(n, theta).mT) / 8**0.5
+
+    logits = matrix(summed)
+    assert_same(matrix(expanded), logits)
+    assert_same(attention.logits(x).tril(), logits)
+    assert_forward(attention, x, mix(softmax_rows(logits), v))
+
+
+def test_coca_slack_rotates_coefficients_before_the_product() -> None:
+    attention, x = build("coca", mode="slack"), tokens()
+    q, coefficient, v = coca_operands(attention, x)
+    query, turned = rotated(q, rotary_rates()), rotated(coefficient, rotary_rates())
+    logits = matrix(lambda m, n: dot(query[:, m], q[:, m] * turned[:, n]) / 8**0.5)
+    assert_same(matrix(lambda m, n: dot(q[:, m] * query[:, m], turned[:, n]) / 8**0.5), logits)
+    assert_same(attention.logits(x).tril(), logits)
+    assert_forward(attention, x, mix(softmax_rows(logits), v))
+
+
+@pytest.mark.parametrize(("mode", "is_invariant"), [("strict", True), ("slack", False)])
+def test_coca_strict_alone_is_shift_invariant(mode: str, is_invariant: bool) -> None:
+    attention, x = build("coca", mode=mode), tokens()
+    shifted = attention.logits(torch.cat([tokens(7), x], 1))[:, :, 7:, 7:]
+    change = (shifted - attention.logits(x)).abs().max()
+    assert change < 1e-11 if is_invariant else change > 1
+
+
+# Variants with a feature map or a fixed decay
+
+
+def no_decay(t: int, i: int) -> Tensor:
+    return torch.ones(2, HEADS, dtype=torch.float64)
+
+
+def fixed_decay(t: int, i: int) -> Tensor:
+    """gamma_h^(t - i), gamma_h = 1 - 2^(-5 - h), h = 0, 1, ..."""
+    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
+    return (gamma ** (t - i)).expand(2, -1)
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize(
+    ("feature_map", "normalizer", "f"),
+    [
+        ("elu", "sum", lambda x: torch.where(x > 0, x + 1, x.exp())),
+        ("relu", "sum", lambda x: x.clamp(min=0)),
+        ("relu", "head_norm", lambda x: x.clamp(min=0)),
+        ("identity", "head_norm", lambda x: x),
+    ],
+)
+def test_linear_weights_are_products_of_features(
+    feature_map: str, normalizer: str, f: Callable[[Tensor], Tensor], initial_state: str
+) -> None:
+    options = {"feature_map": feature_map, "normalizer": normalizer, "initial_state": initial_state}
+    attention, x = build("linear", **options), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    weights = matrix(lambda t, i: dot(f(q[:, t]), f(k[:, i])) / 8**0.5)
+    before, mass = pivots(attention, f(q), no_decay, 8**-0.5, f=f)
+    mixed = mix(weights, v) + before
+    if normalizer == "sum":
+        total = weights.sum(-1).mT + mass
+        mixed = mixed / torch.where(total == 0, 1, total)[..., None]  # 0 where all weights are 0
+    assert_forward(attention, x, mixed)
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("group_norm", [True, False])
+@pytest.mark.parametrize("swish_gate", [True, False])
+def test_retention_matches_its_decay_matrix(
+    group_norm: bool, swish_gate: bool, initial_state: str
+) -> None:
+    options = {"group_norm": group_norm, "swish_gate": swish_gate, "initial_state": initial_state}
+    attention, x = build("retention", **options), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    q, k = rotated(q, rotary_rates()), rotated(k, rotary_rates())
+    weights = matrix(fixed_decay) * matrix(lambda t, i: dot(q[:, t], k[:, i]) / 8**0.5)
+    mixed = mix(weights, v) + pivots(attention, q, fixed_decay, 8**-0.5)[0]
+    y = head_norm(attention, mixed) if group_norm else mixed.flatten(2)
+    if swish_gate:
+        gate = x @ attention.swish.weight.mT
+        y = y * gate * sigmoid(gate)
+    assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize(("decay", "fade"), [(False, no_decay), (True, fixed_decay)])
+def test_complex_uses_real_and_imaginary_part_of_the_inner_product(
+    decay: bool, fade: PairWeight, initial_state: str
+) -> None:
+    attention, x = build("complex", decay=decay, initial_state=initial_state), tokens()
+    parts = (one.chunk(2, -1) for one in projections(x, attention.qkv.weight))
+    q, k, v = (torch.complex(*one) for one in parts)
+    theta = torch.tensor(rotary_rates(), dtype=x.dtype)
+
+    def weight(n: int, m: int, key: Tensor) -> Tensor:
+        turned = torch.exp(1j * (n - m) * theta) * key
+        return fade(n, m) * dot(q[:, n].conj(), turned) / 8**0.5
+
+    weights = matrix(lambda n, m: weight(n, m, k[:, m]))
+    assert weights.dtype == torch.complex128
+    assert_same(attention.weights(x), weights)
+    mixed = mix(weights, v)
+    if (start := attention.initial_state) is not None:
+        keys, values = (torch.complex(*one.chunk(2, -1)) for one in (start.key, start.value))
+        for n in range(T):
+            mixed[:, n] += sum(
+                weight(n, -1, keys[:, r])[..., None] * values[:, r] for r in range(3)
+            )
+    assert_forward(attention, x, torch.cat([mixed.real, mixed.imag], -1))
+
+
+# Symmetric powers

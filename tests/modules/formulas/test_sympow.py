@@ -1,0 +1,82 @@
+"""The symmetric-power variants against their formulas."""
+
+import math
+from itertools import combinations_with_replacement
+
+import pytest
+import torch
+from pairwise import (
+    HEADS,
+    INITIAL_STATE,
+    SYMPOW,
+    T,
+    assert_forward,
+    assert_same,
+    build,
+    dot,
+    matrix,
+    mix,
+    pivots,
+    product,
+    projections,
+    rotated,
+    sigmoid,
+    sympow_rates,
+    tokens,
+)
+from torch import Tensor
+
+from longhaul.kernels import symmetric_dim
+from longhaul.kernels.power.torch.features import expand, multiplicity
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("degree", [2, 4, 6, 8])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("kind", SYMPOW)
+def test_sympow_weights_are_powers_times_products_of_gates(
+    kind: str, qk_norm: bool, degree: int, initial_state: str
+) -> None:
+    options = {"degree": degree, "qk_norm": qk_norm, "initial_state": initial_state}
+    if degree > 4 and initial_state == "learned":
+        with pytest.raises(ValueError, match=f"initial_state: found learned with degree {degree}"):
+            build(kind, **options)
+        return
+    attention, x = build(kind, longest_document=100 * degree, **options), tokens()
+    q, k, v = projections(x, attention.qkv.weight)
+    if qk_norm:
+        q = q / q.square().mean(-1, keepdim=True).sqrt() * attention.q_norm.weight
+        k = k / k.square().mean(-1, keepdim=True).sqrt() * attention.k_norm.weight
+    rate, gates = torch.ones_like(x[..., 0]), torch.ones_like(x[..., :HEADS])
+    if kind in ("sympow_rotary", "conformal_sympow"):
+        rate = 1 + torch.tanh(x @ attention.rate.weight[0])
+    if kind in ("sympow_gated", "conformal_sympow"):
+        gates = sigmoid(x @ attention.gate.weight.mT + attention.gate.bias)
+    mu = torch.stack([rate[:, : t + 1].sum(1) for t in range(T)], 1)
+    q, k = (rotated(one, sympow_rates(100 * degree), mu) for one in (q, k))
+
+    def fade(t: int, i: int) -> Tensor:
+        return product(gates, t, i)
+
+    weights = matrix(lambda t, i: fade(t, i) * (dot(q[:, t], k[:, i]) / 8**0.5) ** degree)
+    before, mass = pivots(attention, q, fade, 8**-0.5, degree)
+    total = weights.sum(-1).mT + mass
+    assert_forward(attention, x, (mix(weights, v) + before) / total[..., None])
+
+
+@pytest.mark.parametrize("degree", [2, 4, 6, 8])
+def test_symmetric_power_is_the_multinomial_embedding(degree: int) -> None:
+    torch.manual_seed(degree)
+    a, b = torch.randn(2, 10, 8, dtype=torch.float64)
+    chosen = list(combinations_with_replacement(range(8), degree))
+    repeats = [math.prod(math.factorial(one.count(c)) for c in set(one)) for one in chosen]
+    orders = math.factorial(degree) / torch.tensor(repeats, dtype=torch.float64)
+    assert len(chosen) == math.comb(8 + degree - 1, degree) == symmetric_dim(8, degree)
+    phi = [orders.sqrt() * x[:, torch.tensor(chosen)].prod(-1) for x in (a, b)]
+    assert_same(dot(*phi), dot(a, b) ** degree)
+    # The state layout multiplies by the multiplicity of a feature on the side of the query only.
+    query = expand(a, degree) * multiplicity(8, degree, a)
+    assert_same(dot(query, expand(b, degree)), dot(a, b) ** degree)
+
+
+# Cartan kernels
