@@ -234,18 +234,14 @@ TRITON_CASES = [
 # What `make test` shows of Triton: every kernel, with and without states, gates, groups and the
 # norm, at degrees 1, 2 and 4. `make test-all` has the rest.
 IN_TEST = (
-    "one token",
-    "T 63, two groups",
-    "T 40, two groups",
-    "no gates, no state",
-    "gates of 0 and 1",
-    "not normalised, no state",
-    "degree 1, gates of 0 and 1",
-    "degree 4",
-    "K 16",
-    "arbitrary state",
-    "arbitrary state, gates of 0 and 1, not normalised",
-    "some tokens",
+    *("one token", "T 63, two groups", "T 40, two groups", "no gates, no state"),
+    *("gates of 0 and 1", "not normalised, no state", "degree 1, gates of 0 and 1", "degree 4"),
+    *(
+        "K 16",
+        "arbitrary state",
+        "arbitrary state, gates of 0 and 1, not normalised",
+        "some tokens",
+    ),
 )
 
 SLOW = (

@@ -151,6 +151,3 @@ def assert_forward(attention: Attention, x: Tensor, mixed: Tensor) -> None:
     has_norm = getattr(attention, "norm", None) is not None
     y = head_norm(attention, mixed) if has_norm else mixed.flatten(2)
     assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
-
-
-# Variants with a softmax over queries and keys

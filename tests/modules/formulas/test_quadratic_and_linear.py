@@ -224,6 +224,3 @@ def test_complex_uses_real_and_imaginary_part_of_the_inner_product(
                 weight(n, -1, keys[:, r])[..., None] * values[:, r] for r in range(3)
             )
     assert_forward(attention, x, torch.cat([mixed.real, mixed.imag], -1))
-
-
-# Symmetric powers

@@ -77,6 +77,3 @@ def test_symmetric_power_is_the_multinomial_embedding(degree: int) -> None:
     # The state layout multiplies by the multiplicity of a feature on the side of the query only.
     query = expand(a, degree) * multiplicity(8, degree, a)
     assert_same(dot(query, expand(b, degree)), dot(a, b) ** degree)
-
-
-# Cartan kernels
