@@ -245,12 +245,8 @@ IN_TEST = (
 )
 
 SLOW = (
-    "degree 4, two tiles and more",
-    "some tokens, degree 4",
-    "not normalised",
-    "not normalised, gates of 0 and 1",
-    "arbitrary state, degree 4",
-    "several tiles",
+    *("degree 4, two tiles and more", "some tokens, degree 4", "arbitrary state, degree 4"),
+    *("not normalised", "not normalised, gates of 0 and 1", "several tiles"),
 )
 
 
