@@ -11,7 +11,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.run import absolute_uri
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 
 # A resumed run may go on longer, elsewhere, and on other devices; what decides its numbers stays.
 # That the shards are the same is checked by their hashes, wherever they lie.
@@ -121,7 +121,7 @@ def stored_config(folder: RunFolder) -> RunConfig:
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
-def anchored(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with local paths made absolute: the run can be read from any folder then."""
     data, tracking, start_from = config.data, config.tracking, config.trainer.start_from
     validation = data.validation_manifest

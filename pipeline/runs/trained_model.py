@@ -9,7 +9,7 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
 
@@ -55,7 +55,7 @@ def load_trained_model(
     folder, checkpoint = find_checkpoint(run_or_checkpoint)
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
-    saved = Saved(checkpoint, "model")
+    saved = SavedCheckpoint(checkpoint, "model")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.set_positions(scaling)

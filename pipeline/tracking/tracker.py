@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from longhaul.pipeline.tracking.journal import Journal, plain_values, position
-from longhaul.pipeline.tracking.mirror import MlflowMirror
-from longhaul.pipeline.tracking.names import one_line
-from longhaul.pipeline.tracking.run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
+from longhaul.pipeline.tracking.mlflow_limits import one_line
+from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 logger = logging.getLogger(__name__)
 

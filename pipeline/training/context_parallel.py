@@ -49,7 +49,7 @@ class ContextParallel:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Saved: nothing but sizes.
+        # SavedCheckpoint: nothing but sizes.
         ctx.parts = parts
         ctx.like = [(x.shape, x.dtype) for x in tensors]
         mine = _pack([x[None] for x in tensors], ctx.like)

@@ -10,7 +10,7 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Progress, Skip, Update
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker
@@ -53,7 +53,11 @@ class Books:
         self._unrecorded: dict[str, float] = {}
 
     def begin(
-        self, progress: Progress, saved: Saved | None, model: LanguageModel, hosts: Sequence[str]
+        self,
+        progress: Progress,
+        saved: SavedCheckpoint | None,
+        model: LanguageModel,
+        hosts: Sequence[str],
     ) -> None:
         """Training begins, from a checkpoint if there is one, on ranks on these machines."""
         self._show.begin(progress)

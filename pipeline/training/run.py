@@ -19,14 +19,14 @@ from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.folder import Finished, RunFolder
-from longhaul.pipeline.runs.start import load_start
+from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.environment import source_commit
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
+from longhaul.pipeline.training.callback import Updates
+from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.training.recorder import Books
-from longhaul.pipeline.training.stop import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.training.strategies import build_strategy, end_ranks
-from longhaul.pipeline.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _begin(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | No
     if config.trainer.start_from is None or not is_new:
         return module, None
     # Ranks that find another checkpoint, since its run goes on, get rank 0's weights.
-    return module, load_start(module.model, config.trainer.start_from)
+    return module, load_initial_weights(module.model, config.trainer.start_from)
 
 
 def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:

@@ -38,7 +38,7 @@ from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism, Pretraining
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.training.blocks import shard
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ class Resumable(Parallelism, Protocol):
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         """What a checkpoint holds, by name; not copied."""
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         """Read back what `tensors` named, under this or any other strategy."""
 
 
@@ -99,7 +99,7 @@ class _Plain:
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         return training_tensors(model, optimizer)
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         restore_training(model, optimizer, saved)
 
 
@@ -332,7 +332,7 @@ class Zero(_Launched, DeepSpeedStrategy):
                 kept |= {name: value.detach().cpu().clone() for name, value in found.items()}
         return kept
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         zero = cast(Any, optimizer)
         has_state = any(name.startswith("optimizer/") for name in saved.tensors)
         if has_state and not zero.optimizer.state:

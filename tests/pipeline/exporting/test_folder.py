@@ -23,7 +23,7 @@ from longhaul.pipeline.checkpoints.store import CheckpointError
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
-from longhaul.pipeline.runs.start import load_start
+from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -321,7 +321,7 @@ def begins_with(folder: Path, base: Run, *options: str) -> LanguageModel:
     config = load_run_config(base.path / "small.yaml", options)
     torch.manual_seed(1)
     model = LanguageModel(config.model)
-    assert load_start(model, str(folder)) == folder
+    assert load_initial_weights(model, str(folder)) == folder
     return model
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from longhaul.pipeline.tracking import tracker as tracker_module
-from longhaul.pipeline.tracking.journal import read_lines
-from longhaul.pipeline.tracking.run import ENVIRONMENT
+from longhaul.pipeline.tracking.metrics_journal import read_lines
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT
 from longhaul.pipeline.tracking.tracker import Tracker
 
 

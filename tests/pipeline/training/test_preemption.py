@@ -14,7 +14,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -33,7 +33,7 @@ def start(run: Run, *overrides: str) -> Any:
 def weights(run: Run) -> dict[str, torch.Tensor]:
     newest = newest_checkpoint(run.path / "small" / "checkpoints")
     assert newest is not None
-    return Saved(newest, "model").read_group("model")
+    return SavedCheckpoint(newest, "model").read_group("model")
 
 
 def assert_same_end(run: Run, wanted: Run, num_updates: int = 30) -> None:

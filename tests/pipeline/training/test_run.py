@@ -261,7 +261,7 @@ def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:
         (checkpoint / "model-00000-000.safetensors").unlink()
     result = run.longhaul(*options, check=False)
     assert result.returncode == 1
-    assert "found damaged checkpoints alone, wanted a whole one" in result.stderr.splitlines()[-1]
+    assert "found only damaged checkpoints, wanted an intact one" in result.stderr.splitlines()[-1]
 
 
 def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:

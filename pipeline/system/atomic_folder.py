@@ -10,7 +10,7 @@ from pathlib import Path
 from longhaul.pipeline.system.files import flush
 
 
-def free_folder(destination: str | Path) -> Path:
+def new_or_empty_folder(destination: str | Path) -> Path:
     """The real path of a folder that is not there yet, or empty; ValueError for anything else."""
     if not str(destination):
         raise ValueError("DST: found an empty name, wanted a new or empty folder")
@@ -25,11 +25,11 @@ def free_folder(destination: str | Path) -> Path:
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """A folder beside the target to write files into, which gets its name when the block ends well.
 
     Args:
-        target: from `free_folder`.
+        target: from `new_or_empty_folder`.
 
     Raises:
         OSError: it could not be written, another process writes it, or something was put into the

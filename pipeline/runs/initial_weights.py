@@ -8,13 +8,13 @@ from torch import Tensor
 from longhaul.configs import ConfigError
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported, shape_of
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.trained_model import find_checkpoint
 
 
-def load_start(model: LanguageModel, start_from: str) -> Path:
+def load_initial_weights(model: LanguageModel, start_from: str) -> Path:
     """Give a new model the weights of a checkpoint or of an exported folder.
 
     Its model has the same config, but for initial states and the op's chunks. Initial states that
@@ -41,7 +41,7 @@ def load_start(model: LanguageModel, start_from: str) -> Path:
         found = (
             exported_weights(source)
             if is_exported(source)
-            else Saved(source, "model").read_group("model")
+            else SavedCheckpoint(source, "model").read_group("model")
         )
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error

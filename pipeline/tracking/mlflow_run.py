@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.names import one_line
+from longhaul.pipeline.tracking.mlflow_limits import one_line
 
 if TYPE_CHECKING:
     from mlflow.entities import Run

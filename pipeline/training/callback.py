@@ -18,7 +18,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, Saved
+from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
@@ -26,9 +26,9 @@ from longhaul.pipeline.evaluation.tasks.positions import measure_positions, summ
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.trained_model import load_trained_model
 from longhaul.pipeline.training.context_parallel import ContextParallel
+from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.training.recorder import Books, RankReport
-from longhaul.pipeline.training.stop import StopRequests
 from longhaul.pipeline.training.strategies import resumable
 from longhaul.pipeline.training.watchdog import Watchdog
 
@@ -118,7 +118,7 @@ class Updates(Callback):
         if self.books:
             self.books.begin(module.progress, saved, module.model, hosts)
 
-    def _restore(self, trainer: Trainer, module: Pretraining, saved: Saved) -> None:
+    def _restore(self, trainer: Trainer, module: Pretraining, saved: SavedCheckpoint) -> None:
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
         module.progress = Progress.from_dict(saved.state["progress"])

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longhaul.pipeline.tracking.journal import position, read_lines
-from longhaul.pipeline.tracking.names import (
+from longhaul.pipeline.tracking.metrics_journal import position, read_lines
+from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
     MAX_TAG_CHARACTERS,
@@ -29,7 +29,7 @@ from longhaul.pipeline.tracking.names import (
     is_refusal,
     one_line,
 )
-from longhaul.pipeline.tracking.run import check_active, noted_run_id, open_run
+from longhaul.pipeline.tracking.mlflow_run import check_active, noted_run_id, open_run
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
