@@ -82,7 +82,7 @@ class RunFolder:
                 before["trainer.max_tokens"],
             )
 
-    def adopt(self, config: RunConfig) -> None:
+    def record_start(self, config: RunConfig) -> None:
         """Write what the run is and runs on; the caller holds the journal, and so the folder."""
         for note in (self.done_file, self.path / "STOPPED"):
             note.unlink(missing_ok=True)

@@ -84,7 +84,7 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
         newest = newest_checkpoint(run.path / "small" / "checkpoints")
         assert newest is not None
         saved = int(newest.name.removeprefix("step-"))
-        assert f"stopped after step {saved}, saved; the same command goes on" in error
+        assert f"stopped after step {saved}, saved; run the same command to resume" in error
         assert before < step <= saved < 30
         assert not (run.path / "small" / "DONE").exists()
         before = saved

@@ -151,9 +151,9 @@ def test_a_bad_request_is_said_and_removed(
 ) -> None:
     file = tmp_path / "PROFILE"
     requests = StopRequests(tmp_path, deadline_s=1)
-    assert requests.wanted_profile == 0
+    assert requests.updates_to_trace == 0
     file.write_text(content)
-    assert requests.wanted_profile == wanted
+    assert requests.updates_to_trace == wanted
     assert file.exists() == bool(wanted)
     said = f"found {content!r}, wanted nothing or a number of updates, 1 to 100"
     assert (said in caplog.text) == (not wanted)

@@ -270,7 +270,7 @@ def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) 
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 75, error
-    assert "saved; the same command goes on" in error.splitlines()[-1]
+    assert "saved; run the same command to resume" in error.splitlines()[-1]
     assert [run.info.status for run in mlflow_runs(run)[1]] == ["KILLED"]
     run.longhaul("train", "small.yaml")
     assert_same_weights(run, uninterrupted)
