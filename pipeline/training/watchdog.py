@@ -27,7 +27,7 @@ _HEARTBEAT_S = 1.0
 # A rank without a heartbeat for this long has died, or its machine has.
 _SILENCE_S = 20.0
 _ABORT_KEY = "longhaul/abort"
-_FINISHED_KEY = "longhaul/left"
+_FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
 
 
@@ -140,7 +140,7 @@ class Watchdog:
                 self._end(f"rank 0 does not answer rank {self._rank}, {self._describe_self()}")
 
     def _send_heartbeats(self) -> None:
-        """Thread that exchanges heartbeats, at once at first: a rank may fail within a second."""
+        """Thread that exchanges heartbeats, the first without delay: a rank may fail at once."""
         while True:
             self._last_sent = time.monotonic()
             try:

@@ -128,14 +128,14 @@ def test_what_cannot_be_exported_is_refused(
         fcntl.flock(lock, fcntl.LOCK_EX)
         busy = try_export("small", "new")
     assert busy.returncode == 1
-    assert "new: found another process that writes it, wanted one at a time" in busy.stderr
+    assert "new: found another process writing it, wanted one at a time" in busy.stderr
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
     with pytest.raises(ValueError, match="mounted: found a mount point, wanted a new or empty"):
         export(base.path / "small", tmp_path / "mounted")
     begun = base.path / "begun"
     begun.mkdir()
     shutil.copy(base.path / "small" / "config.yaml", begun)
-    refused(try_export("begun", "new"), "begun: found no whole checkpoint, wanted one")
+    refused(try_export("begun", "new"), "begun: found no intact checkpoint, wanted one")
     assert not (base.path / "new").exists()
 
 
@@ -358,11 +358,13 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
-    refuses(other, f"{other}/config.json: not of an exported model, model_type is 'gpt2'")
+    refuses(
+        other, f"{other}/config.json: not the config of an exported model, model_type is 'gpt2'"
+    )
     (other / "config.json").write_text("[")
-    refuses(other, f"{other}/config.json: not of an exported model")
+    refuses(other, f"{other}/config.json: not the config of an exported model")
     shutil.copy(exported / "config.json", other)
-    refuses(other, f"{other}: its weights cannot be read, No such file")
+    refuses(other, f"{other}: the weights cannot be read, No such file")
     content = (exported / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(content[:-1])
-    refuses(other, f"{other}: its weights cannot be read")
+    refuses(other, f"{other}: the weights cannot be read")

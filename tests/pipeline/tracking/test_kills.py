@@ -23,7 +23,7 @@ from mlflow.tracking import MlflowClient
 import mlflow.store.tracking.sqlalchemy_store
 
 run_dir, uri, *deaths = Path(sys.argv[1]), *sys.argv[2:]
-tracker.COPY_EVERY_S = 0.05
+tracker.UPLOAD_EVERY_S = 0.05
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -74,7 +74,7 @@ def test_a_server_that_comes_and_goes_gets_every_step_once_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tracker_module, "COPY_EVERY_S", 0.05)
+    monkeypatch.setattr(tracker_module, "UPLOAD_EVERY_S", 0.05)
     monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     caplog.set_level(logging.WARNING)
@@ -111,13 +111,13 @@ def test_a_server_that_comes_and_goes_gets_every_step_once_and_delays_nobody(
 
     tracker = start()
     log(100)
-    _wait_for("warning about the missing server", lambda: warnings("does not take metrics") == 1)
+    _wait_for("warning about the missing server", lambda: warnings("accepts no metrics") == 1)
     server.start()
     _wait_for("copy after the server came up", lambda: warnings("MLflow is back") == 1)
     log(100)
     server.signal(signal.SIGSTOP)
     log(600)
-    _wait_for("warning about the hanging server", lambda: warnings("does not take metrics") == 2)
+    _wait_for("warning about the hanging server", lambda: warnings("accepts no metrics") == 2)
     log(100)
     server.signal(signal.SIGCONT)
     _wait_for("copy after the server went on", lambda: warnings("MLflow is back") == 2)
