@@ -21,8 +21,7 @@ from longhaul.pipeline.terminal.progress import TokenProgress
 T = TypeVar("T")
 P = ParamSpec("P")
 _PADDING = object()
-# Some work is done by the first process alone while the others wait, so collectives rarely time
-# out.
+# Long, because the other processes wait while the first one does some of the work by itself.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 # How long this process has, after another failed, to fail with an error message of its own.
 _SECONDS_TO_FAIL = 3.0

@@ -260,8 +260,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
     def _init_deepspeed_distributed(self) -> None:
         from deepspeed import ops
 
-        # DeepSpeed would compile an op for collectives within a machine, which needs a C++
-        # compiler.
+        # DeepSpeed would compile an op for collectives in one machine; that needs a C++ compiler.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super()._init_deepspeed_distributed()
 
@@ -341,8 +340,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         zero = cast(Any, optimizer)
         has_state = any(name.startswith("optimizer/") for name in saved.tensors)
         if has_state and not zero.optimizer.state:
-            # The optimizer creates its state at its first step, which comes later, so create it
-            # here.
+            # The optimizer would create its state only at its first step, so create it here.
             for flat in self._flat_shards(zero):
                 moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
                 step = torch.zeros((), device=flat.device)
