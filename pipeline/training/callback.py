@@ -2,8 +2,8 @@
 
 After an update it records metrics, validates, saves a checkpoint, evaluates it, or stops on
 request.
-Whether an update is skipped is decided in Pretraining (modules/pretraining.py) and, for gradients
-that are not finite, in the strategy (strategies.py). What follows from a skip is decided here.
+Whether an update is skipped is decided in modules/skipped_updates.py and, for gradients that are
+not finite, in strategies.py. What follows from a skip is decided here.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.tokens import TokenDataModule
-from longhaul.modules.pretraining import Pretraining, Progress, Skip, Update
+from longhaul.modules.pretraining import Pretraining, Progress, Update
+from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
 from longhaul.pipeline.evaluation.registry import TASKS
@@ -64,15 +65,11 @@ class TrainingCallback(Callback):
         self.is_stopped = False
         self.watchdog: Watchdog | None = None
         self._validation_batches = data.val_dataloader()
-        self.checkpoint_updates = max(
-            1, config.checkpoint.every_tokens // config.optim.tokens_per_update
-        )
-        self.validation_updates = max(
-            1, config.trainer.validate_every_tokens // config.optim.tokens_per_update
-        )
-        self.evaluation_updates = max(
-            1, config.evaluation.every_tokens // config.optim.tokens_per_update
-        )
+        tokens_per_update = config.optim.tokens_per_update
+        # How many updates lie between two checkpoints, validations, or evaluations.
+        self.checkpoint_updates = max(1, config.checkpoint.every_tokens // tokens_per_update)
+        self.validation_updates = max(1, config.trainer.validate_every_tokens // tokens_per_update)
+        self.evaluation_updates = max(1, config.evaluation.every_tokens // tokens_per_update)
         self._folder = folder
         self.store: CheckpointStore
         self._update_began = 0.0
@@ -89,11 +86,11 @@ class TrainingCallback(Callback):
         module = _pretraining(pl_module)
         config = self.config.checkpoint
         self.requests.mark_ranks_connected()
-        # Process groups can be made only now, when the ranks are connected. Saves have a group of
-        # their own, because they communicate at the same time as training. The timeout is longer
-        # than the watchdog's, so that the watchdog reports a hang first.
+        # Process groups cannot be made before the ranks are connected. Saves have a group of their
+        # own, because they communicate at the same time as training. The timeout is longer than the
+        # watchdog's, so that the watchdog reports a hang first.
         timeout = timedelta(seconds=self.config.trainer.hang_seconds + 300)
-        group, self._group = (
+        save_group, self._group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
             for _ in range(2)
         )
@@ -107,7 +104,7 @@ class TrainingCallback(Callback):
             self._folder.checkpoints,
             keep_last=config.keep_last,
             keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
-            group=group,
+            group=save_group,
         )
         ranks_a_sample = self.config.trainer.context_parallel
         if ranks_a_sample > 1:
