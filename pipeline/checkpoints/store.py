@@ -59,13 +59,15 @@ class CheckpointStore:
         keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Args:
-        folder: holds the `step-NNNNNNNNN` folders; the first save creates it.
-        keep_last: number of newest checkpoints that are kept, >= 1.
-        keep_every: checkpoints at multiples of this many steps are kept for ever. None prunes
-            these as well.
-        group: gloo process group of the ranks that save together. It must be used for nothing
-            else, since saves communicate at the same time as training. None for one process.
+        """Prepare the store; nothing is written before the first save.
+
+        Args:
+            folder: holds the `step-NNNNNNNNN` folders; the first save creates it.
+            keep_last: number of newest checkpoints that are kept, >= 1.
+            keep_every: checkpoints at multiples of this many steps are kept for ever. None prunes
+                these as well.
+            group: gloo process group of the ranks that save together. It must be used for nothing
+                else, since saves communicate at the same time as training. None for one process.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last: found {keep_last}, wanted 1 or more checkpoints")

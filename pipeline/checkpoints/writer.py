@@ -50,10 +50,12 @@ class CheckpointWriter(StorageWriter):
         begin: Callable[[int], None],
         end: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        """Args:
-        folder: where the files are written; `begin` creates it.
-        begin: called with the total bytes of all tensors, before any is written.
-        end: called with the size and sha256 of every file, by name, when all are on disk.
+        """Prepare to write one checkpoint.
+
+        Args:
+            folder: where the files are written; `begin` creates it.
+            begin: called with the total bytes of all tensors, before any is written.
+            end: called with the size and sha256 of every file, by name, when all are on disk.
         """
         super().__init__()
         self.folder = folder

@@ -14,11 +14,13 @@ class TokenProgress:
     """Shows the tokens done and tokens per second."""
 
     def __init__(self, total: int | None, what: str = "", *, times: int = 1) -> None:
-        """Args:
-        total: tokens of the whole work, None if unknown.
-        what: name of the work, shown in front.
-        times: factor by which `add` multiplies its tokens, such as the number of processes that
-            work alike; 0 shows nothing.
+        """Prepare the display; the first call of `show` starts it.
+
+        Args:
+            total: tokens of the whole work, None if unknown.
+            what: name of the work, shown in front.
+            times: factor by which `add` multiplies its tokens, such as the number of processes that
+                work alike; 0 shows nothing.
         """
         self._total = total
         self._times = times

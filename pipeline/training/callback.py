@@ -106,9 +106,9 @@ class TrainingCallback(Callback):
             keep_every=config.keep_every and config.keep_every * self.checkpoint_updates,
             group=save_group,
         )
-        ranks_a_sample = self.config.trainer.context_parallel
-        if ranks_a_sample > 1:
-            self._parts = ContextParallel(dist.new_subgroups(ranks_a_sample)[0])
+        ranks_per_sample = self.config.trainer.context_parallel
+        if ranks_per_sample > 1:
+            self._parts = ContextParallel(dist.new_subgroups(ranks_per_sample)[0])
         saved = self.store.open_newest()
         if saved is not None:
             self._restore(trainer, module, saved)

@@ -29,7 +29,8 @@ EXIT_CHECKPOINTED = 75
 # A scheduler may signal both the job step and the batch script, which forwards the signal: one
 # request arrives as two signals.
 _SECONDS_OF_DUPLICATES = 2.0
-# How long a signal waits for the ranks to connect before it ends the process.
+# How long a signal waits for the ranks to connect, and Ctrl-C for Python to handle it, before the
+# process is ended.
 _SECONDS_TO_CONNECT = 5.0
 # Number of updates that an empty file PROFILE asks for, and the largest number that it may ask for:
 # a trace is kept in memory until it is complete.
@@ -40,9 +41,11 @@ class StopRequests:
     """Context in which a first signal asks to stop, and a second ends the process at once."""
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
-        """Args:
-        folder: the run folder, in which a user makes the files STOP, SAVE and PROFILE.
-        deadline_s: how long a stop may take, in seconds; then the process ends.
+        """Prepare the context; it takes effect when it is entered.
+
+        Args:
+            folder: the run folder, in which a user makes the files STOP, SAVE and PROFILE.
+            deadline_s: how long a stop may take, in seconds; then the process ends.
         """
         self._files = {name: folder / name for name in ("STOP", "SAVE")}
         self._profile_file = folder / "PROFILE"
@@ -154,8 +157,7 @@ class StopRequests:
         raise KeyboardInterrupt
 
     def _enforce_interrupt(self) -> None:
-        # The main thread may be waiting for other ranks in C++ code, where Python cannot interrupt
-        # it.
+        # The main thread may wait for other ranks in C++ code, which Python cannot interrupt.
         if not self._is_interrupted.wait(_SECONDS_TO_CONNECT):
             _end_process("interrupted while waiting for other ranks", signal.SIGINT)
 

@@ -90,7 +90,7 @@ def _train_on_rank_0(
         callback = TrainingCallback(config, folder, data, requests, recorder)
         with _log_to(folder.log_file):
             if source is not None:
-                logger.info("the run starts from the weights of %s", source)
+                logger.info("the run begins with the weights of %s", source)
             _fit(trainer, module, callback)
         if not callback.is_stopped:
             finished = Finished(module.progress.step, module.progress.tokens, is_tracked=False)

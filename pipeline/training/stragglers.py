@@ -25,9 +25,11 @@ class StragglerReport:
     """Appends one line of JSON per sampled update to logs/ranks.jsonl, and warns of slow ranks."""
 
     def __init__(self, file: Path, hosts: Sequence[str]) -> None:
-        """Args:
-        file: where lines are appended.
-        hosts: host name of each rank.
+        """Prepare the report; `add` writes the first line.
+
+        Args:
+            file: where lines are appended.
+            hosts: host name of each rank.
         """
         self._file = file
         self._hosts = list(hosts)
@@ -75,20 +77,20 @@ class StragglerReport:
             # A failing report must not end the training that it observes.
             logger.warning("%s could not be written: %s", self._file, error)
         # The lower median, because with two ranks the mean is never far from the slower one.
-        usual = median_low(work)
+        median_work = median_low(work)
         slowest = max(range(len(work)), key=work.__getitem__)
-        self._warn(step, work, usual)
+        self._warn_of_slow_ranks(step, work, median_work)
         return {
             "train/communication_seconds": median(one.total for one in communication),
             "train/exposed_communication_seconds": median(exposed),
             "train/slowest_rank": slowest,
-            "train/slowest_over_median_work": work[slowest] / usual,
+            "train/slowest_over_median_work": work[slowest] / median_work,
         }
 
-    def _warn(self, step: int, work: Sequence[float], usual: float) -> None:
+    def _warn_of_slow_ranks(self, step: int, work: Sequence[float], median_work: float) -> None:
         """Warn of ranks that are slow in this sample and were slow in the one before."""
         self._samples_since += 1
-        slow = {rank for rank, seconds in enumerate(work) if seconds > _SLOW * usual}
+        slow = {rank for rank, seconds in enumerate(work) if seconds > _SLOW * median_work}
         lasting, self._suspects = slow & self._suspects, slow
         if self._samples_since >= _SAMPLES_BETWEEN_WARNINGS:
             self._warned_of = set()
@@ -98,7 +100,7 @@ class StragglerReport:
             logger.warning(
                 "rank %d on %s is slow: %.3f s of its own work in the update of step %d, where the "
                 "median rank has %.3f s",
-                *(rank, self._hosts[rank], work[rank], step, usual),
+                *(rank, self._hosts[rank], work[rank], step, median_work),
             )
 
 
