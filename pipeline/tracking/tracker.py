@@ -196,7 +196,7 @@ class Tracker:
                 if unavailable_since is None:
                     unavailable_since = time.monotonic()
                     logger.warning(
-                        "MLflow at %s accepts no metrics; they are kept in %s until it does: %s",
+                        "MLflow at %s does not take metrics; they are kept in %s until it does: %s",
                         self._mirror.uri,
                         self._journal.path,
                         one_line(error),

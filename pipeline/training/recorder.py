@@ -79,7 +79,7 @@ class Recorder:
         peak = peak_flops(self._config.trainer.precision)
         if peak is None:
             logger.warning(
-                "model FLOP utilisation is not logged: the peak FLOP/s of %s is not known",
+                "model FLOP utilisation is not logged: the peak of %s is not known",
                 torch.cuda.get_device_name(),
             )
             return

@@ -91,6 +91,7 @@ class _OptimizesModule:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         value = norm.item()
+        # An update whose gradients are not finite is skipped.
         applied = is_good and math.isfinite(value)
         if applied:
             optimizer.step()

@@ -366,7 +366,7 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
     with caplog.at_level(logging.WARNING):
         assert not tracker.finish("FINISHED", timeout_s=1.5)
     assert time.monotonic() - began < 5
-    about = [message for message in caplog.messages if "accepts no metrics" in message]
+    about = [message for message in caplog.messages if "does not take metrics" in message]
     assert len(about) == 1
     assert str(tmp_path / "place") in about[0]
     assert "sent when this run is next opened" in caplog.messages[-1]
