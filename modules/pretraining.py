@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from statistics import fmean, pstdev
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -15,21 +14,9 @@ from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
+from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
 _RECENT_LOSSES = 100
-# With fewer losses, their standard deviation is too uncertain to detect spikes.
-_MIN_LOSSES_FOR_SPIKES = 20
-
-
-@dataclass
-class Skip:
-    """An update that did not change the parameters."""
-
-    step: int
-    first_sample: int  # index of the update's first sample in the data stream
-    last_sample: int
-    is_spike: bool  # if False, the loss or the gradient was not finite
-    rewound_to: int | None = None  # step of the checkpoint whose weights were restored
 
 
 @dataclass
@@ -138,11 +125,11 @@ class Pretraining(LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         loss = float(self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean"))
-        is_spike = self._is_spike(loss)
+        reason = reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)
         norm, applied = self._parallelism.update(
             optimizer,
             self.optim.gradient_clip or math.inf,
-            is_good=math.isfinite(loss) and not is_spike,
+            is_good=reason is None,
         )
 
         progress.step += 1
@@ -152,19 +139,12 @@ class Pretraining(LightningModule):
             progress.recent_losses = [*progress.recent_losses, loss][-_RECENT_LOSSES:]
         else:
             first, after = progress.samples, progress.samples + self.samples_per_update
-            skip = Skip(progress.step, first, after - 1, is_spike)
+            skip = Skip(progress.step, first, after - 1, is_spike=reason == "spike")
             progress.skipped.append(skip)
             progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update
         progress.tokens += self.samples_per_update * context
         return Update(loss, norm, learning_rate, skip)
-
-    def _is_spike(self, loss: float) -> bool:
-        """Whether a loss is `spike_sigma` deviations above the mean of recent losses."""
-        recent = self.progress.recent_losses
-        if self.optim.spike_sigma is None or len(recent) < _MIN_LOSSES_FOR_SPIKES:
-            return False
-        return loss > fmean(recent) + self.optim.spike_sigma * pstdev(recent)
 
     def _own_part(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
         """This rank's part of sequences that are split over ranks, else the whole sequences."""

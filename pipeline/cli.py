@@ -1,4 +1,4 @@
-"""The `longhaul` command: one module a command, imported when it is called."""
+"""The `longhaul` command. Each subcommand is a module of `commands/`, imported when called."""
 
 import argparse
 import importlib
@@ -12,20 +12,20 @@ from collections.abc import Sequence
 COMMANDS = {
     "prepare": "write a corpus as shards",
     "train": "start a run, or resume it",
-    "status": "show how far runs are",
+    "status": "show the progress of runs",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
     "export": "write a checkpoint as a folder that transformers loads",
-    "report": "draw figures and tables of an MLflow experiment, with a page that gathers them",
-    "submit": "queue a run, its follow-ups or a sweep with Slurm",
+    "report": "draw figures and tables of an MLflow experiment, and a page that shows them all",
+    "submit": "queue a run, its follow-up jobs or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
-    "doctor": "tell what this machine or allocation can run, and why not",
-    "bench": "compare speeds with peers, measured in the same run",
+    "doctor": "report what this machine or allocation can run, and why not",
+    "bench": "compare speeds with other implementations, measured in the same run",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; exit status 0, 1 for a failure on the way, 2 for bad input."""
+    """Run one command. Exit status 0, 1 for a failure while running, 2 for bad input."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _help(arguments)
@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments[0], arguments[1:])
     except BrokenPipeError:
-        # Whoever read the output has seen enough; Python must not write to it at exit either.
+        # The reader of the output, such as `head`, has closed it. Python must not write to it at
+        # exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ValueError as error:
@@ -49,7 +50,7 @@ def _run(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(f"longhaul.pipeline.commands.{name}")
     parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
     module.add_arguments(parser)
-    # Intermixed: values such as model.width=64 may stand before and behind options.
+    # Intermixed, because values such as model.width=64 may come before or after options.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
     return int(module.main(parse(arguments)))
 

@@ -30,11 +30,11 @@ from longhaul.pipeline.planning.sizes import (
     state_bytes,
     without_memory,
 )
-from longhaul.pipeline.runs.folder import RunFolder, anchored
+from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.terminal.numbers import in_bytes
-from longhaul.pipeline.tracking.journal import read_lines
+from longhaul.pipeline.tracking.metrics_journal import read_lines
 
 _DEFAULTS = ("root=runs/bench", "tracking.experiment=bench")
 _DECIDED_HERE = {
@@ -82,7 +82,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
     """
     kinds = registered_variants() if kinds is None else kinds
     rows = _rows(path, overrides, kinds, updates)
-    own = anchored(load_run_config(path, [*_DEFAULTS, *overrides]))
+    own = with_absolute_paths(load_run_config(path, [*_DEFAULTS, *overrides]))
     if not rows:
         trainer.run(own)
         return
@@ -132,7 +132,7 @@ def _row(path: str, overrides: Sequence[str], text: str, updates: int) -> _Row:
     name = "-".join(["bench", *re.split("[:,=]", text), config.trainer.precision])
     max_tokens = updates * config.optim.tokens_per_update
     arguments += [f"name={name}", f"trainer.max_tokens={max_tokens}"]
-    return _Row(text, arguments, anchored(load_run_config(path, arguments[1:])))
+    return _Row(text, arguments, with_absolute_paths(load_run_config(path, arguments[1:])))
 
 
 def _check_same_budget(row: _Row) -> None:

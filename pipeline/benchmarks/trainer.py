@@ -81,7 +81,8 @@ class _BesideBareLoop(Callback):
         update = pl_module.last_update
         if update is None:
             return
-        # Of the trainer's this is what comes after its last update too: Updates is called later.
+        # Of the trainer's this is what comes after its last update too: TrainingCallback is called
+        # later.
         ours = _Cost.so_far(pl_module.device)
         self._loop.update()
         bare = _Cost.so_far(pl_module.device)

@@ -1,18 +1,19 @@
-"""The tensors that a run goes on from, by name, and the way back, to the bit.
+"""Names the tensors of a model and its optimizer for a checkpoint, and restores them exactly.
 
-An optimizer's state is keyed by the parameter's own name, not by its place in a list, and what a
-strategy shards is saved as the DTensors that it is: any other strategy can read it.
+The optimizer's state is keyed by parameter name, not by position in a list, and sharded tensors are
+saved as DTensors. Therefore a checkpoint of one strategy can be restored under any other.
 """
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longhaul.pipeline.checkpoints.store import CheckpointError, Saved
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """`model/NAME` and `optimizer/NAME/KEY`, not copied."""
+    """All tensors, not copied, as `model/NAME` and `optimizer/NAME/KEY`."""
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     names = _parameter_names(model)
     for parameter, entries in optimizer.state.items():
@@ -21,15 +22,15 @@ def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
     return tensors
 
 
-def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> None:
-    """Read back what `training_tensors` named, into this model's own sharding."""
-    # First: the moments that it has would be held beside those that are read.
+def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
+    """Read what `training_tensors` named, under whatever sharding this model has."""
+    # Before reading, so that old and new moments are not in memory at the same time.
     optimizer.state.clear()
     into = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Tensor]] = {}
     for full_name, entry in saved.tensors.items():
-        # Parameter names hold dots, never a slash.
+        # Parameter names contain dots, never a slash.
         group, _, rest = full_name.partition("/")
         if group != "optimizer":
             continue
@@ -43,7 +44,7 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> No
         dtype = entry.properties.dtype
         if entry.size == parameter.shape:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        else:  # a count of steps
+        else:  # the step counter
             value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
         into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
     saved.read(into)
@@ -52,5 +53,5 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: Saved) -> No
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:
-    """Names by identity."""
+    """Parameter names, keyed by id(parameter)."""
     return {id(parameter): name for name, parameter in model.named_parameters()}

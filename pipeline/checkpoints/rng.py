@@ -1,7 +1,7 @@
-"""The state of every random number generator of one process, as tensors.
+"""Captures and restores the state of every random number generator of one process.
 
-Tensors because a checkpoint holds nothing else that is binary: generators come back without
-unpickling anything.
+The states are tensors, because a checkpoint holds no other binary data. Restoring them unpickles
+nothing.
 """
 
 import random
@@ -13,14 +13,14 @@ from torch import Tensor
 
 
 def capture_rng() -> dict[str, Tensor]:
-    """State of Python's, NumPy's (global) and torch's generators, the latter on every CUDA device.
+    """State of the generators of Python, NumPy (the global one) and torch (CPU and CUDA devices).
 
     Returns:
-        CPU tensors: `python`, `numpy`, `torch`, and `cuda.N` for each visible device. The two
-        `.gauss` entries hold (is there one, value) of the normal deviate that Python and NumPy
-        keep back from each pair they draw.
+        CPU tensors: `python`, `numpy`, `torch`, and `cuda.N` for each visible device. Python
+        and NumPy draw normal deviates in pairs and keep the second for the next call: the two
+        `.gauss` entries hold (whether one is kept, its value).
     """
-    version, words, spare = random.getstate()
+    version, words, kept = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != "MT19937":
         raise ValueError(
@@ -29,9 +29,9 @@ def capture_rng() -> dict[str, Tensor]:
     twister = numpy_state["state"]
     state = {
         "python": torch.tensor([version, *words], dtype=torch.int64),
-        "python.gauss": _spare(spare),
+        "python.gauss": _optional(kept),
         "numpy": torch.tensor([*twister["key"].tolist(), twister["pos"]], dtype=torch.int64),
-        "numpy.gauss": _spare(numpy_state["gauss"] if numpy_state["has_gauss"] else None),
+        "numpy.gauss": _optional(numpy_state["gauss"] if numpy_state["has_gauss"] else None),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -41,10 +41,10 @@ def capture_rng() -> dict[str, Tensor]:
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """Put back what `capture_rng` returned.
+    """Restore what `capture_rng` returned.
 
-    A run may move to a machine with other devices: devices that the state does not know keep their
-    own generator, and states of devices that are not here are ignored.
+    A run may move to a machine with more or fewer devices. Devices without a saved state keep their
+    current one, and saved states of missing devices are ignored.
     """
     version, *words = state["python"].tolist()
     has_gauss, gauss = state["python.gauss"].tolist()
@@ -63,5 +63,5 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
                 torch.cuda.set_rng_state(state[f"cuda.{index}"], index)
 
 
-def _spare(value: float | None) -> Tensor:
+def _optional(value: float | None) -> Tensor:
     return torch.tensor([value is not None, value or 0.0], dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Saves, finds and prunes the checkpoints of a run: each is whole or not there.
+"""The checkpoint store: saves, finds and prunes the checkpoints of a run.
 
-All ranks save together, each its part, while they go on training; the checkpoint gets its name when
-every part is on disk. Others find checkpoints with `newest_checkpoint` and load them. What a
-checkpoint looks like inside is in checkpoint_files.py.
+All ranks save together, each its own shards, in the background while training goes on. A checkpoint
+is written under a temporary name and renamed when every file is on disk, so an incomplete one is
+never taken for a checkpoint. The files in a checkpoint are described in writer.py.
 """
 
 import json
@@ -11,50 +11,45 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from longhaul.pipeline.checkpoints.files import (
-    STATE,
+from longhaul.pipeline.checkpoints.integrity import (
     CheckpointError,
-    CheckpointWriter,
+    first_cause,
     reason,
     verify,
-    write_listing,
+    write_state_and_checksums,
 )
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, ask_first_rank
+from longhaul.pipeline.checkpoints.writer import CheckpointWriter
 from longhaul.pipeline.system.files import flush
 
-__all__ = ["CheckpointError", "CheckpointStore", "Saved", "newest_checkpoint"]
+__all__ = ["CheckpointError", "CheckpointStore", "SavedCheckpoint", "newest_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
-_Found = TypeVar("_Found")
-
-# A single process is told that it is one at every save and load, also from other threads.
+# torch gives a single process this warning at every save and load, also from other threads.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")
 
-_COMPLETE = re.compile(r"step-(\d{9,})")
+_CHECKPOINT_NAME = re.compile(r"step-(\d{9,})")
 _SAVING = ".saving-"
 _REMOVING = ".removing-"
-_SPARE_BYTES = 1 << 20  # Room for the small files, folders and what the run logs meanwhile.
+_SPARE_BYTES = 1 << 20  # room for the small files, the folders, and logs written meanwhile
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder, and the save that is under way."""
+    """The checkpoints of one run, in one folder, and the save in progress."""
 
     def __init__(
         self,
@@ -64,14 +59,15 @@ class CheckpointStore:
         keep_every: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Name the folder; it is made by the first save.
+        """Prepare the store; nothing is written before the first save.
 
         Args:
-            folder: where `step-NNNNNNNNN` folders live.
-            keep_last: how many of the newest checkpoints stay, >= 1.
-            keep_every: checkpoints at multiples of this many steps stay for ever. None keeps none.
-            group: of the ranks that save together, over gloo and used for nothing else, since
-                saves talk while training does. None is one process.
+            folder: holds the `step-NNNNNNNNN` folders; the first save creates it.
+            keep_last: number of newest checkpoints that are kept, >= 1.
+            keep_every: checkpoints at multiples of this many steps are kept for ever. None prunes
+                these as well.
+            group: gloo process group of the ranks that save together. It must be used for nothing
+                else, since saves communicate at the same time as training. None for one process.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last: found {keep_last}, wanted 1 or more checkpoints")
@@ -83,7 +79,7 @@ class CheckpointStore:
         self._group = group
         self._is_first = group is None or dist.get_rank(group) == 0
         gpu = torch.cuda.is_available()
-        # Kept from save to save: page-locked memory is slow to get.
+        # Reused for every save, because page-locked memory is slow to allocate.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=gpu,
@@ -92,33 +88,33 @@ class CheckpointStore:
                 use_non_blocking_copy=gpu,
             )
         )
-        self._running: tuple[Path, Future[Any]] | None = None
+        self._save_in_progress: tuple[Path, Future[Any]] | None = None
 
     def path_of(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
         return self.folder / f"step-{step:09d}"
 
     def start(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-        """Copy the tensors and begin to write them as the checkpoint of a step; all ranks call it.
+        """Copy the tensors and begin to write them as the checkpoint of a step. All ranks call it.
 
-        Waits for the save before it, if that still goes on.
+        Waits first for the previous save, if it is still in progress.
 
         Args:
             step: optimizer updates done, the name of the checkpoint.
-            tensors: named GROUP/NAME with groups such as model, optimizer, rng. Those that are
-                sharded as DTensors are written by the ranks that hold them, others by any rank
-                that has them.
-            state: anything JSON can hold; rank 0's is written.
+            tensors: named GROUP/NAME with groups such as model, optimizer, rng. Each rank writes
+                its shard of a DTensor. A plain tensor is written once, by one of the ranks that
+                pass it.
+            state: anything JSON can hold. Rank 0's is written.
 
         Returns:
-            Where the checkpoint will be, when `wait` has returned.
+            The checkpoint's path, which exists once `wait` has returned.
 
         Raises:
-            CheckpointError: the save before it failed.
+            CheckpointError: the previous save failed.
         """
         self.wait()
         target = self.path_of(step)
-        if _ask_first(self._group, partial(self._has_whole, target)):
+        if ask_first_rank(self._group, partial(self._has_intact, target)):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
         future = async_save(
@@ -126,7 +122,7 @@ class CheckpointStore:
             storage_writer=CheckpointWriter(
                 temporary,
                 begin=partial(self._begin, temporary),
-                # Copied: what is given goes on changing.
+                # Copied, because the caller goes on changing the state.
                 end=partial(self._commit, temporary, target, json.loads(json.dumps(state))),
             ),
             process_group=self._group,
@@ -134,20 +130,20 @@ class CheckpointStore:
             async_stager=self._stager,
         )
         assert isinstance(future, Future)
-        self._running = target, future
+        self._save_in_progress = target, future
         return target
 
     def wait(self) -> None:
-        """Wait until the save under way, if any, is on disk, read back and named.
+        """Wait until the save in progress, if any, is on disk, compared, and has its final name.
 
         Raises:
-            CheckpointError: on all ranks, if it failed on any. Nothing of it stays, and older
-                checkpoints are as they were.
+            CheckpointError: on all ranks, if the save failed on any. Its files are removed, and
+                older checkpoints are unchanged.
         """
-        if self._running is None:
+        if self._save_in_progress is None:
             return
-        target, future = self._running
-        self._running = None
+        target, future = self._save_in_progress
+        self._save_in_progress = None
         try:
             future.result()
         except (Exception, CheckpointException) as error:
@@ -155,59 +151,59 @@ class CheckpointStore:
                 shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
             raise CheckpointError(
                 f"checkpoint of step {int(target.name.removeprefix('step-'))} could not be saved "
-                f"in {self.folder}: {_first_cause(error)}; older checkpoints are untouched"
+                f"in {self.folder}: {first_cause(error)}; older checkpoints are untouched"
             ) from error
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save goes on in the background; one that failed is not over before `wait`."""
-        return self._running is not None and not self._running[1].done()
+        """Whether a save is in progress in the background. If it failed, `wait` raises."""
+        return self._save_in_progress is not None and not self._save_in_progress[1].done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether `wait` would raise at once."""
+        """Whether the last save has failed and `wait` has not been called since: it would raise."""
         return (
-            self._running is not None
-            and self._running[1].done()
-            and self._running[1].exception() is not None
+            self._save_in_progress is not None
+            and self._save_in_progress[1].done()
+            and self._save_in_progress[1].exception() is not None
         )
 
-    def open_newest(self) -> "Saved | None":
-        """The newest whole checkpoint, None when there is none; all ranks call it.
+    def open_newest(self) -> SavedCheckpoint | None:
+        """The newest intact checkpoint, None if the folder holds none. All ranks call it.
 
         Every file is hashed. A damaged checkpoint is renamed to `step-NNNNNNNNN.damaged`, with a
-        warning that says why, and the one before it is tried. What an interrupted save or removal
-        left behind is deleted.
+        warning that says why, and the checkpoint before it is tried. What interrupted saves and
+        removals left behind is deleted.
 
         Raises:
-            CheckpointError: there are damaged checkpoints alone.
+            CheckpointError: there are only damaged checkpoints.
         """
-        found = _ask_first(self._group, self._find_newest)
-        if found is None:
+        newest = ask_first_rank(self._group, self._find_newest)
+        if newest is None:
             return None
-        path, names = found
-        return Saved(path, rank_group=self._group, hashed=names)
+        path, names = newest
+        return SavedCheckpoint(path, rank_group=self._group, verified=names)
 
     def _find_newest(self) -> tuple[Path, list[str]] | None:
         self._remove_leftovers()
-        for path in reversed(_complete(self.folder)):
+        for path in reversed(_checkpoint_folders(self.folder)):
             try:
                 return path, verify(path)
             except CheckpointError as error:
                 self._set_aside(path, error)
         if any(self.folder.glob("*.damaged*")):
             raise CheckpointError(
-                f"{self.folder}: found damaged checkpoints alone, wanted a whole one; to start "
+                f"{self.folder}: found only damaged checkpoints, wanted an intact one; to start "
                 "over, give the run another name or remove its folder"
             )
         return None
 
-    def _has_whole(self, target: Path) -> bool:
-        """Whether the checkpoint is there; a damaged one is set aside.
+    def _has_intact(self, target: Path) -> bool:
+        """Whether an intact checkpoint of this name exists; a damaged one is set aside.
 
-        Training goes on from a checkpoint as it did before, so that a whole one of a step is as
-        good as the one that would be written, and replacing it would open a moment in which a crash
-        leaves neither.
+        A resumed run repeats its steps exactly, so an existing intact checkpoint of a step equals
+        the one that would be written. It is not replaced, because a crash between removing the old
+        one and renaming the new one would leave neither.
         """
         if not target.exists():
             return False
@@ -229,17 +225,17 @@ class CheckpointStore:
     def _commit(
         self, temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]
     ) -> None:
-        write_listing(temporary, state, files)
+        write_state_and_checksums(temporary, state, files)
         os.rename(temporary, target)
         flush(self.folder)
         self._prune()
 
     def _prune(self) -> None:
-        for path in _complete(self.folder)[: -self.keep_last]:
+        for path in _checkpoint_folders(self.folder)[: -self.keep_last]:
             if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
                 continue
-            # Renamed first: a crash in the middle of the removal must not leave something that
-            # looks like a damaged checkpoint.
+            # Renamed first, so that a crash during the removal does not leave a folder that looks
+            # like a damaged checkpoint.
             doomed = self.folder / f"{_REMOVING}{path.name}"
             try:
                 os.rename(path, doomed)
@@ -266,97 +262,13 @@ class CheckpointStore:
             logger.warning("%s; it is set aside as %s", error, aside.name)
 
 
-class Saved:
-    """A checkpoint that was hashed, to be read as the tensors that are wanted."""
-
-    def __init__(
-        self,
-        path: Path,
-        *groups: str,
-        rank_group: dist.ProcessGroup | None = None,
-        hashed: list[str] | None = None,
-    ) -> None:
-        """Hash the groups of tensors that will be read; none given are all.
-
-        Args:
-            path: a checkpoint folder.
-            groups: such as model.
-            rank_group: of the ranks that read together; None is one process. The first one hashes.
-            hashed: the names of the checkpoint's files, if all have been hashed just now.
-
-        Raises:
-            CheckpointError: naming the file that is missing or damaged.
-        """
-        self.path = path
-        self._rank_group = rank_group
-        names = hashed or _ask_first(rank_group, partial(verify, path, groups or None))
-        self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
-        self._reader = HuggingFaceStorageReader(str(path))
-        # It would read all files of the folder, also those that were not hashed.
-        self._reader.fs = _Files(names)
-        found = self._reader.read_metadata().state_dict_metadata
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)
-        }
-
-    def read(self, into: Mapping[str, Tensor]) -> None:
-        """Fill these tensors, each the whole one or, as a DTensor, this rank's part of it."""
-        for name, tensor in into.items():
-            if name not in self.tensors or self.tensors[name].size != tensor.shape:
-                found = self.tensors[name].size if name in self.tensors else None
-                raise CheckpointError(
-                    f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted "
-                    f"{_shape(tensor.shape)}"
-                )
-        if not into:
-            return
-        try:
-            load(
-                dict(into),
-                storage_reader=self._reader,
-                process_group=self._rank_group,
-                no_dist=self._rank_group is None,
-            )
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(
-                f"checkpoint {self.path} cannot be read: {_first_cause(error)}"
-            ) from error
-
-    def read_one(self, name: str) -> Tensor:
-        """One whole tensor, on the CPU."""
-        tensor = self.empty(name)
-        self.read({name: tensor})
-        return tensor
-
-    def empty(self, name: str) -> Tensor:
-        """Memory for a whole tensor, on the CPU."""
-        entry = self.tensors[name]
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-    def read_group(self, group: str) -> dict[str, Tensor]:
-        """All tensors of a group, on the CPU, by their names in it."""
-        whole = {name: self.empty(name) for name in self.tensors if name.startswith(f"{group}/")}
-        self.read(whole)
-        return {name.removeprefix(f"{group}/"): tensor for name, tensor in whole.items()}
-
-
-class _Files(FileSystem):
-    """A folder that has nothing but these files."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [os.path.join(path, name) for name in self._names]
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a store that another process may be writing, None if none.
+    """The newest intact checkpoint in a folder to which another process may be saving, or None.
 
-    Unlike `CheckpointStore.open_newest` this changes nothing: what looks like the leftover of a
-    save may be a save that is going on.
+    Unlike `CheckpointStore.open_newest` this renames and deletes nothing: what looks like the
+    leftover of an interrupted save may be a save in progress.
     """
-    for path in reversed(_complete(folder)):
+    for path in reversed(_checkpoint_folders(folder)):
         try:
             verify(path)
         except CheckpointError as error:
@@ -366,38 +278,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-def _ask_first(group: dist.ProcessGroup | None, look: Callable[[], _Found]) -> _Found:
-    """What `look` returns, or raises, on the first rank of a group, on all its ranks."""
-    answer: list[Any] = [None]
-    if group is None or dist.get_rank(group) == 0:
-        try:
-            answer = [look()]
-        except (OSError, ValueError) as error:
-            answer = [error]
-    if group is not None:
-        dist.broadcast_object_list(answer, group=group, group_src=0)
-    if isinstance(answer[0], Exception):
-        raise answer[0]
-    return cast(_Found, answer[0])
-
-
-def _complete(folder: Path) -> list[Path]:
+def _checkpoint_folders(folder: Path) -> list[Path]:
     """Checkpoint folders by step, oldest first."""
     if not folder.is_dir():
         return []
-    found = [(m, p) for p in folder.iterdir() if (m := _COMPLETE.fullmatch(p.name))]
-    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]))]
-
-
-def _first_cause(error: BaseException) -> str:
-    """What went wrong first, of the errors that torch gathers from the ranks."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (cause, _) = min(failures.items())
-        where = f"rank {rank}: " if len(failures) > 1 or rank else ""
-        return where + reason(cause)
-    return reason(error)
-
-
-def _shape(size: torch.Size | None) -> str:
-    return "nothing" if size is None else f"shape {tuple(size)}"
+    matches = [(m, p) for p in folder.iterdir() if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(matches, key=lambda pair: int(pair[0][1]))]

@@ -16,10 +16,10 @@ from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
-from longhaul.pipeline.runs.folder import RunFolder, anchored
+from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.run import create_parent
+from longhaul.pipeline.tracking.mlflow_run import create_parent
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> 
 
 def _settled(config: RunConfig) -> RunConfig:
     """The config with all paths absolute, so that the script does not depend on where it runs."""
-    return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
+    return dataclasses.replace(with_absolute_paths(config), root=str(Path(config.root).absolute()))
 
 
 def _refuse_what_cannot_run(config: RunConfig) -> None:

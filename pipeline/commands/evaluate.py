@@ -7,7 +7,7 @@ from pathlib import Path
 from longhaul.pipeline.commands.model_arguments import add_model_arguments, named_model
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options
-from longhaul.pipeline.tracking.journal import EXIT_BUSY, JournalBusyError
+from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

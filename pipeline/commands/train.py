@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from longhaul.pipeline.tracking.journal import EXIT_BUSY, JournalBusyError
+from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,11 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from longhaul.configs import load_run_config
-    from longhaul.pipeline.runs.folder import anchored
+    from longhaul.pipeline.runs.folder import with_absolute_paths
     from longhaul.pipeline.training.run import train
 
     try:
-        return train(anchored(load_run_config(args.config, args.overrides)))
+        return train(with_absolute_paths(load_run_config(args.config, args.overrides)))
     except JournalBusyError as error:
         print(f"longhaul: {error}", file=sys.stderr)
         return EXIT_BUSY

@@ -10,7 +10,7 @@ import torch
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.checkpoints.files import STATE, verify
+from longhaul.pipeline.checkpoints.integrity import STATE, verify
 from longhaul.pipeline.checkpoints.store import CheckpointError
 from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.model_files import write_model_files
@@ -18,7 +18,7 @@ from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.trained_model import find_checkpoint
-from longhaul.pipeline.system.new_folder import appearing, free_folder
+from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -40,7 +40,7 @@ def export(
         ValueError: there is no such checkpoint, or the destination holds something.
         OSError: the checkpoint is damaged, or the folder could not be written.
     """
-    target = free_folder(destination)
+    target = new_or_empty_folder(destination)
     run, checkpoint = find_checkpoint(run_or_checkpoint)
     config = stored_config(run)
     manifest = load_manifest(config.data.manifest)
@@ -48,7 +48,7 @@ def export(
     tensors = _weights(checkpoint, config.model)
     progress: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())["progress"]
 
-    with appearing(target) as folder:
+    with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
         write_model_files(folder, config, manifest)
         write_tokenizer(folder, tokenizer)

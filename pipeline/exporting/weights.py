@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longhaul.pipeline.checkpoints.files import CheckpointError
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
 _BLOCK_BYTES = 8 << 20

@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch.utils import _pytree as pytree
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.checkpoints.files import CHECKSUMS
+from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
 from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel

@@ -9,7 +9,7 @@ from longhaul.pipeline.reporting.drawing import Figure, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
 from longhaul.pipeline.reporting.variants import CELLS, Named
-from longhaul.pipeline.system.new_folder import appearing, free_folder
+from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
         RuntimeError: MLflow cannot be reached.
         OSError: the folder could not be written.
     """
-    target = free_folder(destination)
+    target = new_or_empty_folder(destination)
     runs, unread = read_runs(uri, experiment)
     for line in unread:
         logger.warning("left out: run %s", line)
@@ -66,7 +66,7 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
             "Tables of position scaling: longhaul evaluate RUN --tasks perplexity,passkey "
             "--positions dynamic_ntk --factor N"
         )
-    with appearing(target) as folder:
+    with atomic_folder(target) as folder:
         for figure in figures:
             draw(figure, folder)
         for table in tables:

@@ -12,7 +12,7 @@ from longhaul.pipeline.reporting.drawing import Figure, Table
 from longhaul.pipeline.reporting.runs import Run
 from longhaul.pipeline.reporting.variants import Named
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
-from longhaul.pipeline.tracking.names import without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;

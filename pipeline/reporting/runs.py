@@ -17,8 +17,8 @@ from tqdm import tqdm
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.pipeline.evaluation.labels import Label, read_label
 from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
-from longhaul.pipeline.tracking.names import one_line, without_secrets
-from longhaul.pipeline.tracking.run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun

@@ -1,4 +1,4 @@
-"""Reads the folder that `longhaul export` wrote: its model's shape, and its weights."""
+"""Reads a folder that `longhaul export` wrote: the model's shape, and its weights."""
 
 import json
 from pathlib import Path
@@ -12,19 +12,19 @@ from longhaul.configs.loader import to_dict
 from longhaul.modules.language_model import LanguageModelConfig
 
 WEIGHTS = "model.safetensors"
-"""All weights, or of several files the stem of each."""
+"""The file of all weights. If there are several files, their names are derived from this one."""
 
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
-"""Which of several files holds a tensor."""
+"""If there are several files, the index that says which one holds a tensor."""
 
-# Which changes how fast something is computed here, and nothing there.
-_NOT_WRITTEN = ("chunk_size",)
+# Options that the exported config.json omits, because they change only the speed of our own ops.
+_NOT_EXPORTED = ("chunk_size",)
 
 
 def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
-    """What decides what a model's weights mean, by the names of the exported config.json.
+    """The options that determine what a model's weights mean, named as in the exported config.json.
 
-    Layers have numbers there, and each has all options of its kind.
+    `attention` maps each layer's number to all options of its variant.
     """
     attention = [to_dict(model.attention_of(layer)) for layer in range(model.layers)]
     return {
@@ -32,19 +32,19 @@ def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
         "attention": {
-            str(layer): {key: v for key, v in options.items() if key not in _NOT_WRITTEN}
+            str(layer): {key: v for key, v in options.items() if key not in _NOT_EXPORTED}
             for layer, options in enumerate(attention)
         },
     }
 
 
 def is_exported(path: str | Path) -> bool:
-    """Whether a folder holds an exported model, and not a run."""
+    """Whether a folder holds an exported model rather than a run."""
     return (Path(path) / "config.json").is_file()
 
 
 def exported_shape(folder: Path) -> dict[str, Any]:
-    """`shape_of` the model that an exported folder holds; ValueError where it is no such folder."""
+    """`shape_of` the model in an exported folder. Raises ValueError for any other folder."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_bytes())
@@ -54,12 +54,12 @@ def exported_shape(folder: Path) -> dict[str, Any]:
         sizes = ("vocab_size", "hidden_size", "num_attention_heads")
         return {key: values[key] for key in sizes} | {"attention": attention}
     except (ValueError, TypeError, KeyError) as error:
-        said = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path}: not of an exported model, {said}") from error
+        cause = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: not the config of an exported model, {cause}") from error
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an exported folder; ValueError where a shard is missing or damaged."""
+    """All tensors of an exported folder. Raises ValueError if a file is missing or damaged."""
     try:
         index = folder / WEIGHTS_INDEX
         names = {WEIGHTS}
@@ -69,5 +69,5 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
         for name in sorted(names):
             weights |= load_file(folder / name)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: its weights cannot be read, {error}") from error
+        raise ValueError(f"{folder}: the weights cannot be read, {error}") from error
     return weights

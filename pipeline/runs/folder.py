@@ -1,4 +1,4 @@
-"""The folder of one run, ROOT/NAME."""
+"""The folder of one run, ROOT/NAME: its files, its config, and whether it is finished."""
 
 import dataclasses
 import json
@@ -11,10 +11,11 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.run import absolute_uri
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 
-# A resumed run may go on longer, elsewhere, and on other devices; what decides its numbers stays.
-# That the shards are the same is checked by their hashes, wherever they lie.
+# Keys that must not change when a run is resumed, because they determine its results. A resumed run
+# may train longer, in another place, and on other devices. Shards may be moved too: that they are
+# the same is checked by their hashes.
 _FIXED = (
     "model.",
     "data.context",
@@ -26,7 +27,7 @@ _FIXED = (
     "trainer.train_only",
 )
 
-# Of these, what only decides how a run gets over bad updates.
+# Exceptions to _FIXED: these only determine how a run handles bad updates.
 _FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
 
 logger = logging.getLogger(__name__)
@@ -34,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finished:
-    """What DONE says."""
+    """The contents of the file DONE."""
 
     step: int
     tokens: int
-    is_tracked: bool  # everything is in MLflow
+    is_tracked: bool  # whether everything has been uploaded to MLflow
 
 
 class RunFolder:
-    """Paths of a run, its config, and its finished mark."""
+    """Paths of a run's files, its config, and its DONE file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,7 +58,7 @@ class RunFolder:
         return cls(Path(config.root) / config.name)
 
     def check_same_run(self, config: RunConfig) -> None:
-        """Refuse a config that differs from the folder's in what decides the run's numbers."""
+        """Raise ConfigError if a key that must not change differs from the folder's config."""
         if not self.config_file.exists():
             return
         stored = load_run_config(self.config_file)
@@ -77,21 +78,24 @@ class RunFolder:
             )
         if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
             logger.warning(
-                "trainer.max_tokens: %d now, %d before; the learning rate's schedule ends with it",
+                "trainer.max_tokens: found %d, %d before; the learning rate schedule ends there",
                 now["trainer.max_tokens"],
                 before["trainer.max_tokens"],
             )
 
-    def adopt(self, config: RunConfig) -> None:
-        """Write what the run is and runs on; the caller holds the journal, and so the folder."""
-        for note in (self.done_file, self.path / "STOPPED"):
-            note.unlink(missing_ok=True)
+    def record_start(self, config: RunConfig) -> None:
+        """Write the config and the environment, and remove the marks of an earlier end.
+
+        The caller must hold the lock of the metrics journal, so that only one process writes here.
+        """
+        for mark in (self.done_file, self.path / "STOPPED"):
+            mark.unlink(missing_ok=True)
         write_atomically(self.config_file, to_yaml(config))
         environment = json.dumps(describe_environment(), indent=2)
         write_atomically(self.environment_file, environment + "\n")
 
     def finished(self) -> Finished | None:
-        """How the run ended, None while it has not."""
+        """How the run finished, None if it has not."""
         if not self.done_file.exists():
             return None
         return Finished(**json.loads(self.done_file.read_text()))
@@ -101,7 +105,7 @@ class RunFolder:
 
 
 def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
-    """The run folder that a path names, and the checkpoint if the path names one."""
+    """The run folder of a path, and the checkpoint if the path is that of a checkpoint."""
     path = Path(run_or_checkpoint).absolute()
     if path.parent.name == "checkpoints" and path.is_dir():
         folder, checkpoint = RunFolder(path.parent.parent), path
@@ -116,13 +120,13 @@ def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
 
 
 def stored_config(folder: RunFolder) -> RunConfig:
-    """The config of a run, as if it had been started where it lies now."""
+    """The config in a run folder, with `root` and `name` of the folder's present path."""
     config = load_run_config(folder.config_file)
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
-def anchored(config: RunConfig) -> RunConfig:
-    """The config with local paths made absolute: the run can be read from any folder then."""
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The config with local paths made absolute, so that it is valid in any working folder."""
     data, tracking, start_from = config.data, config.tracking, config.trainer.start_from
     validation = data.validation_manifest
     return dataclasses.replace(

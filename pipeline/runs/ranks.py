@@ -1,4 +1,4 @@
-"""The processes that measure one model together, each with a copy of it and a share of the work."""
+"""Evaluation on several processes, each with a copy of the model and a share of the work."""
 
 import itertools
 import multiprocessing
@@ -20,39 +20,41 @@ from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
 P = ParamSpec("P")
-_NOTHING = object()
-# The first alone does some of the work, and the others wait.
-_PATIENCE = timedelta(days=1)
+_PADDING = object()
+# Long, because the other processes wait while the first one does some of the work by itself.
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
+# How long this process has, after another failed, to fail with an error message of its own.
 _SECONDS_TO_FAIL = 3.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process alone, or this one of several that talk through a group of CPUs' backend."""
+    """This process's rank among those that evaluate a model together, by default one process."""
 
     index: int = 0
     count: int = 1
     group: Any = None
+    """gloo process group of all of them, None for one process."""
 
     @property
     def is_first(self) -> bool:
         return self.index == 0
 
     def share(self, work: Iterable[T]) -> Iterator[T]:
-        """Every count-th piece, from the one with this process's index on."""
+        """This process's share: every `count`-th item of the work, starting at item `index`."""
         return itertools.islice(work, self.index, None, self.count)
 
-    def gather(self, found: list[T]) -> list[T]:
-        """What all of them found of their shares, in the order of the work."""
+    def gather(self, results: list[T]) -> list[T]:
+        """Gather the results of all processes' shares, in the order of the work."""
         if self.count == 1:
-            return found
+            return results
         of_all: list[list[T]] = [[] for _ in range(self.count)]
-        dist.all_gather_object(of_all, found, group=self.group)
-        rows = itertools.zip_longest(*of_all, fillvalue=_NOTHING)
-        return [one for row in rows for one in row if one is not _NOTHING]  # type: ignore[misc]
+        dist.all_gather_object(of_all, results, group=self.group)
+        rows = itertools.zip_longest(*of_all, fillvalue=_PADDING)
+        return [one for row in rows for one in row if one is not _PADDING]  # type: ignore[misc]
 
     def progress(self, total: int, what: str) -> TokenProgress:
-        """Shown by the first process alone, which takes the others to be as fast as it is."""
+        """A progress display of the first process, which assumes that the others are as fast."""
         progress = TokenProgress(total, what, times=self.count if self.is_first else 0)
         progress.show(0)
         return progress
@@ -64,20 +66,20 @@ ALONE = Ranks()
 def measure_together(
     count: int, measure: Callable[Concatenate[Ranks, P], None], *args: P.args, **kwargs: P.kwargs
 ) -> None:
-    """Call measure(ranks, ...) in this process and count - 1 others, one device each.
+    """Call measure(ranks, ...) in this process and in count - 1 others, with one device each.
 
-    Where another process fails, this one ends with status 1; bad input, which all find alike, is
-    left to this one to tell.
+    If another process fails, this one ends with status 1. Bad input raises ValueError in all
+    processes, and only this one reports it.
     """
     if count == 1:
         measure(ALONE, *args, **kwargs)
         return
     spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as meeting_place:
+    with tempfile.TemporaryDirectory() as rendezvous:
         others = [
             spawn.Process(
-                target=_follow,
-                args=(measure, rank, count, meeting_place, args, kwargs),
+                target=_run_in_child,
+                args=(measure, rank, count, rendezvous, args, kwargs),
             )
             for rank in range(1, count)
         ]
@@ -85,17 +87,18 @@ def measure_together(
         interrupts: list[int] = []
 
         def interrupt(number: int, frame: object) -> None:
-            # Python drops what is raised within a destructor. Then this process goes on until it,
-            # or its watch, misses the others.
+            # Python drops an exception that is raised inside a destructor. This process then goes
+            # on until it, or its thread _watch, notices that the others have ended.
             interrupts.append(number)
             _terminate(others)
             raise KeyboardInterrupt
 
-        # Started first, since its start would unblock the interrupt.
+        # Started before the signal is blocked, because starting the tracker would unblock it.
         resource_tracker.ensure_running()
         before = signal.signal(signal.SIGINT, interrupt)
         try:
-            # They leave Ctrl-C to this process, which ends them, and print no tracebacks of theirs.
+            # The other processes inherit the blocked signal: this process handles Ctrl-C and ends
+            # them, so that they print no tracebacks.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             for process in others:
                 process.start()
@@ -103,7 +106,7 @@ def measure_together(
             threading.Thread(
                 target=_watch, args=(others, has_failed, interrupts), daemon=True
             ).start()
-            _join(measure, 0, count, meeting_place, args, kwargs)
+            _join(measure, 0, count, rendezvous, args, kwargs)
         except BaseException:
             has_failed.set()
             _terminate(others)
@@ -121,9 +124,9 @@ def _terminate(processes: Sequence[Any]) -> None:
 
 
 def _join(
-    measure: Callable[..., None], rank: int, count: int, meeting_place: str, args: Any, kwargs: Any
+    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
 ) -> None:
-    """Measure together with the others, who are found by a file of this folder."""
+    """Connect to the other processes through a file in `rendezvous`, and call `measure`."""
     has_gpus = torch.cuda.is_available()
     if has_gpus:
         torch.cuda.set_device(rank)
@@ -131,24 +134,24 @@ def _join(
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
-        init_method=f"file://{meeting_place}/ranks",
+        init_method=f"file://{rendezvous}/ranks",
         rank=rank,
         world_size=count,
-        timeout=_PATIENCE,
+        timeout=_COLLECTIVE_TIMEOUT,
     )
-    group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
     measure(Ranks(rank, count, group), *args, **kwargs)
-    # One that leaves earlier closes connections in which others still are.
+    # A process that leaves earlier would close connections that others still use.
     dist.barrier(group)
     dist.destroy_process_group()
 
 
-def _follow(
-    measure: Callable[..., None], rank: int, count: int, meeting_place: str, args: Any, kwargs: Any
+def _run_in_child(
+    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
 ) -> None:
-    """What the other processes do."""
+    """Main function of the other processes."""
     try:
-        _join(measure, rank, count, meeting_place, args, kwargs)
+        _join(measure, rank, count, rendezvous, args, kwargs)
     except ValueError:
         os._exit(2)
     except (OSError, RuntimeError) as error:
@@ -157,13 +160,14 @@ def _follow(
 
 
 def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Sequence[int]) -> None:
-    """End all processes when one of the others has failed: this one would wait for it."""
+    """End all processes when another one has failed, because this one would wait for it."""
     running = {process.sentinel: process for process in others}
     while running:
         for sentinel in connection.wait(list(running)):
             process = running.pop(sentinel)
             process.join()
-            # Where this process fails, the others do too, of what it leaves undone.
+            # If this process failed first, the others fail as a consequence, and it reports the
+            # cause.
             if process.exitcode not in (0, 2) and not has_failed.wait(_SECONDS_TO_FAIL):
                 rank = others.index(process) + 1
                 line = f"rank {rank} ended with status {process.exitcode}, wanted 0"

@@ -1,4 +1,4 @@
-"""A trained model from a run folder or from one of its checkpoints."""
+"""Loads a trained model from a run folder or from one of its checkpoints."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
 
@@ -26,7 +26,7 @@ class TrainedModel:
     device: torch.device
     positions: PositionScaling
     ranks: Ranks = ALONE
-    """The processes that measure it together."""
+    """The processes that evaluate it together."""
 
 
 class NamedModel(NamedTuple):
@@ -40,22 +40,22 @@ class NamedModel(NamedTuple):
 def load_trained_model(
     run_or_checkpoint: str | Path, positions: str = "none", factor: float = 1.0
 ) -> TrainedModel:
-    """The model of a checkpoint, or of the newest whole one of a run.
+    """The model of a checkpoint, or of the newest intact checkpoint of a run.
 
     Args:
-        run_or_checkpoint: the path of either.
-        positions: none, linear or dynamic_ntk; the run's own context is what it was trained at.
-        factor: times by which the context is to grow.
+        run_or_checkpoint: path of a run folder or of a checkpoint.
+        positions: scaling of positions beyond the training context: none, linear or dynamic_ntk.
+        factor: multiple of the training context to which positions are scaled.
 
     Raises:
         ValueError: the path is neither, the run has no checkpoint yet, or a layer of the model
-            has no such positions.
+            does not support this scaling.
         CheckpointError: the checkpoint is damaged.
     """
     folder, checkpoint = find_checkpoint(run_or_checkpoint)
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
-    saved = Saved(checkpoint, "model")
+    saved = SavedCheckpoint(checkpoint, "model")
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.set_positions(scaling)
@@ -67,12 +67,13 @@ def load_trained_model(
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
-    """The folder of a run, and the checkpoint that a path names or the run's newest whole one.
+    """A path's run folder, and its checkpoint: the path itself, or the run's newest intact one.
 
-    Raises ValueError where there is none.
+    Raises:
+        ValueError: there is none.
     """
     folder, checkpoint = locate(run_or_checkpoint)
     checkpoint = checkpoint or newest_checkpoint(folder.checkpoints)
     if checkpoint is None:
-        raise ValueError(f"{run_or_checkpoint}: found no whole checkpoint, wanted one")
+        raise ValueError(f"{run_or_checkpoint}: found no intact checkpoint, wanted one")
     return folder, checkpoint

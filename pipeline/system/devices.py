@@ -1,4 +1,4 @@
-"""What accelerators hold and reach, as their vendors publish it, and what this CPU does reach."""
+"""Memory and peak FLOP/s of accelerators, as published by vendors; of this CPU, as measured."""
 
 import re
 import time
@@ -9,26 +9,27 @@ import torch
 
 _MEASURED_SIZE = 1024  # rows and columns of the timed product: 2.1 GFLOP
 _MEASURED_SECONDS = 0.3
-# Of a GPU that is shared out, such as 1g.10gb, which has neither its memory nor its speed.
-_SLICE = re.compile(r"\b\d+g\.\d+gb")
+# The name of a MIG slice of a GPU, such as 1g.10gb, which has neither the GPU's memory nor its
+# speed.
+_MIG_SLICE = re.compile(r"\b\d+g\.\d+gb")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of accelerator. Peaks are of dense products, without sparsity, in FLOP/s."""
+    """A model of accelerator. Peaks are for dense matrix products, without sparsity, in FLOP/s."""
 
     key: str  # as `longhaul plan --device` takes it
     name: str
-    memory_bytes: int  # in the vendor's decimal GB, which is a few percent below what is there
+    memory_bytes: int  # from the vendor's decimal GB; the real memory is a few percent more
     bf16_flops: float
     tf32_flops: float
-    fp32_flops: float  # of the vector units
-    reported: tuple[str, ...]  # all are parts of what torch.cuda.get_device_name says
+    fp32_flops: float  # of the vector units, without tensor cores
+    reported: tuple[str, ...]  # substrings, all of which torch.cuda.get_device_name() contains
 
 
-# Of two that match a reported name the first is taken. Sources, each halved where it is stated
-# "with sparsity": NVIDIA's data sheets of A100, H100, H200, L40S and the Blackwell architecture
-# brief (B200), AMD's data sheet of the Instinct MI300X.
+# If several match a reported name, the first is taken. Sources, with values halved where they are
+# stated "with sparsity": NVIDIA's data sheets of A100, H100, H200, L40S and the Blackwell
+# architecture brief (B200), AMD's data sheet of the Instinct MI300X.
 DEVICES = (
     Device(
         key="h200", name="NVIDIA H200", memory_bytes=141 * 10**9,
@@ -66,14 +67,14 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """The device of a name, None if it is unknown.
+    """The device with this name, None if it is unknown.
 
     Args:
-        name: a key such as h100, what torch reports, or Slurm's name of it, which is that in lower
-            case with underscores: nvidia_h100_80gb_hbm3.
+        name: a key such as h100, the name that torch reports, or Slurm's name, which is torch's in
+            lower case with underscores: nvidia_h100_80gb_hbm3.
     """
     plain = _plain(name)
-    if _SLICE.search(plain):
+    if _MIG_SLICE.search(plain):
         return None
     by_key = (device for device in DEVICES if _plain(device.key) == plain)
     by_name = (
@@ -87,10 +88,10 @@ def _plain(name: str) -> str:
 
 
 def peak_flops(precision: str) -> float | None:
-    """FLOP/s that the device of this process could reach; None if it is not known.
+    """Peak FLOP/s of this process's device, None if it is unknown.
 
     Args:
-        precision: as trainer.precision has it.
+        precision: a value of trainer.precision.
     """
     if not torch.cuda.is_available():
         return measured_cpu_flops()
@@ -105,8 +106,8 @@ def peak_flops(precision: str) -> float | None:
 
 @cache
 def measured_cpu_flops() -> float:
-    """FLOP/s of float32 products in this process with its threads, measured once."""
-    # Not random: a run's random numbers are not to depend on this.
+    """FLOP/s of float32 matrix products with this process's threads, measured once."""
+    # Not random values: this must not change the random numbers of a run.
     a, b = torch.ones(2, _MEASURED_SIZE, _MEASURED_SIZE).unbind(0)
     out = a @ b
     best = float("inf")

@@ -1,4 +1,4 @@
-"""What a run ran on: commit, packages, machine."""
+"""Describes what a run ran on: commit, packages, machine."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ import torch
 
 
 def describe_environment() -> dict[str, Any]:
-    """Everything needed to say where numbers came from, as plain JSON."""
+    """Everything needed to reproduce a run's numbers elsewhere, as JSON values."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "commit": source_commit(),
@@ -32,13 +32,13 @@ def describe_environment() -> dict[str, Any]:
 
 
 def source_checkout() -> Path | None:
-    """The checkout that the code runs from, None where it is installed."""
+    """The git checkout that the code runs from, None if it is an installed package."""
     checkout = Path(__file__).resolve().parents[2]
     return checkout if (checkout / ".git").exists() else None
 
 
 def source_commit() -> str | None:
-    """Commit of the checkout, "-dirty" when it was changed since; None where git does not tell."""
+    """Commit of the checkout, with "-dirty" if files were changed since; None if git fails."""
     checkout = source_checkout()
     if checkout is None:
         return None

@@ -1,4 +1,4 @@
-"""Small files that a reader sees whole or not at all."""
+"""Writes small files atomically: a reader sees the old contents or the new."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Write a file to disk, or a folder's entries, which are what a rename changes."""
+    """Flush a file to disk, or a folder's entries, which are what a rename changes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,10 +1,10 @@
-"""Other programs, asked with a time limit."""
+"""Runs other programs with a time limit."""
 
 import subprocess
 
 
 def output_of(*command: str, seconds: float = 5) -> str | None:
-    """What a program prints, None when it is absent, fails, or is not done in so many seconds."""
+    """A program's stdout; None if it is not installed, fails, or exceeds the time limit."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except (OSError, subprocess.TimeoutExpired):

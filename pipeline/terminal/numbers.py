@@ -1,28 +1,28 @@
-"""Numbers as people read them."""
+"""Formats numbers for people."""
 
 from collections.abc import Sequence
 
 
 def amount(number: float) -> str:
-    """124,000,000 as 124M."""
+    """Format 124,000,000 as 124M."""
     value, unit = _scaled(number, ("", "K", "M", "B", "T", "Q"))
     return value + unit
 
 
 def in_bytes(number: float) -> str:
-    """39,000,000 as 39 MB: decimal units, as the papers have them."""
+    """Format 39,000,000 as 39 MB. Units are decimal, as in the papers."""
     return " ".join(_scaled(number, ("B", "kB", "MB", "GB", "TB", "PB", "EB")))
 
 
 def digits(number: float) -> str:
-    """Two digits, and all those before the point."""
+    """Format with two significant digits, and with all digits before the decimal point."""
     if number < 1:
         return f"{number:.2g}"
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def _scaled(number: float, units: Sequence[str]) -> tuple[str, str]:
-    """Digits below 1,000 where a unit allows it, and the unit."""
+    """The number scaled below 1,000, if there is a unit for it, and that unit."""
     power = 0
     while round(number) >= 1000 and power < len(units) - 1:
         number, power = number / 1000, power + 1

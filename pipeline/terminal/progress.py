@@ -1,4 +1,4 @@
-"""How far long work has got: a bar on a terminal, otherwise a line every few seconds."""
+"""Shows the progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -11,12 +11,17 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class TokenProgress:
-    """Tokens done and tokens a second; `what` goes in front.
-
-    Each token that `add` tells of counts `times` times; 0 shows nothing.
-    """
+    """Shows the tokens done and tokens per second."""
 
     def __init__(self, total: int | None, what: str = "", *, times: int = 1) -> None:
+        """Prepare the display; the first call of `show` starts it.
+
+        Args:
+            total: tokens of the whole work, None if unknown.
+            what: name of the work, shown in front.
+            times: factor by which `add` multiplies its tokens, such as the number of processes that
+                work alike; 0 shows nothing.
+        """
         self._total = total
         self._times = times
         self._what = f"{what}: " if what else ""
@@ -38,7 +43,7 @@ class TokenProgress:
             self._bar.close()
 
     def show(self, done: int) -> None:
-        """Take note of the tokens done so far; the first call tells those of earlier starts."""
+        """Show the tokens done so far. The first call passes those done before this process."""
         self._done = done
         if not self._times:
             return
@@ -63,5 +68,5 @@ class TokenProgress:
             print(line, file=sys.stderr, flush=True)
 
     def add(self, tokens: int) -> None:
-        """So many tokens more, after a first call of `show`."""
+        """Add tokens to those done. `show` must have been called before."""
         self.show(self._done + tokens * self._times)

@@ -1,10 +1,10 @@
-"""Rows as people read them."""
+"""Prints rows as an aligned table."""
 
 from collections.abc import Sequence
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell, the first to the left and numbers to the right."""
+    """Print columns as wide as their widest cell, the first left-aligned, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         first, *others = zip(row, widths, strict=True)

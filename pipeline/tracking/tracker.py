@@ -1,8 +1,8 @@
-"""Shows a run in MLflow without ever making training wait for it.
+"""Logs a run to MLflow without ever making training wait for MLflow.
 
-What is logged goes into a journal in the run folder. A thread copies the journal into MLflow and
-keeps trying while the server is away. What it has not copied when the process ends is copied by the
-next process that opens the same run folder.
+Everything logged is first written to a metrics journal in the run folder. A thread uploads the
+journal to MLflow, and retries while the server is unavailable. The next process that opens the run
+folder uploads what is still missing when this one ends.
 """
 
 import logging
@@ -14,25 +14,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from longhaul.pipeline.tracking.journal import Journal, plain_values, position
-from longhaul.pipeline.tracking.mirror import MlflowMirror
-from longhaul.pipeline.tracking.names import one_line
-from longhaul.pipeline.tracking.run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
+from longhaul.pipeline.tracking.mlflow_limits import one_line
+from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-COPY_EVERY_S = 2.0
-SYSTEM_EVERY_S = 10.0
+UPLOAD_EVERY_S = 2.0
+SYSTEM_METRICS_EVERY_S = 10.0
 MAX_BACKOFF_S = 30.0
 
 
 class Tracker:
-    """One run folder's MLflow run, with the journal that it is copied from.
+    """The metrics journal of a run folder, and its upload to MLflow.
 
-    Nothing here waits for MLflow, except `finish`, which is told for how long; and nothing fails
-    because of it. Only one process at a time can have a run folder's tracker.
+    No method fails because of MLflow, and none waits for it except `finish`, which has a timeout.
+    Only one process at a time can have the tracker of a run folder.
     """
 
     def __init__(
@@ -50,19 +50,19 @@ class Tracker:
         """Open the run's journal.
 
         Args:
-            run_dir: the run folder; its MLflow run's id is kept there.
+            run_dir: the run folder, in which the id of its MLflow run is stored.
             uri: `sqlite:///FILE`, or the address of a server.
-            experiment, run_name: for a run that MLflow does not have yet.
-            params: the whole config, flat. One that differs from what MLflow has, which cannot be
-                changed there, becomes a tag `config_changed.NAME` with the value now in force.
-            tags: commit, machine and the like. The latest value stays.
-            artifacts: files of the run folder to copy, such as the config.
-            is_training: write `logs/metrics.jsonl`, set the run's status to RUNNING, and log the
-                machine's load. An evaluation says False: it has `logs/evaluation.jsonl` and leaves
-                the status alone, so it can work on a run that is being trained or has ended.
+            experiment, run_name: used if MLflow does not have the run yet.
+            params: the whole config, flat. MLflow params cannot change, so one that differs from
+                MLflow's becomes a tag `config_changed.NAME` with the current value.
+            tags: commit, machine and the like. A new value replaces the old one.
+            artifacts: files of the run folder to upload, such as the config.
+            is_training: True writes `logs/metrics.jsonl`, sets the run's status to RUNNING, and
+                logs system metrics. False is for evaluations: it writes `logs/evaluation.jsonl` and
+                leaves the status alone, so the run may be in training or finished.
 
         Raises:
-            ValueError: the uri is of a kind that MLflow refuses.
+            ValueError: MLflow does not support this sort of URI.
             JournalError: the journal cannot be written, or another process is writing it.
         """
         self._run_dir = run_dir.absolute()
@@ -77,14 +77,14 @@ class Tracker:
         self._artifacts = tuple(artifacts)
         self._is_training = is_training
         self._monitors: list[Any] = []
-        self._next_sample = 0.0
+        self._next_system_metrics = 0.0
         self._stop = threading.Event()
         self._deadline = math.inf
-        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._upload_repeatedly, name="mlflow", daemon=True)
 
     def start(self) -> None:
-        """Note in the journal that the run goes on, and begin to copy."""
-        # Here and not in the thread: other threads may be reading the environment, in C.
+        """Record that the run is running, and start the upload thread."""
+        # Not in the thread, because other threads may be reading the environment in C code.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         last = self._journal.last("status")
@@ -100,97 +100,101 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run's id, None while MLflow has not been reached for the first time."""
+        """The MLflow run's id, None if MLflow has never been reached."""
         return self._mirror.known_run_id()
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Record a step's values. A step that the kind had already, before a restart, is ignored.
+        """Record a step's values. A step that the kind has from before a restart is ignored.
 
         Args:
-            kind: "train", "validation" and so on: steps are counted for each kind on its own.
-            step: optimizer updates done.
-            values: by the full name that MLflow shows, such as "train/loss".
+            kind: of journal line, such as "train" or "validation". Each kind has its own steps.
+            step: number of optimizer updates so far.
+            values: metrics by the full name that MLflow shows, such as "train/loss".
         """
         self._journal.append(kind, step, values)
 
     def sync(self) -> None:
-        """Put what was logged on disk, before a checkpoint of the same step gets its name."""
+        """Flush what was logged to disk. Called before a checkpoint of the same step is saved."""
         self._journal.sync()
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Copy a file or folder to MLflow, as it is when its turn comes.
+        """Upload a file or folder to MLflow, with the contents that it has at the time of upload.
 
         Args:
-            path: best inside the run folder, so that the folder may be moved.
-            folder: where to put it among the run's artifacts. Empty is the top.
+            path: preferably inside the run folder, so that the folder may be moved.
+            folder: destination among the run's artifacts; empty for the top level.
         """
         self._journal.add("artifact", path=self._relative(path), folder=folder)
 
     def log_checkpoint(
         self, path: Path, step: int, values: Mapping[str, float] | None = None
     ) -> None:
-        """Show a checkpoint folder, which is not copied, as a model of the run.
+        """Show a checkpoint in MLflow as a model of the run, without uploading its files.
 
         Args:
             path: the checkpoint folder.
             step: its step.
-            values: what an evaluation of it measured, shown with the model and with the run.
+            values: metrics of its evaluation, shown with the model and with the run.
         """
         self._journal.add(
             "checkpoint", step=step, path=self._relative(path), values=plain_values(values or {})
         )
 
     def finish(self, status: Status | None, timeout_s: float) -> bool:
-        """Note how the run ended, copy what is left, and stop. Whether everything was copied.
+        """Record how the run ended, upload the rest, and stop.
 
         Args:
             status: None leaves the status as it is.
-            timeout_s: how long to wait for MLflow. The rest stays in the journal.
+            timeout_s: how long to wait for MLflow. What is not uploaded stays in the journal.
+
+        Returns:
+            Whether everything was uploaded.
         """
         if status is not None:
             self._journal.add("status", status=status)
         self._deadline = time.monotonic() + timeout_s
         self._stop.set()
-        if self._thread.ident is None:  # never started: nobody knows what MLflow has
+        if self._thread.ident is None:  # never started, so what MLflow has is unknown
             self._journal.close()
             return False
         self._thread.join(timeout_s)
         self._journal.close()
-        waiting = self._mirror.waiting()
-        if waiting:
+        num_unsent = self._mirror.num_unsent()
+        if num_unsent:
             logger.warning(
                 "%d lines of %s are not in MLflow yet; they are sent when this run is next opened",
-                waiting,
+                num_unsent,
                 self._journal.path,
             )
-        return waiting == 0
+        return num_unsent == 0
 
     def _relative(self, path: Path) -> str:
         absolute = path.absolute()
         inside = absolute.is_relative_to(self._run_dir)
         return str(absolute.relative_to(self._run_dir) if inside else absolute)
 
-    def _run(self) -> None:
-        """The thread: copy, rest, copy; longer rests while MLflow is away."""
+    def _upload_repeatedly(self) -> None:
+        """The thread: upload and wait in turn, with longer waits while MLflow is unavailable."""
         backoff = 0.0
-        away_since: float | None = None
-        is_loaded = False
+        unavailable_since: float | None = None
+        is_imported = False
         while True:
-            # Read first: what is logged before the stop is in the journal before the last copy.
+            # Read before the upload, so that the last upload includes all that was logged before
+            # the stop.
             is_last = self._stop.is_set()
             try:
-                if not is_loaded:
+                if not is_imported:
                     load_mlflow(self._mirror.uri)
-                    is_loaded = True
-                # A machine that crashes must not lose a line that MLflow has: the resumed run
-                # would write that step again, with another time, and MLflow would have it twice.
+                    is_imported = True
+                # A crash of the machine must not lose a line that MLflow has: the resumed run would
+                # write that step again, with another time, and MLflow would have it twice.
                 self._journal.sync()
-                sent = self._mirror.copy()
+                num_sent = self._mirror.upload()
             except Exception as error:
                 self._mirror.disconnect()
                 backoff = min(MAX_BACKOFF_S, max(1.0, 2 * backoff))
-                if away_since is None:
-                    away_since = time.monotonic()
+                if unavailable_since is None:
+                    unavailable_since = time.monotonic()
                     logger.warning(
                         "MLflow at %s does not take metrics; they are kept in %s until it does: %s",
                         self._mirror.uri,
@@ -199,30 +203,32 @@ class Tracker:
                     )
             else:
                 backoff = 0.0
-                if away_since is not None:
-                    gone = time.monotonic() - away_since
-                    logger.warning("MLflow is back after %.0f s; %d lines sent", gone, sent)
-                    away_since = None
+                if unavailable_since is not None:
+                    seconds = time.monotonic() - unavailable_since
+                    logger.warning("MLflow is back after %.0f s; %d lines sent", seconds, num_sent)
+                    unavailable_since = None
                 if is_last:
                     return
             if is_last:
-                rest = min(1.0, backoff, self._deadline - time.monotonic())
-                if rest <= 0:
+                pause = min(1.0, backoff, self._deadline - time.monotonic())
+                if pause <= 0:
                     return
-                time.sleep(rest)
+                time.sleep(pause)
             else:
-                self._sample(is_loaded)
-                self._stop.wait(max(COPY_EVERY_S, backoff))
+                self._log_system_metrics(is_imported)
+                self._stop.wait(max(UPLOAD_EVERY_S, backoff))
 
-    def _sample(self, is_loaded: bool) -> None:
-        """Log the machine's load, as MLflow's own monitor does.
+    def _log_system_metrics(self, is_imported: bool) -> None:
+        """Log the machine's load, with the collectors of MLflow's own system monitor.
 
-        That monitor sends straight to the server, ends at the first failure, and loses what it had
-        measured. Through the journal, system metrics survive what the others survive.
+        That monitor itself sends directly to the server, ends at the first failure, and loses what
+        it had measured. Through the journal, system metrics are as safe as the other metrics.
         """
-        if not (is_loaded and self._is_training and time.monotonic() >= self._next_sample):
+        if not (
+            is_imported and self._is_training and time.monotonic() >= self._next_system_metrics
+        ):
             return
-        self._next_sample = time.monotonic() + SYSTEM_EVERY_S
+        self._next_system_metrics = time.monotonic() + SYSTEM_METRICS_EVERY_S
         try:
             if not self._monitors:
                 self._monitors = _system_monitors()
@@ -235,13 +241,13 @@ class Tracker:
             step = 0 if last is None else position(last) + 1
             self._journal.append("system", step, {f"system/{k}": v for k, v in values.items()})
         except Exception as error:
-            self._next_sample = math.inf
+            self._next_system_metrics = math.inf
             logger.warning("system metrics are off: %s", one_line(error))
 
 
 def _system_monitors() -> list[Any]:
-    """MLflow's monitors of processor, disk, network, and of NVIDIA or AMD devices if any."""
-    # MLflow is imported when somebody needs it (see load_mlflow).
+    """MLflow's monitors of CPU, disk, network, and of NVIDIA or AMD GPUs if there are any."""
+    # Imported here because MLflow is slow to import (see load_mlflow).
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor

@@ -1,4 +1,4 @@
-"""What is done to a model block by block, without changing its results."""
+"""Applies compilation, activation checkpointing and FSDP2 to the blocks of a model."""
 
 from functools import partial
 
@@ -13,31 +13,37 @@ from longhaul.modules.language_model import LanguageModel
 
 
 def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: bool) -> None:
-    """Compile each block, and let every n-th keep its input alone until the backward pass.
+    """Compile the blocks, and checkpoint the activations of some; results do not change.
 
-    Their forwards are replaced, not the modules: parameters keep their names, and the hooks by
-    which a strategy gathers them stay outside.
+    Each block's `forward` is replaced, not the module. So parameters keep their names, and the
+    hooks by which FSDP2 gathers parameters run outside the compiled function.
+
+    Args:
+        model: its blocks are changed in place.
+        checkpoint_every: every n-th block keeps only its input for the backward pass, which
+            computes the block again. 0 for none.
+        compiled: whether to compile each block.
     """
     for number, block in enumerate(model.blocks):
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
         if checkpoint_every and number % checkpoint_every == 0:
-            # Nothing in a block draws random numbers.
+            # Blocks draw no random numbers, so no RNG state is preserved.
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         block.forward = forward
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2: every block is gathered by itself, and embedding and norms with the whole model.
+    """Apply FSDP2: each block is one unit of sharding, and embedding and final norm are another.
 
-    Under a policy that rounds, a block's few weights that are not to be rounded are gathered by
-    themselves; where blocks are compiled, a graph ends at each of them.
+    Under a policy with a lower precision, the few modules of a block that must stay in float32 are
+    a unit of their own. In a compiled block there is a graph break at each of them.
     """
     for block in model.blocks:
-        exact: list[nn.Module] = [part for part in block.modules() if isinstance(part, InFloat32)]
-        if exact and policy.param_dtype is not None:
-            fully_shard(exact, mesh=mesh)
+        in_float32: list[nn.Module] = [m for m in block.modules() if isinstance(m, InFloat32)]
+        if in_float32 and policy.param_dtype is not None:
+            fully_shard(in_float32, mesh=mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    # The root keeps the embedding after its forward, since the loss needs it once more.
+    # The root stays gathered after its forward, because the loss needs the embedding once more.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

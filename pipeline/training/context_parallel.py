@@ -1,4 +1,4 @@
-"""Parts of a sequence on the ranks of a process group."""
+"""Context parallelism: each rank of a process group holds one part of every sequence."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Every tensor begins at a multiple of this in the buffer that is sent, so that it can be viewed.
+# In the buffer that is sent, tensors start at multiples of this many bytes: a view as another dtype
+# needs an aligned start.
 _ALIGNMENT = 16
 
 
@@ -25,21 +26,21 @@ class ContextParallel:
         self.index = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.bytes_sent = 0
-        """Handed to other ranks so far: every tensor once forward, and backward each rank's."""
+        """Bytes sent so far: forward each tensor once, backward a gradient for each other rank."""
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor of all ranks, (count, *shape); gradients are summed over all ranks' use."""
+        """All-gather each tensor to (count, *shape). Its gradient is summed over all ranks."""
         return _Gather.apply(self, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        """(bytes,) of every rank, (count, bytes)."""
+        """All-gather (bytes,) to (count, bytes)."""
         every = mine.new_empty(self.count, mine.numel())
         dist.all_gather(list(every), mine, group=self.group)
         self.bytes_sent += mine.numel()
         return every
 
     def all_to_all(self, for_each: Tensor) -> Tensor:
-        """Row r to rank r, for row r of rank r: both (count, bytes)."""
+        """Send row r to rank r, and receive its row for this rank as row r; both (count, bytes)."""
         from_each = torch.empty_like(for_each)
         dist.all_to_all_single(from_each.view(-1), for_each.view(-1), group=self.group)
         self.bytes_sent += (self.count - 1) * for_each.shape[1]
@@ -49,41 +50,41 @@ class ContextParallel:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Saved: nothing but sizes.
+        # SavedCheckpoint: nothing but sizes.
         ctx.parts = parts
-        ctx.like = [(x.shape, x.dtype) for x in tensors]
-        mine = _pack([x[None] for x in tensors], ctx.like)
-        return tuple(_unpack(parts.all_gather(mine[0]), ctx.like))
+        ctx.layout = [(x.shape, x.dtype) for x in tensors]
+        mine = _pack([x[None] for x in tensors], ctx.layout)
+        return tuple(_unpack(parts.all_gather(mine[0]), ctx.layout))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[1:]
-        like = [one for one, need in zip(ctx.like, needs, strict=True) if need]
+        layout = [one for one, need in zip(ctx.layout, needs, strict=True) if need]
         wanted = [x for x, need in zip(gradients, needs, strict=True) if need]
-        # Exchanged and then summed in the order of ranks: a backend's own reduction keeps to no
-        # order and takes one dtype at a time.
-        from_each = ctx.parts.all_to_all(_pack(wanted, like))
-        sums = iter(x.sum(dim=0) for x in _unpack(from_each, like))
+        # Exchanged and then summed in rank order, because a reduce-scatter guarantees no order and
+        # takes one dtype at a time.
+        from_each = ctx.parts.all_to_all(_pack(wanted, layout))
+        sums = iter(x.sum(dim=0) for x in _unpack(from_each, layout))
         return None, *(next(sums) if need else None for need in needs)
 
 
-_Like = list[tuple[torch.Size, torch.dtype]]
+_Layout = list[tuple[torch.Size, torch.dtype]]
 
 
-def _pack(tensors: list[Tensor], like: _Like) -> Tensor:
-    """Tensors (rows, *shape), of the shapes and dtypes given, side by side: (rows, bytes)."""
-    size = sum(_aligned_bytes(*one) for one in like)
+def _pack(tensors: list[Tensor], layout: _Layout) -> Tensor:
+    """Tensors (rows, *shape), with the shapes and dtypes of the layout, as one (rows, bytes)."""
+    size = sum(_aligned_bytes(*one) for one in layout)
     rows = tensors[0].new_zeros(tensors[0].shape[0], size, dtype=torch.uint8)
-    for place, x in zip(_unpack(rows, like), tensors, strict=True):
+    for place, x in zip(_unpack(rows, layout), tensors, strict=True):
         place.copy_(x)
     return rows
 
 
-def _unpack(rows: Tensor, like: _Like) -> list[Tensor]:
-    """The same memory as tensors (rows, *shape)."""
+def _unpack(rows: Tensor, layout: _Layout) -> list[Tensor]:
+    """Views of the buffer as tensors (rows, *shape)."""
     tensors, start = [], 0
-    for shape, dtype in like:
+    for shape, dtype in layout:
         piece = rows[:, start : start + shape.numel() * dtype.itemsize].view(dtype)
         tensors.append(piece.unflatten(1, shape) if shape else piece[:, 0])
         start += _aligned_bytes(shape, dtype)

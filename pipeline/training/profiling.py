@@ -1,4 +1,4 @@
-"""What a rank does within updates, seen by torch.profiler: how long it communicates, and traces."""
+"""Profiles updates with torch.profiler: samples how long a rank communicates, and writes traces."""
 
 import logging
 import os
@@ -13,38 +13,39 @@ from torch.profiler import ProfilerActivity, profile
 
 logger = logging.getLogger(__name__)
 
-# Updates of a process: early ones for short runs, two to tell a slow rank from one that was held
-# up, and then now and then: on a CPU, reading a sample takes a fifth of an update of run/demo.yaml,
-# 0.25 of 1.28 s, and more than the whole of one of a tiny model.
+# Which updates of a process are sampled. Two are early, so that short runs are sampled too: two
+# tell a rank that is always slow from one that was delayed once. After them samples are rare,
+# because on a CPU evaluating a sample takes a fifth of an update of run/demo.yaml, 0.25 of 1.28 s,
+# and longer than an update of a tiny model.
 _EARLY_SAMPLES = (5, 6)
 _SAMPLE_EVERY = 100
-# What libkineto calls the work of a device.
-_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# libkineto's types of activities of a device.
+_DEVICE_ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
-# libkineto tells on stderr when it begins and ends unless only what is graver is let through.
+# libkineto prints to stderr whenever it starts and stops, unless the log level is raised.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 
 class Communication(NamedTuple):
-    """How long a rank communicated in an update, in seconds; NaN where nobody looked."""
+    """How long a rank communicated in an update, in seconds; NaN if the update was not sampled."""
 
-    total: float  # some collective was under way
-    exposed: float  # of that, nothing was computed meanwhile
+    total: float  # at least one collective was in progress
+    exposed: float  # of that time, nothing was computed
 
 
 NOT_SAMPLED = Communication(float("nan"), float("nan"))
 
 
 class UpdateProfiler:
-    """Records whole updates of this rank: samples of its communication, and traces on request.
+    """Profiles whole updates of this rank: samples of its communication, and traces on request.
 
-    All ranks make the same calls, so that all record the same updates. What is recorded is of the
-    thread that calls, and of what it starts: a checkpoint that is being written is not seen. A
-    process that ends while the profiler runs crashes, hence `close`.
+    All ranks make the same calls, so that all profile the same updates. The profiler records the
+    calling thread and the work that it launches on devices, not the thread that writes checkpoints.
+    A process that ends while the profiler runs crashes, so `close` must be called first.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Name where traces are written, `step-NNNNNNNNN-rank-RRRRR.json.gz`."""
+        """`folder` is where traces are written, as `step-NNNNNNNNN-rank-RRRRR.json.gz`."""
         self._folder = folder
         self._running: profile | None = None
         self._first_step = 0
@@ -54,13 +55,16 @@ class UpdateProfiler:
 
     @property
     def is_tracing(self) -> bool:
-        """Whether a trace is under way, which takes more updates than the one that is done."""
+        """Whether a trace is in progress and needs further updates."""
         return self._running is not None and not self._is_sample
 
     def begin(self, step: int, requested: int) -> None:
-        """The update that makes `step` begins now; a trace of `requested` updates, if more than 0.
+        """Call this when an update begins.
 
-        A trace that is under way goes on, whatever is requested.
+        Args:
+            step: number of the update.
+            requested: number of updates to trace from this one on; 0 for no trace. Ignored while
+                another trace is in progress.
         """
         self._num_updates += 1
         if self._running is not None:
@@ -79,7 +83,7 @@ class UpdateProfiler:
         self._running.start()
 
     def end(self) -> Communication:
-        """The update is done: its communication, if it was sampled."""
+        """Call this when an update is done. Returns its communication if it was sampled."""
         if self._running is None:
             return NOT_SAMPLED
         self._updates_left -= 1
@@ -93,7 +97,7 @@ class UpdateProfiler:
         return communication(_events(recorded))
 
     def close(self, *, is_wanted: bool = True) -> None:
-        """Record no longer, and write the trace that was under way, if any, where it is wanted."""
+        """Stop the profiler; write the trace in progress, if any, unless `is_wanted` is False."""
         if self._running is None:
             return
         self._running.stop()
@@ -110,7 +114,7 @@ class UpdateProfiler:
             recorded.export_chrome_trace(str(temporary))
             os.replace(temporary, file)
         except OSError as error:
-            # Watching must not end what is watched.
+            # A failing profile must not end the training that it observes.
             logger.warning("the trace %s could not be written: %s", file, error)
         else:
             if rank == 0:
@@ -118,24 +122,24 @@ class UpdateProfiler:
 
 
 def communication(events: Iterable[Any]) -> Communication:
-    """The communication among the events of a profile (torch's _KinetoEvent), of one update."""
-    talking, computing = [], []
+    """Communication time in the events of one update's profile (torch's _KinetoEvent)."""
+    communicating, computing = [], []
     for event in events:
-        name, kind = event.name(), event.activity_type()
+        name, activity = event.name(), event.activity_type()
         span = event.start_ns(), event.end_ns()
-        # On a CPU the collectives of gloo, on a device the kernels of NCCL or RCCL.
-        if name.startswith("gloo:") or (kind == "kernel" and name.startswith("nccl")):
-            talking.append(span)
-        elif name.startswith("aten::") or kind in _DEVICE_WORK:
+        # Collectives are gloo's on a CPU, and kernels of NCCL or RCCL on a device.
+        if name.startswith("gloo:") or (activity == "kernel" and name.startswith("nccl")):
+            communicating.append(span)
+        elif name.startswith("aten::") or activity in _DEVICE_ACTIVITIES:
             computing.append(span)
-    if not computing:  # No update is like that: the driver may forbid to look.
+    if not computing:  # Impossible in an update: the driver may forbid profiling.
         return NOT_SAMPLED
-    exposed = covered(talking + computing) - covered(computing)
-    return Communication(covered(talking) / 1e9, exposed / 1e9)
+    exposed = covered(communicating + computing) - covered(computing)
+    return Communication(covered(communicating) / 1e9, exposed / 1e9)
 
 
 def covered(spans: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of intervals (start, end)."""
+    """Total length of the union of intervals (start, end)."""
     length, reached = 0, -sys.maxsize
     for start, end in sorted(spans):
         length += max(0, end - max(start, reached))
@@ -144,7 +148,7 @@ def covered(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def _events(recorded: profile) -> list[Any]:
-    """As torch has them: turning them into objects of Python takes many times as long."""
+    """torch's internal events, because making its public ones takes many times as long."""
     results: Any = recorded.profiler
     return list(results.kineto_results.events())
 

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
@@ -23,7 +23,7 @@ class ProgressLine:
         self._last_line = 0.0
 
     def begin(self, progress: Progress) -> None:
-        """Start showing, from where the run stands."""
+        """Start showing progress, from the run's current step."""
         if progress.step:
             self._print(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
         if sys.stdout.isatty():
@@ -37,9 +37,9 @@ class ProgressLine:
             )
 
     def update(self, progress: Progress, update: Update, tokens_per_second: float) -> None:
-        """One more update is done."""
+        """Show that another update is done."""
         if self._began == 0.0:
-            # The first update also warms up; the time left is told by those after it.
+            # The first update includes warm-up, so the time left is estimated from later ones.
             self._first_step, self._began = progress.step, time.monotonic()
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {update.loss:.3f}, {tokens_per_second:,.0f} tokens/s")
@@ -55,11 +55,11 @@ class ProgressLine:
             )
 
     def validation(self, progress: Progress, loss: float) -> None:
-        """A pass over the validation samples is done."""
+        """Show a validation loss."""
         self._print(f"step {progress.step}/{self.num_updates}  validation loss {loss:.4f}")
 
     def end(self) -> None:
-        """Leave the terminal as it was."""
+        """Close the bar."""
         if self._bar is not None:
             self._bar.close()
 

@@ -1,4 +1,7 @@
-"""What rank 0 writes down of every update: metrics, skips, validations, checkpoints, slow ranks."""
+"""Records a run on rank 0: metrics, skipped updates, validation losses, checkpoints, stragglers.
+
+Metrics go through the tracker to logs/metrics.jsonl (tracking/metrics_journal.py) and to MLflow.
+"""
 
 import logging
 import math
@@ -9,8 +12,9 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Progress, Skip, Update
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.modules.pretraining import Progress, Update
+from longhaul.modules.skipped_updates import Skip
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker
@@ -20,44 +24,55 @@ from longhaul.pipeline.training.stragglers import StragglerReport
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_FOR_LAST_WORDS = 10.0
+_SECONDS_TO_RECORD_FAILURE = 10.0
 
 
 class RankReport(NamedTuple):
-    """What a rank tells the others after an update; numbers, so that a tensor can carry it."""
+    """What a rank sends to all ranks after an update; all numbers, to fit in one tensor."""
 
-    seconds: float  # the update took
-    data_wait: float  # of them, for the loader
-    peak_bytes: float
+    seconds: float  # duration of the update
+    data_wait: float  # of these, seconds spent waiting for the data loader
+    peak_bytes: float  # high-water mark of memory
     wants_stop: float
     wants_save: float
     has_failed_save: float
-    communication: float  # of the seconds; NaN where the profiler did not look, as the next
-    exposed_communication: float
-    saving: float  # seconds that training has stood still for checkpoints since the last report
-    wants_profile: float  # updates to be traced
+    communication: float  # seconds in collectives; NaN where the update was not sampled
+    exposed_communication: float  # of these, seconds without computation; NaN likewise
+    saving: float  # seconds that checkpoints blocked training since the previous report
+    updates_to_trace: float  # number that was requested
 
 
-class Books:
-    """How the run goes: on the terminal, in MLflow, and in the run folder."""
+class Recorder:
+    """Records the run's metrics on the terminal, in the run folder, and in MLflow."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, tracker: Tracker) -> None:
-        """`tracker` has been started."""
+        """The tracker must have been started."""
         self.tracker = tracker
         self._config = config
         self._ranks_file = folder.log_file.with_name("ranks.jsonl")
-        self._show = ProgressLine(config.name, config.num_updates)
+        self._progress_line = ProgressLine(config.name, config.num_updates)
         self._stragglers: StragglerReport | None = None
-        self._full_speed: float | None = None  # tokens/s of all devices at their peak
-        # Metrics that wait for the next update that is recorded.
-        self._unrecorded: dict[str, float] = {}
+        self._peak_tokens_per_second: float | None = None  # of all devices together
+        # Metrics that are measured at some updates only; the next recorded update includes them.
+        self._pending: dict[str, float] = {}
 
     def begin(
-        self, progress: Progress, saved: Saved | None, model: LanguageModel, hosts: Sequence[str]
+        self,
+        progress: Progress,
+        saved: SavedCheckpoint | None,
+        model: LanguageModel,
+        hosts: Sequence[str],
     ) -> None:
-        """Training begins, from a checkpoint if there is one, on ranks on these machines."""
-        self._show.begin(progress)
-        if saved is not None:  # killed right after the save, MLflow may not know it yet
+        """Record the start of training.
+
+        Args:
+            progress: where training starts.
+            saved: the checkpoint it resumes from, if any.
+            model: for its FLOPs per token.
+            hosts: host name of each rank.
+        """
+        self._progress_line.begin(progress)
+        if saved is not None:  # missing in MLflow if the run was killed right after the save
             self.tracker.log_checkpoint(saved.path, progress.step)
         if len(hosts) > 1:
             self._stragglers = StragglerReport(self._ranks_file, hosts)
@@ -68,9 +83,9 @@ class Books:
                 torch.cuda.get_device_name(),
             )
             return
-        # Training takes three times the forward's.
+        # Forward and backward together take three times the FLOPs of the forward pass.
         flops = 3 * model.flops_per_token(self._config.data.context)
-        self._full_speed = len(hosts) * peak / flops
+        self._peak_tokens_per_second = len(hosts) * peak / flops
 
     def record(
         self,
@@ -79,11 +94,11 @@ class Books:
         ranks: Sequence[RankReport],
         replaced_shards: int,
     ) -> None:
-        """One more update is done."""
+        """Record an update, skipped or not."""
         seconds = ranks[0].seconds
         tokens_per_second = self._config.optim.tokens_per_update / seconds
-        self._show.update(progress, update, tokens_per_second)
-        self._watch_ranks(progress.step, ranks)
+        self._progress_line.update(progress, update, tokens_per_second)
+        self._record_ranks(progress.step, ranks)
         if update.skip is not None:
             self._record_skip(update.skip, update)
         every = self._config.tracking.every_updates
@@ -100,34 +115,36 @@ class Books:
             "train/data_wait_seconds": max(rank.data_wait for rank in ranks),
             "train/peak_memory_bytes": max(rank.peak_bytes for rank in ranks),
             "train/replaced_shards": replaced_shards,
-            **self._unrecorded,
+            **self._pending,
         }
-        self._unrecorded = {}
-        if self._full_speed is not None:
-            values["train/model_flops_utilisation"] = tokens_per_second / self._full_speed
+        self._pending = {}
+        if self._peak_tokens_per_second is not None:
+            values["train/model_flops_utilisation"] = (
+                tokens_per_second / self._peak_tokens_per_second
+            )
         self.tracker.log("train", progress.step, values)
 
     def record_validation(self, progress: Progress, values: Mapping[str, float]) -> None:
-        """A pass over the validation samples is done."""
+        """Record the result of a pass over the validation samples."""
         self.tracker.log("validation", progress.step, values)
-        self._show.validation(progress, values["validation/loss"])
+        self._progress_line.validation(progress, values["validation/loss"])
 
     def end(self) -> None:
-        """Leave the terminal as it was."""
-        self._show.end()
+        """Close the progress bar."""
+        self._progress_line.end()
 
-    def give_up(self) -> None:
-        """Say in MLflow that the run failed, when the process is about to be ended."""
-        self.tracker.finish("FAILED", timeout_s=_SECONDS_FOR_LAST_WORDS)
+    def record_failure(self) -> None:
+        """Record the status FAILED. Called right before the process ends."""
+        self.tracker.finish("FAILED", timeout_s=_SECONDS_TO_RECORD_FAILURE)
 
     def _record_skip(self, skip: Skip, update: Update) -> None:
-        text = "a spike" if skip.is_spike else "not finite"
+        cause = "a spike" if skip.is_spike else "not finite"
         if skip.rewound_to is not None:
-            text += f"; back to the weights of step {skip.rewound_to}"
+            cause += f"; back to the weights of step {skip.rewound_to}"
         logger.warning(
             "step %d is skipped, samples %d to %d: loss %g, gradient norm %g, %s",
             *(skip.step, skip.first_sample, skip.last_sample),
-            *(update.loss, update.gradient_norm, text),
+            *(update.loss, update.gradient_norm, cause),
         )
         values = {
             "skipped/loss": update.loss,
@@ -140,14 +157,14 @@ class Books:
             values["skipped/rewound_to_step"] = skip.rewound_to
         self.tracker.log("skipped", skip.step, values)
 
-    def _watch_ranks(self, step: int, ranks: Sequence[RankReport]) -> None:
-        """Take down what is not measured in every update."""
+    def _record_ranks(self, step: int, ranks: Sequence[RankReport]) -> None:
+        """Collect what is not measured at every update: time for checkpoints, and stragglers."""
         saving = max(rank.saving for rank in ranks)
         if saving:
-            before = self._unrecorded.get("train/checkpoint_seconds", 0.0)
-            self._unrecorded["train/checkpoint_seconds"] = before + saving
+            before = self._pending.get("train/checkpoint_seconds", 0.0)
+            self._pending["train/checkpoint_seconds"] = before + saving
         if self._stragglers is not None and not any(math.isnan(r.communication) for r in ranks):
-            self._unrecorded |= self._stragglers.add(
+            self._pending |= self._stragglers.add(
                 step,
                 seconds=[rank.seconds for rank in ranks],
                 communication=[

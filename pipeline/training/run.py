@@ -1,4 +1,4 @@
-"""Starts the run that a config describes, or resumes it."""
+"""Starts the run that a config describes, or resumes it from its newest checkpoint."""
 
 import dataclasses
 import logging
@@ -19,33 +19,34 @@ from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.folder import Finished, RunFolder
-from longhaul.pipeline.runs.start import load_start
+from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.environment import source_commit
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
-from longhaul.pipeline.training.recorder import Books
-from longhaul.pipeline.training.stop import EXIT_CHECKPOINTED, StopRequests
+from longhaul.pipeline.training.callback import TrainingCallback
+from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
+from longhaul.pipeline.training.recorder import Recorder
 from longhaul.pipeline.training.strategies import build_strategy, end_ranks
-from longhaul.pipeline.training.updates import Updates
 
 logger = logging.getLogger(__name__)
 
-# A server that is away when a run ends gets this long; what is left is sent at the next start.
-_SECONDS_TO_DRAIN = 30.0
+# How long the end of a run waits for MLflow to take the remaining metrics. What it has not taken by
+# then is sent when the same command runs again.
+_SECONDS_TO_UPLOAD = 30.0
 
 
 def train(config: RunConfig, *callbacks: Callback) -> int:
-    """Train to the config's budget, from the newest checkpoint of its run if there is one.
+    """Train up to the config's token budget, from the run's newest checkpoint if there is one.
 
     Args:
-        callbacks: called besides the trainer's own.
+        callbacks: Lightning callbacks in addition to the TrainingCallback.
 
     Returns:
-        0, or EXIT_CHECKPOINTED where the run was asked to stop before.
+        0 if the run is finished, EXIT_CHECKPOINTED if it was stopped before, on request.
     """
     seed_everything(config.trainer.seed, verbose=False)
-    _quieten_lightning()
-    _check_meeting_place(config)
+    _silence_lightning()
+    _check_rendezvous(config)
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
@@ -54,20 +55,21 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         if trainer.is_global_zero:
             if not finished.is_tracked:
-                _track_to_the_end(config, folder, finished)
+                _upload_rest(config, folder, finished)
             print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return 0
     with StopRequests(folder.path, config.trainer.stop_seconds) as requests:
         data = _open_data(config, trainer)
-        module, source = _begin(config, folder)
+        module, source = _build_initial_module(config, folder)
         if trainer.is_global_zero:
-            return _lead(config, folder, trainer, module, source, data, requests)
-        _fit(trainer, module, Updates(config, folder, data, requests, None))
-    # Rank 0's status is the job's: launchers take one that is not 0 for a failure of this rank.
+            return _train_on_rank_0(config, folder, trainer, module, source, data, requests)
+        _fit(trainer, module, TrainingCallback(config, folder, data, requests, None))
+    # Only rank 0 returns EXIT_CHECKPOINTED: launchers would take a non-zero status of another rank
+    # for a failure.
     return 0
 
 
-def _lead(
+def _train_on_rank_0(
     config: RunConfig,
     folder: RunFolder,
     trainer: Trainer,
@@ -76,32 +78,35 @@ def _lead(
     data: TokenDataModule,
     requests: StopRequests,
 ) -> int:
-    """What rank 0 does: train with the others, and keep the run's books."""
+    """Train together with the other ranks, and record metrics and the run's status."""
     tracker = _new_tracker(config, folder)
     status: Status | None = None
     finished: Finished | None = None
     try:
-        folder.adopt(config)
+        folder.record_start(config)
         status = "FAILED"
         tracker.start()
-        updates = Updates(config, folder, data, requests, Books(config, folder, tracker))
-        with _logging_to(folder.log_file):
+        recorder = Recorder(config, folder, tracker)
+        callback = TrainingCallback(config, folder, data, requests, recorder)
+        with _log_to(folder.log_file):
             if source is not None:
                 logger.info("the run begins with the weights of %s", source)
-            _fit(trainer, module, updates)
-        if not updates.is_stopped:
+            _fit(trainer, module, callback)
+        if not callback.is_stopped:
             finished = Finished(module.progress.step, module.progress.tokens, is_tracked=False)
-            # Before MLflow has it all: the other ranks are gone, and srun may end this one.
+            # Marked before MLflow has everything: the other ranks have ended, so srun may end this
+            # one at any moment.
             folder.mark_finished(finished)
         status = "KILLED" if finished is None else "FINISHED"
-    except (KeyboardInterrupt, SystemExit):  # Lightning makes the second of the first
+    except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         status = "KILLED"
         raise KeyboardInterrupt from None
     finally:
-        is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_DRAIN)
+        is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_UPLOAD)
     if finished is None:
         print(
-            f"longhaul: stopped after step {module.progress.step}, saved; the same command goes on",
+            f"longhaul: stopped after step {module.progress.step}, saved; "
+            "run the same command to resume",
             file=sys.stderr,
         )
         return EXIT_CHECKPOINTED
@@ -112,7 +117,7 @@ def _lead(
 
 
 def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
-    """The data of this rank, checked against the model before anything is written."""
+    """This rank's data, checked against the model's vocabulary before anything is written."""
     try:
         data = TokenDataModule(
             config.data,
@@ -136,7 +141,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
 
 
 def build_module(config: RunConfig) -> Pretraining:
-    """The model that a config describes, and its training, before any weights are read."""
+    """The LightningModule that a config describes, with freshly initialised weights."""
     module = Pretraining(
         config.model,
         config.optim,
@@ -155,36 +160,37 @@ def build_module(config: RunConfig) -> Pretraining:
     return module
 
 
-def _begin(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
-    """The model that a run begins with, and the checkpoint that a new run has its weights from."""
+def _build_initial_module(config: RunConfig, folder: RunFolder) -> tuple[Pretraining, Path | None]:
+    """The module that training starts with, and where trainer.start_from's weights were read."""
     module = build_module(config)
-    # Checkpoints of the run's own, damaged ones too, decide what happens in Updates.
+    # A run that has a checkpoint of its own, even a damaged one, is resumed by TrainingCallback.
     is_new = not any(folder.checkpoints.glob("step-*"))
     if config.trainer.start_from is None or not is_new:
         return module, None
-    # Ranks that find another checkpoint, since its run goes on, get rank 0's weights.
-    return module, load_start(module.model, config.trainer.start_from)
+    # Ranks may find different checkpoints here, if the run that writes them is still in progress.
+    # The strategy then gives all ranks the weights of rank 0.
+    return module, load_initial_weights(module.model, config.trainer.start_from)
 
 
-def _fit(trainer: Trainer, module: Pretraining, updates: Updates) -> None:
-    trainer.callbacks.append(updates)  # type: ignore[attr-defined]
+def _fit(trainer: Trainer, module: Pretraining, callback: TrainingCallback) -> None:
+    trainer.callbacks.append(callback)  # type: ignore[attr-defined]
     try:
-        trainer.fit(module, datamodule=updates.data)
+        trainer.fit(module, datamodule=callback.data)
     except Exception as error:
-        others = updates.end_watch(error)
-        if others is None:
-            return  # Rank 0 failed alike, and its line and status are the job's.
-        if others:
-            raise RuntimeError(f"{others}; {error}") from error
+        other_failures = callback.report_failure(error)
+        if other_failures is None:
+            return  # Rank 0 failed with the same error; its message and exit status are the job's.
+        if other_failures:
+            raise RuntimeError(f"{other_failures}; {error}") from error
         raise
     finally:
         end_ranks(trainer)
-        if updates.books:
-            updates.books.end()
+        if callback.recorder:
+            callback.recorder.end()
 
 
-def _check_meeting_place(config: RunConfig) -> None:
-    """Refuse nodes that nothing tells of each other: they would wait for half an hour."""
+def _check_rendezvous(config: RunConfig) -> None:
+    """Refuse several nodes that have no means to find each other; they would wait half an hour."""
     nodes = config.trainer.nodes
     if nodes > 1 and not SLURMEnvironment.detect() and "MASTER_ADDR" not in os.environ:
         raise ConfigError(
@@ -201,10 +207,10 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
         devices=config.trainer.devices,
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,  # type: ignore[arg-type]
-        # Its own way to save and requeue would do both within the signal's handler.
+        # Lightning's auto-requeue would save and requeue inside the signal handler.
         plugins=[SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else None,
-        max_epochs=1,  # The loader ends with the budget.
-        # Everything below is done by Updates, which survives a restart to the bit.
+        max_epochs=1,  # The data loader ends with the token budget.
+        # TrainingCallback does all of this itself, so that a resumed run is bit-identical.
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -217,7 +223,7 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
 
 def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
     parent = config.tracking.parent_run_id
-    # Its journal is locked while it is open, so only one process trains in a folder.
+    # The tracker locks the run's metrics journal, so only one process can train in a run folder.
     return Tracker(
         folder.path,
         uri=config.tracking.uri,
@@ -233,17 +239,17 @@ def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
     )
 
 
-def _track_to_the_end(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
-    """Send MLflow what it had not taken when the run ended."""
+def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
+    """Upload to MLflow what was still missing there when the run ended."""
     tracker = _new_tracker(config, folder)
     tracker.start()
-    if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_DRAIN):
+    if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_UPLOAD):
         folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
 
 
 @contextmanager
-def _logging_to(file: Path) -> Iterator[None]:
-    """Everything logged, and the traceback of a failure, also in a file."""
+def _log_to(file: Path) -> Iterator[None]:
+    """Within the context, log to a file as well, including the traceback of a failure."""
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
@@ -251,19 +257,19 @@ def _logging_to(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception:
-        # The user sees one line; who looks for the cause finds it here.
+        # The terminal shows only one line; the file gets the traceback.
         root.removeHandler(handler)
-        quiet = logging.Logger("longhaul.failure")
-        quiet.addHandler(handler)
-        quiet.exception("the run failed")
+        file_logger = logging.Logger("longhaul.failure")
+        file_logger.addHandler(handler)
+        file_logger.exception("the run failed")
         raise
     finally:
         root.removeHandler(handler)
         handler.close()
 
 
-def _quieten_lightning() -> None:
-    """Lightning's advice about parts of it that this trainer does not use."""
+def _silence_lightning() -> None:
+    """Suppress Lightning's advice about features that this trainer does not use."""
     for package in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(package).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\..*")

@@ -1,7 +1,7 @@
-"""Which rank is slow: what each did in an update of which the profiler saw the communication.
+"""Finds ranks that are slow, from the updates in which the profiler sampled communication.
 
-All ranks take the same time for an update, since they wait for each other in collectives. A slow
-rank is the one that waits least.
+All ranks take the same time for an update, because they wait for each other in collectives. The
+slow rank is the one that waits least.
 """
 
 import json
@@ -14,21 +14,27 @@ from longhaul.pipeline.training.profiling import Communication
 
 logger = logging.getLogger(__name__)
 
-_SLOW = 1.25  # times the median
-# Anything may hold a rank up once: it is slow where it is so in two samples in a row. As long as it
-# stays so it is named again after so many samples.
+# A rank is slow in a sample if its work takes this many times the median rank's.
+_SLOW = 1.25
+# A single delay means nothing, so a rank is reported when it is slow in two samples in a row. While
+# it stays slow, the warning is repeated after this many samples.
 _SAMPLES_BETWEEN_WARNINGS = 10
 
 
 class StragglerReport:
-    """One line of JSON for each sampled update, and a warning where a rank is slow."""
+    """Appends one line of JSON per sampled update to logs/ranks.jsonl, and warns of slow ranks."""
 
     def __init__(self, file: Path, hosts: Sequence[str]) -> None:
-        """Name the file that lines are appended to, and the machine of each rank."""
+        """Prepare the report; `add` writes the first line.
+
+        Args:
+            file: where lines are appended.
+            hosts: host name of each rank.
+        """
         self._file = file
         self._hosts = list(hosts)
         self._suspects: set[int] = set()
-        self._named: set[int] = set()
+        self._warned_of: set[int] = set()
         self._samples_since = 0
 
     def add(
@@ -39,21 +45,22 @@ class StragglerReport:
         data_wait: Sequence[float],
         peak_bytes: Sequence[float],
     ) -> dict[str, float]:
-        """Write down what each rank did in the update that made `step`.
+        """Record one sampled update. Sequences have one entry per rank.
 
         Args:
-            seconds: of the update, by rank as all that follows.
-            communication: in it.
-            data_wait: seconds of it, for the loader.
+            step: number of the update.
+            seconds: duration of the update.
+            communication: in that time.
+            data_wait: seconds of that time spent waiting for the data loader.
             peak_bytes: high-water mark of memory.
 
         Returns:
-            Metrics by their names: the medians of communication, the slowest rank, and its work
-            over the median, which is the lower one of two.
+            Metrics by name: the medians of communication, the slowest rank, and its work divided by
+            the median work. With an even number of ranks that median is the lower middle value.
         """
         exposed = [one.exposed for one in communication]
-        # A rank that waits for its own loader is as slow as one that computes.
-        work = [max(1e-6, all_ - talk) for all_, talk in zip(seconds, exposed, strict=True)]
+        # Waiting for its own data loader counts as a rank's work: the other ranks wait for it too.
+        work = [max(1e-6, total - waiting) for total, waiting in zip(seconds, exposed, strict=True)]
         line = {
             "step": step,
             "hosts": self._hosts,
@@ -67,33 +74,33 @@ class StragglerReport:
             with open(self._file, "a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            # Watching must not end what is watched.
+            # A failing report must not end the training that it observes.
             logger.warning("%s could not be written: %s", self._file, error)
-        # Of two ranks the mean would never be far from the slower one.
-        usual = median_low(work)
+        # The lower median, because with two ranks the mean is never far from the slower one.
+        median_work = median_low(work)
         slowest = max(range(len(work)), key=work.__getitem__)
-        self._warn(step, work, usual)
+        self._warn_of_slow_ranks(step, work, median_work)
         return {
             "train/communication_seconds": median(one.total for one in communication),
             "train/exposed_communication_seconds": median(exposed),
             "train/slowest_rank": slowest,
-            "train/slowest_over_median_work": work[slowest] / usual,
+            "train/slowest_over_median_work": work[slowest] / median_work,
         }
 
-    def _warn(self, step: int, work: Sequence[float], usual: float) -> None:
-        """Name the ranks that are slow now and were in the sample before."""
+    def _warn_of_slow_ranks(self, step: int, work: Sequence[float], median_work: float) -> None:
+        """Warn of ranks that are slow in this sample and were slow in the one before."""
         self._samples_since += 1
-        slow = {rank for rank, seconds in enumerate(work) if seconds > _SLOW * usual}
+        slow = {rank for rank, seconds in enumerate(work) if seconds > _SLOW * median_work}
         lasting, self._suspects = slow & self._suspects, slow
         if self._samples_since >= _SAMPLES_BETWEEN_WARNINGS:
-            self._named = set()
-        for rank in sorted(lasting - self._named):
+            self._warned_of = set()
+        for rank in sorted(lasting - self._warned_of):
             self._samples_since = 0
-            self._named.add(rank)
+            self._warned_of.add(rank)
             logger.warning(
                 "rank %d on %s is slow: %.3f s of its own work in the update of step %d, where the "
                 "median rank has %.3f s",
-                *(rank, self._hosts[rank], work[rank], step, usual),
+                *(rank, self._hosts[rank], work[rank], step, median_work),
             )
 
 

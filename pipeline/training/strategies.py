@@ -1,7 +1,8 @@
-"""How a model is trained on its devices: a Lightning strategy for each value of trainer.strategy.
+"""The Lightning strategy for each value of trainer.strategy: single, DDP, FSDP2 or DeepSpeed.
 
-Each also is a `Parallelism` (modules/pretraining.py): it says when gradients are exchanged, and
-makes the update. All of them run over gloo on CPUs as well as over NCCL on GPUs.
+Each also implements `Parallelism` (modules/pretraining.py): it decides when ranks exchange
+gradients, and makes the optimizer step, which it skips if the gradient norm is not finite. All of
+them run on CPUs over gloo and on GPUs over NCCL.
 """
 
 import argparse
@@ -38,48 +39,48 @@ from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism, Pretraining
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.training.blocks import shard
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Ranks end together; one that does not by then is killed.
+# A rank that has not ended this long after rank 0 is killed.
 _SECONDS_TO_END = 30
 
 
 @runtime_checkable
 class Resumable(Parallelism, Protocol):
-    """What checkpoints and evaluation need of a strategy besides."""
+    """What checkpoints need from a strategy, in addition to Parallelism."""
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name; not copied."""
+        """The tensors that this rank contributes to a checkpoint, by name; not copied."""
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
-        """Read back what `tensors` named, under this or any other strategy."""
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
+        """Restore tensors that were saved under this or any other strategy."""
 
 
 def resumable(trainer: Trainer) -> Resumable:
-    """The trainer's strategy as what `build_strategy` made it."""
+    """The trainer's strategy, with the type that `build_strategy` gave it."""
     return cast(Resumable, trainer.strategy)
 
 
 def build_strategy(config: RunConfig) -> Strategy:
-    """The strategy that the config names, for the devices that are here."""
+    """The strategy that the config names, for this machine's devices."""
     gpu = torch.cuda.is_available()
-    # Checkpoints are written in the background over gloo, whatever carries the gradients.
+    # Checkpoints are saved in the background over gloo, whichever backend reduces the gradients.
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     match config.trainer.strategy:
         case "single":
             return Single(torch.device("cuda:0" if gpu else "cpu"))
         case "ddp":
-            return Replicated(process_group_backend=backend, gradient_as_bucket_view=True)
+            return DDP(process_group_backend=backend, gradient_as_bucket_view=True)
         case "fsdp":
-            return Sharded(config.trainer, backend)
+            return FSDP2(config.trainer, backend)
         case _:
-            return Zero(config, backend)
+            return DeepSpeedZero(config, backend)
 
 
-class _Plain:
-    """What holds where the optimizer's parameters and gradients are those of the module."""
+class _OptimizesModule:
+    """For strategies whose optimizer holds the module's own parameters and gradients."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
@@ -90,6 +91,7 @@ class _Plain:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         value = norm.item()
+        # An update whose gradients are not finite is skipped.
         applied = is_good and math.isfinite(value)
         if applied:
             optimizer.step()
@@ -99,12 +101,12 @@ class _Plain:
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         return training_tensors(model, optimizer)
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         restore_training(model, optimizer, saved)
 
 
-class _Launched(Strategy):
-    """Starts the other ranks of this machine, where no job scheduler does."""
+class _LaunchesRanks(Strategy):
+    """Starts the other ranks of this machine, unless a job scheduler does."""
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None  # type: ignore[attr-defined]
@@ -114,9 +116,9 @@ class _Launched(Strategy):
 
 
 class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's, without its thread that kills rank 0 when another rank ends.
+    """Lightning's launcher, without its thread that kills rank 0 when another rank ends.
 
-    Rank 0 has books to close, and the watchdog ends what hangs.
+    Rank 0 has to record how the run ended, and the watchdog ends ranks that hang.
     """
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -142,26 +144,27 @@ def end_ranks(trainer: Trainer) -> None:
         trainer.strategy.launcher.end()
 
 
-class Single(_Plain, SingleDeviceStrategy):
+class Single(_OptimizesModule, SingleDeviceStrategy):
     """One process."""
 
 
-class Replicated(_Plain, _Launched, DDPStrategy):
-    """Every rank holds the whole model; gradients are averaged while the backward runs."""
+class DDP(_OptimizesModule, _LaunchesRanks, DDPStrategy):
+    """Every rank holds the full model. Gradients are all-reduced during the backward pass."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext() if is_last else self.block_backward_sync()
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        """This rank's share of them: what is saved is copied to main memory first."""
+        """This rank's share of the tensors, since a save first copies them to main memory."""
         every = super().tensors(model, optimizer)
         return {name: every[name] for name in sorted(every)[self.global_rank :: self.world_size]}
 
 
-class Sharded(_Plain, _Launched, ModelParallelStrategy):
-    """FSDP2: every rank holds a part of each parameter, its gradient and its moments.
+class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
+    """Every rank holds a shard of each parameter, of its gradient and of its moments.
 
-    Blocks are gathered one at a time. `replicas` groups of ranks each hold the whole model.
+    Blocks are gathered one at a time. Each of `replicas` groups of ranks holds a full copy of the
+    model.
     """
 
     def __init__(self, config: TrainerConfig, backend: str) -> None:
@@ -173,11 +176,12 @@ class Sharded(_Plain, _Launched, ModelParallelStrategy):
         self._config = config
 
     def setup(self, trainer: Trainer) -> None:
-        # The parent's leaves the sharding to a hook of the LightningModule, which knows no mesh.
+        # The parent's setup leaves the sharding to a hook of the LightningModule, but Pretraining
+        # knows nothing of device meshes.
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = cast(Pretraining, self.model)
-        _make_same(module.model.to(self.root_device))
+        _broadcast_weights(module.model.to(self.root_device))
         self._shard(module.model)
         self.model_to_device()
         self.barrier()
@@ -201,21 +205,21 @@ class Sharded(_Plain, _Launched, ModelParallelStrategy):
         )
         policy = MixedPrecisionPolicy()
         if config.precision == "bf16-mixed":
-            # Inputs stay as they are: the residual stream between the blocks is float32.
+            # Inputs are not cast, because the residual stream between the blocks is float32.
             policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
         shard(model, mesh, policy)
 
 
-class Zero(_Launched, DeepSpeedStrategy):
+class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
     """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
 
     def __init__(self, config: RunConfig, backend: str) -> None:
         trainer = config.trainer
-        # At every call, of functions that DeepSpeed uses and torch has other names for now.
+        # DeepSpeed uses torch functions that have been renamed; each call warns.
         warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
-        # Without a device DeepSpeed would look for one, and build an op in shared memory.
+        # Without this setting DeepSpeed would look for a GPU, and compile its shared-memory op.
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         zero: dict[str, Any] = {
@@ -228,11 +232,11 @@ class Zero(_Launched, DeepSpeedStrategy):
         is_bf16 = trainer.precision == "bf16-mixed"
         super().__init__(
             process_group_backend=backend,
-            # A loader of ready batches has no batch size for the strategy to look up.
+            # Our data loader yields ready batches, so the strategy cannot look up a batch size.
             logging_batch_size_per_gpu=trainer.micro_batch,
             config={
                 "train_micro_batch_size_per_gpu": trainer.micro_batch,
-                # An update is over when Pretraining says so, not after a fixed number of calls.
+                # Pretraining decides when an update is complete, not DeepSpeed's count of calls.
                 "managed_gradient_accumulation": False,
                 "gradient_clipping": config.optim.gradient_clip or 0.0,
                 "zero_optimization": zero,
@@ -245,11 +249,11 @@ class Zero(_Launched, DeepSpeedStrategy):
         )
 
     def setup_environment(self) -> None:
-        # The parent refuses everything but CUDA.
+        # Skips the parent's own method, which refuses every device but CUDA.
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        # The parent also checks the index of the device, which a CPU has none of.
+        # As the parent, without its check of the device index, which a CPU does not have.
         reset_seed()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
@@ -257,17 +261,17 @@ class Zero(_Launched, DeepSpeedStrategy):
     def _init_deepspeed_distributed(self) -> None:
         from deepspeed import ops
 
-        # It would compile an op for collectives on one machine, which takes a C++ compiler.
+        # DeepSpeed would compile an op for collectives in one machine; that needs a C++ compiler.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super()._init_deepspeed_distributed()
 
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
-        # Heavy, and only this strategy needs it.
+        # Imported here because it is slow to import and only this strategy needs it.
         import deepspeed
 
-        _make_same(model.to(self.root_device))
+        _broadcast_weights(model.to(self.root_device))
         engine, optimizer, _, _ = deepspeed.initialize(
             args=argparse.Namespace(device_rank=self.local_rank),
             config=self.config,
@@ -282,7 +286,7 @@ class Zero(_Launched, DeepSpeedStrategy):
         return nullcontext()
 
     def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
-        """As _Plain.update; the engine has max_norm from its config."""
+        """As _OptimizesModule.update, but the engine takes max_norm from its own config."""
         engine = cast(Any, self.model)
         if not is_good:
             self._drop_gradients(engine)
@@ -293,51 +297,52 @@ class Zero(_Launched, DeepSpeedStrategy):
         return value, bool(engine.was_step_applied())
 
     def _drop_gradients(self, engine: Any) -> None:
-        """Make the engine do what it does where gradients have overflown; it has no norm then."""
+        """Skip the step as the engine does after an overflow; it computes no gradient norm then."""
         zero = engine.optimizer
         check = "_overflow_check_and_loss_scale_update" if self.zero_stage_3 else "check_overflow"
         setattr(zero, check, lambda *args, **kwargs: setattr(zero, "overflow", True))
         if not self.zero_stage_3:
-            is_checked, zero.check_grad_overflow = zero.check_grad_overflow, True
+            was_checked, zero.check_grad_overflow = zero.check_grad_overflow, True
         engine.step()
         delattr(zero, check)
         if not self.zero_stage_3:
-            zero.check_grad_overflow = is_checked
+            zero.check_grad_overflow = was_checked
         assert not engine.was_step_applied()
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Whole tensors, gathered one by one, of which each rank keeps its share."""
+        """Full tensors, gathered one by one. Each rank keeps every world_size-th parameter's."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         zero = cast(Any, optimizer)
         states = list(zero.optimizer.state.values())
         if states and not self.zero_stage_3:
-            # Linked after the first group's first step, when the other groups have no moments yet.
+            # DeepSpeed links parameters to moments after the first group's first step, when the
+            # other groups have no moments yet. Link all of them again.
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
         kept: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            found: dict[str, Tensor] = {}
+            gathered: dict[str, Tensor] = {}
             if not parameter.requires_grad:
                 with self._gathered(parameter):
-                    found[f"model/{name}"] = parameter.detach().clone()
+                    gathered[f"model/{name}"] = parameter.detach().clone()
             else:
-                found[f"model/{name}"] = safe_get_full_fp32_param(parameter)
+                gathered[f"model/{name}"] = safe_get_full_fp32_param(parameter)
                 if states:
                     for key in _MOMENTS:
                         value = safe_get_full_optimizer_state(parameter, key)
-                        found[f"optimizer/{name}/{key}"] = value
-                    found[f"optimizer/{name}/step"] = states[0]["step"]
+                        gathered[f"optimizer/{name}/{key}"] = value
+                    gathered[f"optimizer/{name}/step"] = states[0]["step"]
             if number % self.world_size == self.global_rank:
-                kept |= {name: value.detach().cpu().clone() for name, value in found.items()}
+                kept |= {name: value.detach().cpu().clone() for name, value in gathered.items()}
         return kept
 
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: Saved) -> None:
+    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         zero = cast(Any, optimizer)
         has_state = any(name.startswith("optimizer/") for name in saved.tensors)
         if has_state and not zero.optimizer.state:
-            # Made by hand: it appears at the first step.
-            for flat in self._flat_parameters(zero):
+            # The optimizer would create its state only at its first step, so create it here.
+            for flat in self._flat_shards(zero):
                 moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
                 step = torch.zeros((), device=flat.device)
                 zero.optimizer.state[flat] = {"step": step, **moments}
@@ -354,9 +359,9 @@ class Zero(_Launched, DeepSpeedStrategy):
             values = {key: saved.empty(full_name) for key, full_name in wanted.items()}
             saved.read({wanted[key]: value for key, value in values.items()})
             for key, value in values.items():
-                self._put(zero, parameter, value, key)
+                self._write_shard(zero, parameter, value, key)
         if has_state:
-            # Every parameter has made the same steps.
+            # The step counter is the same for every parameter.
             names = [name for name in saved.tensors if name.endswith("/step")]
             for state in zero.optimizer.state.values():
                 state["step"].copy_(saved.read_one(names[0]))
@@ -368,14 +373,16 @@ class Zero(_Launched, DeepSpeedStrategy):
         else:
             zero.update_lp_params()
 
-    def _flat_parameters(self, zero: Any) -> list[Tensor]:
-        """This rank's part of the parameters in float32, as the optimizer inside has it."""
+    def _flat_shards(self, zero: Any) -> list[Tensor]:
+        """This rank's float32 shards of the parameters, as the inner optimizer holds them."""
         if self.zero_stage_3:
             return list(zero.fp32_partitioned_groups_flat)
         return list(zero.single_partition_of_fp32_groups)
 
-    def _put(self, zero: Any, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Write this rank's part of a parameter, or of one of its moments."""
+    def _write_shard(
+        self, zero: Any, parameter: nn.Parameter, value: Tensor, key: str | None
+    ) -> None:
+        """Write this rank's shard of a parameter (key None), or of one of its moments."""
         if not self.zero_stage_3:
             from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
@@ -384,15 +391,15 @@ class Zero(_Launched, DeepSpeedStrategy):
             else:
                 safe_set_full_optimizer_state(parameter, value, key)
             return
-        # DeepSpeed's function of this name fails where a parameter does not divide by the ranks.
-        part, _ = zero._get_fp32_opt_state_partition(parameter, False, key)
-        mine = value.flatten()[part.numel() * self.global_rank :][: part.numel()]
-        part.data[: mine.numel()].copy_(mine)
+        # DeepSpeed's safe_set_* functions fail where the ranks do not divide a parameter's size.
+        shard, _ = zero._get_fp32_opt_state_partition(parameter, False, key)
+        mine = value.flatten()[shard.numel() * self.global_rank :][: shard.numel()]
+        shard.data[: mine.numel()].copy_(mine)
 
     def _gathered(
         self, parameter: nn.Parameter, *, is_written: bool = False
     ) -> AbstractContextManager[Any]:
-        """Within it a parameter is whole; what is written stays only if that is said."""
+        """Context with the full parameter. Changes to it are kept only with `is_written`."""
         import deepspeed
 
         return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
@@ -400,10 +407,10 @@ class Zero(_Launched, DeepSpeedStrategy):
         )
 
 
-def _make_same(model: nn.Module) -> None:
-    """Give all ranks rank 0's weights, as DDP does.
+def _broadcast_weights(model: nn.Module) -> None:
+    """Broadcast rank 0's weights, as DDP does.
 
-    Ranks that begin with another run's weights may have found different checkpoints of it.
+    With trainer.start_from, ranks may have read different checkpoints of a run in progress.
     """
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)

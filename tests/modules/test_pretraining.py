@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
-from longhaul.modules.pretraining import Pretraining, Skip
+from longhaul.modules.pretraining import Pretraining
+from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.training.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8

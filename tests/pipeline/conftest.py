@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from longhaul.pipeline.tracking.run import _make_sqlite, load_mlflow
+from longhaul.pipeline.tracking.mlflow_run import _make_sqlite, load_mlflow
 
 CHECKOUT = Path(__file__).parent.parent.parent
 TRACED = Path(__file__).parent / "traced_longhaul.py"

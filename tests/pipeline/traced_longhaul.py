@@ -70,9 +70,9 @@ def trace(file: Path) -> None:
 
 
 def mark_validation(file: Path) -> None:
-    from longhaul.pipeline.training import updates
+    from longhaul.pipeline.training import callback
 
-    original = updates.measure_positions
+    original = callback.measure_positions
 
     def measure_positions(*arguments: Any) -> Any:
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -82,7 +82,7 @@ def mark_validation(file: Path) -> None:
         file.unlink()
         return measured
 
-    updates.measure_positions = measure_positions
+    callback.measure_positions = measure_positions
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
 
 LONGHAUL = [sys.executable, "-P", "-m", "longhaul.pipeline.cli"]
 
@@ -412,7 +412,7 @@ class Work:
         newest = newest_checkpoint(self.folder / "checkpoints")
         assert newest is not None
         assert newest.name == f"step-{NUM_UPDATES:09d}"
-        return Saved(newest, "model").read_group("model")
+        return SavedCheckpoint(newest, "model").read_group("model")
 
     def assert_one_clean_run(self) -> None:
         client = MlflowClient(f"sqlite:///{self.path}/mlflow.db")

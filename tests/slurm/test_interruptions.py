@@ -39,7 +39,7 @@ def test_every_kind_of_interruption_leads_to_the_same_weights(
         f"{start} < 6 and self.progress.step == 5 * (1 + {start})",
         f"""
             import gc
-            from longhaul.pipeline.training.stop import StopRequests
+            from longhaul.pipeline.training.preemption import StopRequests
             (requests,) = [one for one in gc.get_objects() if type(one) is StopRequests]
             while not requests.has_signal:
                 time.sleep(0.05)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, Saved
+from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
 
 
 class _Model(nn.Module):
@@ -54,11 +54,11 @@ def _train(model: nn.Module, optimizer: Optimizer, steps: int, first: int = 0) -
         optimizer.step()
 
 
-def _save(folder: Path, model: nn.Module, optimizer: Optimizer) -> Saved:
+def _save(folder: Path, model: nn.Module, optimizer: Optimizer) -> SavedCheckpoint:
     store = CheckpointStore(folder / "checkpoints", keep_last=1)
     path = store.start(1, training_tensors(model, optimizer), {})
     store.wait()
-    return Saved(path)
+    return SavedCheckpoint(path)
 
 
 def _other_weights() -> _Model:

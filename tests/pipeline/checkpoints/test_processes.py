@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from longhaul.pipeline.checkpoints.store import CheckpointStore, Saved
+from longhaul.pipeline.checkpoints.store import CheckpointStore, SavedCheckpoint
 
 Fork = Callable[..., Any]  # conftest.Command: modules of this folder cannot import each other
 
@@ -26,7 +26,7 @@ SCRIPT = """
 import os, resource, sys, time
 from pathlib import Path
 import torch
-from longhaul.pipeline.checkpoints import files
+from longhaul.pipeline.checkpoints import writer
 from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore
 
 torch.set_num_threads(1)
@@ -73,7 +73,7 @@ def test_a_disk_that_fills_up_midway_loses_only_the_new_checkpoint(
 CRASH = (
     SCRIPT
     + """
-real = files.save_file
+real = writer.save_file
 
 def crash(tensors, path, metadata):
     if path.name.startswith("optimizer"):
@@ -82,7 +82,7 @@ def crash(tensors, path, metadata):
         time.sleep(60)
     real(tensors, path, metadata)
 
-files.save_file = crash
+writer.save_file = crash
 store.start(2, {"model/w": torch.ones(10), "optimizer/w/m": torch.ones(10)}, {})
 print("training", flush=True)
 store.wait()
@@ -117,8 +117,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from longhaul.pipeline.checkpoints import files
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, Saved
+from longhaul.pipeline.checkpoints import writer
+from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
 
 torch.set_num_threads(1)
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
@@ -141,7 +141,7 @@ store.wait()
 assert store.open_newest().path.name == "step-000000002"
 
 for step in (1, 2):
-    saved = Saved(store.folder / f"step-{step:09d}", rank_group=group)
+    saved = SavedCheckpoint(store.folder / f"step-{step:09d}", rank_group=group)
     into = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     saved.read(into)
     for name, tensor in into.items():
@@ -149,19 +149,19 @@ for step in (1, 2):
         assert torch.equal(here, wanted), (step, name, here)
 
 # One rank's failure is everyone's.
-real = files.save_file
+real = writer.save_file
 
 def lossy(tensors, path, metadata):
     real({name: torch.full_like(tensor, 9) for name, tensor in tensors.items()}, path, metadata)
 
 if rank == 1:
-    files.save_file = lossy
+    writer.save_file = lossy
 store.start(3, tensors, {})
 try:
     store.wait()
 except CheckpointError as error:
     print(error)
-files.save_file = real
+writer.save_file = real
 store.start(4, tensors, {})
 store.wait()
 dist.barrier()
@@ -191,7 +191,7 @@ def test_two_ranks_and_one_read_what_either_has_written(tmp_path: Path, fork: Fo
     assert {file.name for file in path.glob("model-*")} == {
         f"model-{rank:05d}-000.safetensors" for rank in range(2)
     }
-    saved = Saved(path)
+    saved = SavedCheckpoint(path)
     assert saved.tensors.keys() == wanted.keys()
     found = {name: saved.read_one(name) for name in wanted}
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)

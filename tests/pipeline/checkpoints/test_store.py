@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from longhaul.pipeline.checkpoints import files
 from longhaul.pipeline.checkpoints import store as store_module
+from longhaul.pipeline.checkpoints import writer
 from longhaul.pipeline.checkpoints.store import (
     CheckpointError,
     CheckpointStore,
-    Saved,
+    SavedCheckpoint,
     newest_checkpoint,
 )
 
@@ -55,7 +55,7 @@ def _save(
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    saved = Saved(path)
+    saved = SavedCheckpoint(path)
     groups = {name.partition("/")[0] for name in saved.tensors}
     return {f"{g}/{name}": t for g in groups for name, t in saved.read_group(g).items()}
 
@@ -88,10 +88,11 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         "rng-00000-000.safetensors",
         "state.json",
     ]
-    assert Saved(path).state == state
+    assert SavedCheckpoint(path).state == state
     _assert_equal(_load(path), _tensors())
     _assert_equal(
-        {"model/half": Saved(path).read_one("model/half")}, {"model/half": _tensors()["model/half"]}
+        {"model/half": SavedCheckpoint(path).read_one("model/half")},
+        {"model/half": _tensors()["model/half"]},
     )
 
 
@@ -105,7 +106,7 @@ def test_files_follow_the_umask(tmp_path: Path) -> None:
 def test_files_hold_no_more_than_their_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_FILE_BYTES", 100)
+    monkeypatch.setattr(writer, "_MAX_FILE_BYTES", 100)
     sizes = [20, 5, 1, 99, 5]  # float32: a file has room for 25, and for one tensor of any size
     tensors = {f"model/{n}": torch.full((size,), float(n)) for n, size in enumerate(sizes)}
     path = _save(_store(tmp_path), 1, tensors)
@@ -122,17 +123,17 @@ def test_reading_one_group_does_not_touch_the_others(tmp_path: Path) -> None:
     path = _save(_store(tmp_path), 1)
     (path / "rng-00000-000.safetensors").unlink()
     (path / "optimizer-00000-000.safetensors").unlink()
-    tensors = Saved(path, "model").read_group("model")
+    tensors = SavedCheckpoint(path, "model").read_group("model")
     wanted = {name: tensor for name, tensor in _tensors().items() if name.startswith("model/")}
     _assert_equal({f"model/{name}": tensor for name, tensor in tensors.items()}, wanted)
     with pytest.raises(CheckpointError, match="optimizer-00000-000"):
-        Saved(path, "model", "optimizer")
+        SavedCheckpoint(path, "model", "optimizer")
     with pytest.raises(CheckpointError, match=r"has no other$"):
-        Saved(path, "model", "other")
+        SavedCheckpoint(path, "model", "other")
 
 
 def test_reading_fills_the_tensors_that_are_given(tmp_path: Path) -> None:
-    saved = Saved(_save(_store(tmp_path), 1))
+    saved = SavedCheckpoint(_save(_store(tmp_path), 1))
     given = torch.zeros(7, 5)
     saved.read({"model/embedding": given})
     assert torch.equal(given, _tensors()["model/embedding"])
@@ -157,14 +158,14 @@ class _Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
-        real = files.save_file
+        real = writer.save_file
 
         def slow(*args: Any, **rest: Any) -> None:
             self.reached.set()
             assert self._open.wait(30)
             real(*args, **rest)
 
-        monkeypatch.setattr(files, "save_file", slow)
+        monkeypatch.setattr(writer, "save_file", slow)
 
     def open(self) -> None:
         self._open.set()
@@ -187,7 +188,7 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(
     store.wait()
     assert not store.is_saving
     _assert_equal(_load(path), _tensors())
-    assert Saved(path).state == {"list": [1]}
+    assert SavedCheckpoint(path).state == {"list": [1]}
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +261,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     damaged = _save(store, 2)
     damage(damaged / file)
     with pytest.raises(CheckpointError, match=file):
-        Saved(damaged)
+        SavedCheckpoint(damaged)
     with caplog.at_level(logging.WARNING):
         newest = _newest(store)
     assert newest == store.folder / "step-000000001"
@@ -278,7 +279,7 @@ def test_damaged_checkpoints_alone_are_an_error(tmp_path: Path) -> None:
     store = _store(tmp_path)
     _truncate(_save(store, 1) / "model-00000-000.safetensors")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="damaged checkpoints alone, wanted a whole one"):
+        with pytest.raises(CheckpointError, match="only damaged checkpoints, wanted an intact one"):
             store.open_newest()
     assert _names(store) == ["step-000000001.damaged"]
 
@@ -324,21 +325,21 @@ def test_saving_a_step_again_keeps_the_whole_checkpoint_and_replaces_a_damaged_o
     store = _store(tmp_path)
     path = _save(store, 1, state={"attempt": 1})
     assert _save(store, 1, state={"attempt": 2}) == path
-    assert Saved(path).state == {"attempt": 1}
+    assert SavedCheckpoint(path).state == {"attempt": 1}
     _truncate(path / "model-00000-000.safetensors")
     assert _save(store, 1, state={"attempt": 3}) == path
-    assert Saved(path).state == {"attempt": 3}
+    assert SavedCheckpoint(path).state == {"attempt": 3}
 
 
 def _lossy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Files lose their content on the way to the disk, until what this returns is called."""
-    real = files.save_file
+    real = writer.save_file
 
     def save(tensors: dict[str, Tensor], path: Path, **rest: Any) -> None:
         real({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, path, **rest)
 
-    monkeypatch.setattr(files, "save_file", save)
-    return lambda: monkeypatch.setattr(files, "save_file", real)
+    monkeypatch.setattr(writer, "save_file", save)
+    return lambda: monkeypatch.setattr(writer, "save_file", real)
 
 
 def test_what_does_not_read_back_is_not_kept(

@@ -86,7 +86,7 @@ def test_speed_is_the_median_and_time_left_follows_from_it(
     run = _make(tmp_path / "run", *slow, *(_update(step) for step in range(5, 41)))
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from longhaul.pipeline.tracking.journal import Journal\n"
+        "from longhaul.pipeline.tracking.metrics_journal import Journal\n"
         "journal = Journal(Path('logs/metrics.jsonl')); Path('up').touch(); time.sleep(60)"
     )
     holder = fork(code, run)

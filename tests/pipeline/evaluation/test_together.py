@@ -126,7 +126,7 @@ def test_a_task_that_fails_is_told_and_training_goes_on(run: Run) -> None:
     small = ("data.context=512", "trainer.micro_batch=1", "data.validation_tokens=512")
     overrides = ("trainer.max_tokens=1024", "evaluation.tasks=[context,bigram]", *small)
     result = run.longhaul("train", "small.yaml", *overrides)
-    assert "step-000000002: context is not measured: " in result.stderr
+    assert "step-000000002: the evaluation task context failed: " in result.stderr
     (found,) = (run.path / "small" / "evaluation").iterdir()
     assert list(json.loads((found / "results.json").read_text())) == ["evaluation/bigram_loss"]
 

@@ -23,7 +23,7 @@ from longhaul.pipeline.checkpoints.store import CheckpointError
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
-from longhaul.pipeline.runs.start import load_start
+from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -128,14 +128,14 @@ def test_what_cannot_be_exported_is_refused(
         fcntl.flock(lock, fcntl.LOCK_EX)
         busy = try_export("small", "new")
     assert busy.returncode == 1
-    assert "new: found another process that writes it, wanted one at a time" in busy.stderr
+    assert "new: found another process writing it, wanted one at a time" in busy.stderr
     monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mounted")
     with pytest.raises(ValueError, match="mounted: found a mount point, wanted a new or empty"):
         export(base.path / "small", tmp_path / "mounted")
     begun = base.path / "begun"
     begun.mkdir()
     shutil.copy(base.path / "small" / "config.yaml", begun)
-    refused(try_export("begun", "new"), "begun: found no whole checkpoint, wanted one")
+    refused(try_export("begun", "new"), "begun: found no intact checkpoint, wanted one")
     assert not (base.path / "new").exists()
 
 
@@ -324,7 +324,7 @@ def begins_with(folder: Path, base: Run, *options: str) -> LanguageModel:
     config = load_run_config(base.path / "small.yaml", options)
     torch.manual_seed(1)
     model = LanguageModel(config.model)
-    assert load_start(model, str(folder)) == folder
+    assert load_initial_weights(model, str(folder)) == folder
     return model
 
 
@@ -361,11 +361,13 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
-    refuses(other, f"{other}/config.json: not of an exported model, model_type is 'gpt2'")
+    refuses(
+        other, f"{other}/config.json: not the config of an exported model, model_type is 'gpt2'"
+    )
     (other / "config.json").write_text("[")
-    refuses(other, f"{other}/config.json: not of an exported model")
+    refuses(other, f"{other}/config.json: not the config of an exported model")
     shutil.copy(exported / "config.json", other)
-    refuses(other, f"{other}: its weights cannot be read, No such file")
+    refuses(other, f"{other}: the weights cannot be read, No such file")
     content = (exported / "model.safetensors").read_bytes()
     (other / "model.safetensors").write_bytes(content[:-1])
-    refuses(other, f"{other}: its weights cannot be read")
+    refuses(other, f"{other}: the weights cannot be read")

@@ -28,7 +28,7 @@ from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
 from longhaul.pipeline.reporting import page
 from longhaul.pipeline.reporting.runs import read_runs
-from longhaul.pipeline.tracking.run import create_parent
+from longhaul.pipeline.tracking.mlflow_run import create_parent
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 

@@ -8,7 +8,7 @@ from longhaul.pipeline.evaluation.labels import Label, read_label
 from longhaul.pipeline.reporting.runs import Point
 from longhaul.pipeline.reporting.training import _thinned
 from longhaul.pipeline.reporting.variants import looks, name_variants
-from longhaul.pipeline.tracking.names import without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 
 def config(*overrides: str) -> RunConfig:

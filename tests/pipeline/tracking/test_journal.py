@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.pipeline.tracking import journal as journal_module
-from longhaul.pipeline.tracking.journal import Journal, JournalError, read_lines
+from longhaul.pipeline.tracking import metrics_journal as journal_module
+from longhaul.pipeline.tracking.metrics_journal import Journal, JournalError, read_lines
 
 
 def _path(folder: Path) -> Path:
@@ -126,7 +126,7 @@ def test_reading_in_parts_gives_every_line_once_and_leaves_an_unfinished_one(
 WORKER_OUTLIVES = """
 import os, sys, time
 from pathlib import Path
-from longhaul.pipeline.tracking.journal import Journal
+from longhaul.pipeline.tracking.metrics_journal import Journal
 
 journal = Journal(Path(sys.argv[1]))
 if os.fork() == 0:
@@ -161,7 +161,7 @@ def test_one_process_writes_at_a_time_and_a_killed_one_holds_nothing(tmp_path: P
 HOLDER = """
 import sys, time
 from pathlib import Path
-from longhaul.pipeline.tracking.journal import Journal
+from longhaul.pipeline.tracking.metrics_journal import Journal
 
 journal = Journal(Path(sys.argv[1]))
 print(flush=True)
@@ -217,7 +217,7 @@ def test_the_wait_for_a_lock_has_an_end_and_a_first_start_has_none(
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
-from longhaul.pipeline.tracking.journal import Journal, JournalError
+from longhaul.pipeline.tracking.metrics_journal import Journal, JournalError
 
 journal = Journal(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from longhaul.pipeline.tracking.journal import read_lines
+from longhaul.pipeline.tracking.metrics_journal import read_lines
 
 # A training process logs steps 1, 2, ..., repeats a few after each restart, and kills itself at the
 # moments that matter. All are forked from one that has imported MLflow, which takes longest.
 TRAINING = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from longhaul.pipeline.tracking import run, tracker
+from longhaul.pipeline.tracking import mlflow_run, tracker
 from longhaul.pipeline.tracking.tracker import Tracker
 import alembic.command
 from mlflow.tracking import MlflowClient
 import mlflow.store.tracking.sqlalchemy_store
 
 run_dir, uri, *deaths = Path(sys.argv[1]), *sys.argv[2:]
-tracker.COPY_EVERY_S = 0.05
+tracker.UPLOAD_EVERY_S = 0.05
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -41,8 +41,8 @@ def prepare(death):
     elif death == "store made, not linked":
         os.link = die
     elif death == "run created, id not noted":
-        real = run.write_atomically
-        run.write_atomically = lambda path, text: (
+        real = mlflow_run.write_atomically
+        mlflow_run.write_atomically = lambda path, text: (
             die() if path.name == "mlflow_run_id" else real(path, text)
         )
     elif death == "metrics sent, position not":
@@ -130,11 +130,11 @@ def test_killed_at_any_moment_every_step_is_in_mlflow_once(tmp_path: Path) -> No
 # The module that is being imported while the process forks stands for any of MLflow's.
 FORK = """
 import importlib, os, sys, threading, time
-from longhaul.pipeline.tracking import run
+from longhaul.pipeline.tracking import mlflow_run
 
 real = importlib.import_module
-run.importlib = type("", (), {"import_module": staticmethod(lambda name: real("slow"))})
-thread = threading.Thread(target=run.load_mlflow, args=("http://x",))
+mlflow_run.importlib = type("", (), {"import_module": staticmethod(lambda name: real("slow"))})
+thread = threading.Thread(target=mlflow_run.load_mlflow, args=("http://x",))
 thread.start()
 while "slow" not in sys.modules:
     time.sleep(0.001)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from longhaul.pipeline.tracking import tracker as tracker_module
-from longhaul.pipeline.tracking.journal import read_lines
-from longhaul.pipeline.tracking.run import ENVIRONMENT
+from longhaul.pipeline.tracking.metrics_journal import read_lines
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT
 from longhaul.pipeline.tracking.tracker import Tracker
 
 
@@ -75,7 +75,7 @@ def test_a_server_that_comes_and_goes_gets_every_step_once_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tracker_module, "COPY_EVERY_S", 0.05)
+    monkeypatch.setattr(tracker_module, "UPLOAD_EVERY_S", 0.05)
     monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.5)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     caplog.set_level(logging.WARNING)

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from longhaul.pipeline.tracking import tracker as tracker_module
-from longhaul.pipeline.tracking.journal import JournalError, read_lines
-from longhaul.pipeline.tracking.names import clean_name
-from longhaul.pipeline.tracking.run import absolute_uri
+from longhaul.pipeline.tracking.metrics_journal import JournalError, read_lines
+from longhaul.pipeline.tracking.mlflow_limits import clean_name
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 from longhaul.pipeline.tracking.tracker import Tracker
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_module, "COPY_EVERY_S", 0.05)
+    monkeypatch.setattr(tracker_module, "UPLOAD_EVERY_S", 0.05)
     monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.1)
 
 
@@ -380,7 +380,8 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
 
 def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None:
     held = (
-        "import pathlib, sys, time; from longhaul.pipeline.tracking.journal import Journal\n"
+        "import pathlib, sys, time\n"
+        "from longhaul.pipeline.tracking.metrics_journal import Journal\n"
         "j = Journal(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     journal = run_dir / "logs" / "metrics.jsonl"

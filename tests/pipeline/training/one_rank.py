@@ -33,21 +33,21 @@ def _report(trainer: Trainer, module: LightningModule) -> dict[str, int]:
 
 def main() -> None:
     from longhaul.configs import load_run_config
-    from longhaul.pipeline.runs.folder import anchored
+    from longhaul.pipeline.runs.folder import with_absolute_paths
+    from longhaul.pipeline.training import callback
     from longhaul.pipeline.training import run as train
-    from longhaul.pipeline.training import updates
 
     rank = int(os.environ["LOCAL_RANK"])
-    original = updates.Updates.on_fit_end
+    original = callback.TrainingCallback.on_fit_end
 
     def on_fit_end(self: Any, trainer: Trainer, module: LightningModule) -> None:
         folder = Path(self.config.root) / self.config.name
         (folder / f"rank-{rank}.json").write_text(json.dumps(_report(trainer, module)))
         original(self, trainer, module)
 
-    updates.Updates.on_fit_end = on_fit_end  # type: ignore[method-assign]
+    callback.TrainingCallback.on_fit_end = on_fit_end  # type: ignore[method-assign]
     for config, *overrides in json.loads(Path(sys.argv[1]).read_text()):
-        status = train.train(anchored(load_run_config(config, overrides)))
+        status = train.train(with_absolute_paths(load_run_config(config, overrides)))
         assert status == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.tracking.run import ENVIRONMENT
+from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 

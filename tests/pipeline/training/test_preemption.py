@@ -14,7 +14,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -33,7 +33,7 @@ def start(run: Run, *overrides: str) -> Any:
 def weights(run: Run) -> dict[str, torch.Tensor]:
     newest = newest_checkpoint(run.path / "small" / "checkpoints")
     assert newest is not None
-    return Saved(newest, "model").read_group("model")
+    return SavedCheckpoint(newest, "model").read_group("model")
 
 
 def assert_same_end(run: Run, wanted: Run, num_updates: int = 30) -> None:
@@ -72,7 +72,7 @@ def test_stopped_and_killed_the_run_ends_with_the_same_weights(run: Run, undistu
     assert newest is not None
     saved = int(newest.name.removeprefix("step-"))
     assert 4 <= saved < 12
-    assert f"stopped after step {saved}, saved; the same command goes on" in error
+    assert f"stopped after step {saved}, saved; run the same command to resume" in error
     process = start(run)
     run.wait_for_step(process, 14)
     process.rank_1().kill()
@@ -106,7 +106,7 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
         newest = newest_checkpoint(run.path / "small" / "checkpoints")
         assert newest is not None
         saved = int(newest.name.removeprefix("step-"))
-        assert f"stopped after step {saved}, saved; the same command goes on" in error
+        assert f"stopped after step {saved}, saved; run the same command to resume" in error
         assert before < step <= saved < 30
         assert not (run.path / "small" / "DONE").exists()
         before = saved

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from longhaul.pipeline.checkpoints.store import Saved, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
+from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.profiling import Communication, communication, covered
-from longhaul.pipeline.training.stop import StopRequests
 from longhaul.pipeline.training.stragglers import StragglerReport
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -123,7 +123,7 @@ def test_a_run_that_is_watched_ends_with_the_same_weights(
     for run in (watched, alone):
         newest = newest_checkpoint(run.path / "small" / "checkpoints")
         assert newest is not None
-        ends.append(Saved(newest, "model").read_group("model"))
+        ends.append(SavedCheckpoint(newest, "model").read_group("model"))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
     losses = [
         [values["train/loss"] for values in metrics(run).values()] for run in (watched, alone)
@@ -154,9 +154,9 @@ def test_a_bad_request_is_said_and_removed(
 ) -> None:
     file = tmp_path / "PROFILE"
     requests = StopRequests(tmp_path, deadline_s=1)
-    assert requests.wanted_profile == 0
+    assert requests.updates_to_trace == 0
     file.write_text(content)
-    assert requests.wanted_profile == wanted
+    assert requests.updates_to_trace == wanted
     assert file.exists() == bool(wanted)
     said = f"found {content!r}, wanted nothing or a number of updates, 1 to 100"
     assert (said in caplog.text) == (not wanted)

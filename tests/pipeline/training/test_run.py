@@ -262,7 +262,7 @@ def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:
         (checkpoint / "model-00000-000.safetensors").unlink()
     result = run.longhaul(*options, check=False)
     assert result.returncode == 1
-    assert "found damaged checkpoints alone, wanted a whole one" in result.stderr.splitlines()[-1]
+    assert "found only damaged checkpoints, wanted an intact one" in result.stderr.splitlines()[-1]
 
 
 def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) -> None:
@@ -271,7 +271,7 @@ def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) 
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 75, error
-    assert "saved; the same command goes on" in error.splitlines()[-1]
+    assert "saved; run the same command to resume" in error.splitlines()[-1]
     assert [run.info.status for run in mlflow_runs(run)[1]] == ["KILLED"]
     run.longhaul("train", "small.yaml")
     assert_same_weights(run, uninterrupted)

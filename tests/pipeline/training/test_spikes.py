@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.store import SavedCheckpoint
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 def saved(run: Run, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    checkpoint = Saved(run.path / "small" / "checkpoints" / f"step-{step:09d}")
+    checkpoint = SavedCheckpoint(run.path / "small" / "checkpoints" / f"step-{step:09d}")
     tensors = {name: checkpoint.read_one(name) for name in checkpoint.tensors}
     return {k: v for k, v in tensors.items() if not k.startswith("rng/")}, checkpoint.state
 

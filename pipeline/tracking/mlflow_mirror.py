@@ -1,16 +1,17 @@
-"""Copies a run's journal into one MLflow run, each line once.
+"""Uploads a run's metrics journal to its MLflow run, each line once.
 
-Found by trying mlflow 3.17.2, on sqlite and through `mlflow server`, and relied on here:
+It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflow server`:
 
-- Sending a metric again with the same (key, value, timestamp, step) adds no row, NaN included, also
-  when its batch holds new ones. So what counts is that a line is sent at least once, from a journal
-  that never changes; how far the copying has got may be remembered a little late.
+- Logging a metric again with the same (key, value, timestamp, step) adds no row. This holds for NaN
+  too, and for batches that also contain new metrics. Lines of the journal never change, so it
+  suffices to send each line at least once, and the position of the upload may be stored late.
 - `log_batch` writes params, metrics and tags in that order, each in a transaction of its own. Tags
-  sent with metrics are never ahead of them, so the position travels there.
-- A changed param is refused, and with it every param of the batch. A finished run takes more lines,
-  a deleted one does not. Values above 6,000 (params) and 8,000 (tags) characters are cut.
-- `log_outputs` refuses a link that exists, and two logged models may have one name.
-- A thousand rows cost 0.07 to 0.2 s of this process on sqlite, 0.02 s of it through a server.
+  sent with metrics are never stored before them, so the position of the upload is stored in tags.
+- MLflow refuses a changed param, and with it all params of the batch. It accepts metrics for a
+  finished run, but not for a deleted one. Values above 6,000 characters (params) or 8,000 (tags)
+  are truncated.
+- `log_outputs` refuses a link that exists, and two logged models can have the same name.
+- A thousand rows take 0.07 to 0.2 s of this process's time on sqlite, 0.02 s with a server.
 """
 
 import logging
@@ -19,38 +20,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longhaul.pipeline.tracking.journal import position, read_lines
-from longhaul.pipeline.tracking.names import (
+from longhaul.pipeline.tracking.metrics_journal import position, read_lines
+from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
     MAX_TAG_CHARACTERS,
     clean_name,
-    cut,
     is_refusal,
     one_line,
+    truncate,
 )
-from longhaul.pipeline.tracking.run import check_active, noted_run_id, open_run
+from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
 
-# Metrics and tags of one request, 1,000 together and 100 tags at most. Of more, the client makes
-# several requests and sends the tags with the first: the position would be ahead of the metrics.
+# A request may hold 1,000 metrics and tags together, of these 100 tags. Given more, the client
+# makes several requests and sends the tags with the first, so the position would be stored too
+# early.
 MAX_METRICS = 900
 CHECKPOINT_TAG = "longhaul.checkpoint"
 CHANGED_TAG = "config_changed."
 UPLOADED_TAG = "longhaul.uploaded."
 
-# An artifact store may fail in ways of its own, for ever, while the rest works.
+# For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
+# work.
 _MAX_ATTEMPTS = 5
 
 
 class MlflowMirror:
-    """One MLflow run for one run folder, fed from one journal. Used by a single thread.
+    """Uploads one journal to the MLflow run of a run folder. Only one thread may use it.
 
-    `copy` may raise whatever MLflow raises; called again later it continues.
+    `upload` may raise any error of MLflow. When it is called again it continues.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class MlflowMirror:
         self._offset = 0
         self._last_status = -1  # position of the newest status line among those being sent
 
-    def copy(self) -> int:
-        """Send the journal's lines that MLflow does not have yet; how many that were."""
+    def upload(self) -> int:
+        """Send the journal's lines that MLflow does not have yet, and return their number."""
         if self._connection is None:
             self._connect()
         sent = 0
@@ -81,7 +84,7 @@ class MlflowMirror:
             self._last_status = max(
                 (position(line) for line in lines if line["kind"] == "status"), default=-1
             )
-            for group in _grouped(self._fresh(lines)):
+            for group in _grouped(self._unsent(lines)):
                 self._send(group)
                 for line in group:
                     self._uploaded[line["kind"]] = position(line)
@@ -89,21 +92,21 @@ class MlflowMirror:
             self._offset = end
 
     def known_run_id(self) -> str | None:
-        """The id of the MLflow run, None before there is one."""
-        return self.run_id or noted_run_id(self.run_dir)
+        """The id of the MLflow run, None if it has not been created."""
+        return self.run_id or stored_run_id(self.run_dir)
 
     def disconnect(self) -> None:
-        """Forget the connection: the next `copy` looks for the run again, as after a restart."""
+        """Drop the connection. The next `upload` looks for the run again, as after a restart."""
         self._connection = None
 
-    def waiting(self) -> int:
-        """How many lines have not been sent, as far as is known here."""
+    def num_unsent(self) -> int:
+        """Number of lines of the journal that have not been sent, as far as this process knows."""
         count, offset = 0, self._offset
         while True:
             lines, end = read_lines(self.journal, offset)
             if end == offset:
                 return count
-            count += len(self._fresh(lines))
+            count += len(self._unsent(lines))
             offset = end
 
     @property
@@ -112,7 +115,7 @@ class MlflowMirror:
         return self._connection
 
     def _connect(self) -> None:
-        """Find the run, or create it, and learn from its tags how far the copying has got."""
+        """Find or create the run, and read from its tags which lines it already has."""
         lines, _ = read_lines(self.journal)
         client, run = open_run(
             self.run_dir,
@@ -132,11 +135,11 @@ class MlflowMirror:
         self._offset = 0
         self._connection = client
 
-    def _fresh(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _unsent(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [line for line in lines if position(line) > self._uploaded.get(line["kind"], -1)]
 
     def _send(self, group: Sequence[dict[str, Any]]) -> None:
-        """Send lines that `_grouped` put together, and note that they are there."""
+        """Send a group of lines from `_grouped`, and store the new position."""
         try:
             if _is_event(group[0]):
                 self._send_event(group[0])
@@ -149,18 +152,18 @@ class MlflowMirror:
                 for line in group:
                     self._send([line])
                 return
-            # One line that MLflow will never take must not hold up those behind it.
+            # A line that MLflow will never accept must not block the lines after it.
             logger.warning(
-                "MLflow refused line %s %d of %s, which stays in that file: %s",
+                "MLflow refused line %s %d of %s, which is kept in that file only: %s",
                 group[0]["kind"],
                 position(group[0]),
                 self.journal,
                 one_line(error),
             )
-            self._mark(group)
+            self._store_position(group)
 
     def _is_final(self, error: Exception, line: dict[str, Any]) -> bool:
-        """Whether sending this line again is pointless; raises if it is the run that is gone."""
+        """Whether sending this line again is pointless. Raises if the run itself was deleted."""
         if not is_refusal(error):
             if line["kind"] not in ("artifact", "checkpoint"):
                 return False
@@ -179,7 +182,7 @@ class MlflowMirror:
             for line in group
             for name, value in line["values"].items()
         ]
-        # The position belongs to the last part: before it, the lines are not all there.
+        # The position is sent with the last batch, when all lines of the group have arrived.
         while len(metrics) > MAX_METRICS:
             self._client.log_batch(self.run_id, metrics[:MAX_METRICS])
             metrics = metrics[MAX_METRICS:]
@@ -197,13 +200,13 @@ class MlflowMirror:
                 self._send_artifact(line)
             case "checkpoint":
                 self._send_checkpoint(line)
-        self._mark([line])
+        self._store_position([line])
 
     def _send_status(self, line: dict[str, Any]) -> None:
-        """Tell how the run is, if it is not known and still true.
+        """Set the run's status, unless a later line changes it or MLflow already shows it.
 
-        A server that hung may carry out a request that was given up here after later ones, so none
-        is made that is not needed.
+        A server that hung may execute a request that timed out here after later requests, so no
+        needless request is made.
         """
         if position(line) < self._last_status:
             return
@@ -214,15 +217,15 @@ class MlflowMirror:
             self._client.set_terminated(self.run_id, line["status"], end_time=line["time_ms"])
 
     def _send_params(self, values: Mapping[str, str]) -> None:
-        """Log params that are new; those that changed become tags, which may change."""
+        """Log new params. Changed ones become tags, because MLflow params cannot change."""
         from mlflow.entities import Param
 
         data = self._client.get_run(self.run_id).data
-        wanted = {clean_name(k): cut(v, MAX_PARAM_CHARACTERS) for k, v in values.items()}
-        fresh = [Param(name, value) for name, value in wanted.items() if name not in data.params]
-        self._client.log_batch(self.run_id, params=fresh)
+        current = {clean_name(k): truncate(v, MAX_PARAM_CHARACTERS) for k, v in values.items()}
+        new = [Param(name, value) for name, value in current.items() if name not in data.params]
+        self._client.log_batch(self.run_id, params=new)
         changed = {}
-        for name, value in wanted.items():
+        for name, value in current.items():
             tag = f"{CHANGED_TAG}{name}"[:MAX_NAME_CHARACTERS]
             if value != data.tags.get(tag, data.params.get(name, value)):
                 changed[tag] = value
@@ -231,29 +234,29 @@ class MlflowMirror:
     def _set_tags(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        tags = [RunTag(clean_name(k), cut(v, MAX_TAG_CHARACTERS)) for k, v in values.items()]
+        tags = [RunTag(clean_name(k), truncate(v, MAX_TAG_CHARACTERS)) for k, v in values.items()]
         self._client.log_batch(self.run_id, tags=tags)
 
     def _send_artifact(self, line: dict[str, Any]) -> None:
         path = self.run_dir / line["path"]
         if not path.exists():
-            logger.warning("%s is gone and cannot be copied to MLflow", path)
+            logger.warning("%s no longer exists and cannot be uploaded to MLflow", path)
         elif path.is_dir():
             self._client.log_artifacts(self.run_id, str(path), line["folder"] or None)
         else:
             self._client.log_artifact(self.run_id, str(path), line["folder"] or None)
 
     def _send_checkpoint(self, line: dict[str, Any]) -> None:
-        """A logged model that names the folder; its weights stay where they are."""
+        """Create a logged model with the checkpoint's path; its weights are not uploaded."""
         from mlflow.entities import LoggedModelOutput
 
-        found = self._client.search_logged_models(
+        existing = self._client.search_logged_models(
             [self._experiment_id],
             f"source_run_id = '{self.run_id}' AND tags.`{CHECKPOINT_TAG}` = '{line['path']}'",
             max_results=1,
         )
-        if found:
-            model_id = found[0].model_id
+        if existing:
+            model_id = existing[0].model_id
         else:
             created = self._client.create_logged_model(
                 self._experiment_id,
@@ -282,7 +285,7 @@ class MlflowMirror:
         last = {line["kind"]: position(line) for line in group}
         return [RunTag(self._position_tag(kind), str(value)) for kind, value in last.items()]
 
-    def _mark(self, group: Sequence[dict[str, Any]]) -> None:
+    def _store_position(self, group: Sequence[dict[str, Any]]) -> None:
         self._client.log_batch(self.run_id, tags=self._positions(group))
 
 
@@ -291,7 +294,7 @@ def _is_event(line: Mapping[str, Any]) -> bool:
 
 
 def _grouped(lines: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Neighbouring lines of metrics up to a full batch together, each event alone."""
+    """Group consecutive lines of metrics up to a full batch; each event is a group of its own."""
     group: list[dict[str, Any]] = []
     size = 0
     for line in lines:

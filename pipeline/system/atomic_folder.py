@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and never over anything."""
+"""Creates a folder atomically: complete or not at all, and never over existing files."""
 
 import fcntl
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 from longhaul.pipeline.system.files import flush
 
 
-def free_folder(destination: str | Path) -> Path:
-    """The real path of a folder that is not there yet, or empty; ValueError for anything else."""
+def new_or_empty_folder(destination: str | Path) -> Path:
+    """The real path of a folder that does not exist or is empty; ValueError for anything else."""
     if not str(destination):
         raise ValueError("DST: found an empty name, wanted a new or empty folder")
     target = Path(os.path.realpath(destination))
@@ -25,15 +25,15 @@ def free_folder(destination: str | Path) -> Path:
 
 
 @contextmanager
-def appearing(target: Path) -> Iterator[Path]:
-    """A folder beside the target to write files into, which gets its name when the block ends well.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Context with a temporary folder, renamed to the target when the context ends without error.
 
     Args:
-        target: from `free_folder`.
+        target: from `new_or_empty_folder`. The temporary folder is beside it.
 
     Raises:
-        OSError: it could not be written, another process writes it, or something was put into the
-            target meanwhile.
+        OSError: the folder cannot be written, another process is writing it, or something was put
+            into the target in the meantime.
     """
     temporary = target.with_name(f".{target.name}.unfinished")
     temporary.mkdir(parents=True, exist_ok=True)
@@ -43,10 +43,10 @@ def appearing(target: Path) -> Iterator[Path]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise OSError(
-                f"{target}: found another process that writes it, wanted one at a time"
+                f"{target}: found another process writing it, wanted one at a time"
             ) from None
         try:
-            # What a process left that was killed.
+            # Remove what a killed process left behind.
             for entry in temporary.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry)

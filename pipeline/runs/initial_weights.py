@@ -1,4 +1,4 @@
-"""Gives a new run the weights that it begins with."""
+"""Loads the initial weights of a new run (trainer.start_from)."""
 
 from pathlib import Path
 from typing import Any
@@ -8,27 +8,27 @@ from torch import Tensor
 from longhaul.configs import ConfigError
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.checkpoints.store import Saved
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported, shape_of
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.trained_model import find_checkpoint
 
 
-def load_start(model: LanguageModel, start_from: str) -> Path:
-    """Give a new model the weights of a checkpoint or of an exported folder.
+def load_initial_weights(model: LanguageModel, start_from: str) -> Path:
+    """Load the weights of a checkpoint or of an exported folder into a new model.
 
-    Its model has the same config, but for initial states and the op's chunks. Initial states that
-    it lacks stay as they are.
+    The source's model must have the same config, except for initial states and chunk size. Initial
+    states that the source lacks keep their present values.
 
     Returns:
-        The checkpoint, or the folder.
+        The checkpoint, or the exported folder.
 
     Raises:
-        ConfigError: there is none, it is that of another model, or an exported folder is damaged.
+        ConfigError: there is no such source, its model differs, or an exported folder is damaged.
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        source, before, now = _described(start_from, model.config)
+        source, before, now = _compared_configs(start_from, model.config)
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error
     for key in sorted(before.keys() | now.keys()):
@@ -38,40 +38,40 @@ def load_start(model: LanguageModel, start_from: str) -> Path:
                 f"wanted {now.get(key)!r} as in this run's model"
             )
     try:
-        found = (
+        weights = (
             exported_weights(source)
             if is_exported(source)
-            else Saved(source, "model").read_group("model")
+            else SavedCheckpoint(source, "model").read_group("model")
         )
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error
     wanted = model.state_dict()
-    for name in sorted(found.keys() | wanted.keys()):
-        if name not in found and "initial_state" in name.split("."):
+    for name in sorted(weights.keys() | wanted.keys()):
+        if name not in weights and "initial_state" in name.split("."):
             continue
-        if name not in found or name not in wanted or found[name].shape != wanted[name].shape:
+        if name not in weights or name not in wanted or weights[name].shape != wanted[name].shape:
             raise ConfigError(
-                f"trainer.start_from: found {_shape(found.get(name))} for {name} in {source}, "
+                f"trainer.start_from: found {_shape(weights.get(name))} for {name} in {source}, "
                 f"wanted {_shape(wanted.get(name))} as in this run's model"
             )
-    model.load_state_dict(found, strict=False)
+    model.load_state_dict(weights, strict=False)
     return source
 
 
-def _described(
+def _compared_configs(
     start_from: str, model: LanguageModelConfig
 ) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Where weights lie, and what decides their meaning there and in a model, in the same words."""
+    """The source of the weights, and the options to compare: the source's and the model's."""
     if is_exported(start_from):
         source = Path(start_from)
-        return source, _decisive(exported_shape(source)), _decisive(shape_of(model))
+        return source, _weight_options(exported_shape(source)), _weight_options(shape_of(model))
     folder, checkpoint = find_checkpoint(start_from)
     before = {"model": to_dict(stored_config(folder).model)}
-    return checkpoint, _decisive(before), _decisive({"model": to_dict(model)})
+    return checkpoint, _weight_options(before), _weight_options({"model": to_dict(model)})
 
 
-def _decisive(values: dict[str, Any]) -> dict[str, Any]:
-    """What of a model's config decides what its weights mean."""
+def _weight_options(values: dict[str, Any]) -> dict[str, Any]:
+    """The options of a model, by flat name, that determine what its weights mean."""
     free = ("initial_state", "rank", "chunk_size")
     return {key: v for key, v in flatten(values).items() if key.rsplit(".", 1)[-1] not in free}
 

@@ -1,4 +1,4 @@
-"""What MLflow takes: names, lengths, and which of its answers are final."""
+"""What MLflow accepts as names and values, and which of its errors are final."""
 
 import re
 
@@ -6,7 +6,7 @@ MAX_PARAM_CHARACTERS = 6000
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
 
-# Answers that will be the same the next time. Everything else is worth trying again.
+# Error codes that a retry would meet again. All other errors are worth a retry.
 _REFUSALS = {
     "BAD_REQUEST",
     "INVALID_PARAMETER_VALUE",
@@ -22,23 +22,23 @@ def is_refusal(error: Exception) -> bool:
 
 
 def clean_name(name: str) -> str:
-    """The nearest name MLflow takes: letters, digits and `_-.: /`, as a plain relative path."""
+    """The nearest name that MLflow accepts: letters, digits and `_-.: /`, as a relative path."""
     allowed = re.sub(r"[^\w.\-/ :]", "_", name)
     parts = [part for part in allowed.split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:MAX_NAME_CHARACTERS].rstrip("/") or "_"
 
 
 def one_line(error: BaseException) -> str:
-    """An error's first words; some of MLflow's hold whole statements in SQL."""
+    """The beginning of an error message; some of MLflow's contain whole SQL statements."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def cut(value: str, limit: int) -> str:
-    """At most `limit` characters; dots at the end say that there were more."""
+def truncate(value: str, limit: int) -> str:
+    """At most `limit` characters; a longer value ends in '...'."""
     return value if len(value) <= limit else f"{value[: limit - 3]}..."
 
 
 def without_secrets(text: str) -> str:
-    """Text whose addresses have lost their users and passwords."""
+    """The text with the user names and passwords in its URLs replaced by ***."""
     return re.sub(r"://[^/\s@]+@", "://***@", text)

@@ -1,14 +1,16 @@
 """Finds or creates the one MLflow run of a run folder.
 
-Found by trying mlflow 3.17.2, on sqlite and through `mlflow server`, and relied on here:
+It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflow server`:
 
-- A process killed while it makes a new sqlite store leaves one that never opens again, and of
-  several that make it at once all but one fail. So it is made under another name, then linked.
-- An experiment's artifacts go to `mlruns` in the working folder of whoever creates it on sqlite.
-- The client retries a dead server for four minutes, and one that hangs for 120 s each time;
-  `set_terminated` prints two lines to stdout; use is reported over the network. ENVIRONMENT stops
-  all three.
-- A run that finished and is set to RUNNING again keeps its old end time until the next end.
+- A process killed while it creates an sqlite store leaves one that never opens again. And if
+  several processes create it at once, all but one fail. So it is created under another name, then
+  linked.
+- On sqlite, an experiment's artifacts go to `mlruns` in the working folder of the process that
+  creates the experiment.
+- The client retries a dead server for four minutes, and waits 120 s per attempt for one that hangs.
+  `set_terminated` prints two lines to stdout. MLflow sends telemetry over the network. The settings
+  in ENVIRONMENT prevent all three.
+- A finished run that is set to RUNNING again keeps its old end time until it ends again.
 """
 
 import fcntl
@@ -26,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.names import one_line
+from longhaul.pipeline.tracking.mlflow_limits import one_line
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -43,15 +45,16 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
-    # Retrying is done by the tracker, which can be told to stop. A slow server may need seconds
-    # for a thousand rows that it already has; one that hangs must not hold the thread for long.
+    # The tracker does the retries, because it can be asked to stop. A slow server may need seconds
+    # for a thousand rows that it already has, but one that hangs must not block the thread for
+    # long.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 
-# A process forked while another thread is inside an import inherits a lock that nobody will
-# release, and hangs when it imports the same module. Data loading workers are forked at about the
-# moment when MLflow is imported, so a fork waits for the import to end.
+# A process that is forked while another thread imports a module inherits that module's import lock,
+# which is never released, and hangs when it imports the module. Data loader workers are forked at
+# about the time when MLflow is imported, so a fork waits for the import to end.
 _importing = threading.RLock()
 os.register_at_fork(
     before=_importing.acquire,
@@ -59,11 +62,11 @@ os.register_at_fork(
     after_in_child=_importing.release,
 )
 
-_finding = threading.Lock()
+_lock_between_threads = threading.Lock()
 
 
 def load_mlflow(uri: str) -> None:
-    """Import MLflow: a second or more, hence not at the top and not before somebody needs it."""
+    """Import MLflow. It takes a second or more, so it is imported only when needed."""
     with _importing:
         importlib.import_module("mlflow.tracking")
         if uri.startswith(_SQLITE):
@@ -72,13 +75,14 @@ def load_mlflow(uri: str) -> None:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other threads, and other processes that use the same file, out of the block.
+def _exclusive(path: Path) -> Iterator[None]:
+    """Exclude other threads, and other processes that lock the same file, from the context.
 
-    A POSIX lock does nothing between threads, but unlike flock it is not inherited by workers.
+    A POSIX lock has no effect between threads, but unlike flock, data loader workers do not inherit
+    it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _finding, path.open("w") as file:
+    with _lock_between_threads, path.open("w") as file:
         # Some network file systems have no locks.
         with suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_EX)
@@ -86,10 +90,10 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def absolute_uri(uri: str) -> str:
-    """The same store whatever the working folder becomes.
+    """The URI with an absolute path, which stays valid when the working folder changes.
 
     Raises:
-        ValueError: MLflow 3 keeps runs in a database or behind a server, not in plain folders.
+        ValueError: the URI is a plain folder. MLflow 3 keeps runs in a database or behind a server.
     """
     if uri.startswith(_SQLITE):
         return f"{_SQLITE}{Path(uri.removeprefix(_SQLITE)).absolute()}"
@@ -104,23 +108,23 @@ def absolute_uri(uri: str) -> str:
 def open_run(
     run_dir: Path, *, uri: str, experiment: str, run_name: str, start_ms: int
 ) -> "tuple[MlflowClient, Run]":
-    """The MLflow run that belongs to a folder, created if there is none.
+    """The MLflow run that belongs to a run folder, created if there is none.
 
-    Its id is kept in `RUN/mlflow_run_id`. A key made before MLflow knows of the run is kept in the
-    folder and in a tag, so that a process killed between creating the run and noting its id does
-    not create a second one. The copy of a folder gets a run of its own.
+    Its id is written to `RUN/mlflow_run_id`. In addition, a random key is written to the folder
+    before the run is created, and to a tag of the run. By this key the run is found again if the
+    process is killed between creating the run and writing its id. A copied folder gets a new run.
 
     Args:
         run_dir: the run folder.
-        uri: where MLflow is, from `absolute_uri`.
+        uri: MLflow's tracking URI, from `absolute_uri`.
         experiment: the experiment for a new run.
         run_name: the name for a new run.
-        start_ms: when a new run began, milliseconds since 1970.
+        start_ms: start time of a new run, in milliseconds since 1970.
     """
-    from mlflow.tracking import MlflowClient  # See load_mlflow.
+    from mlflow.tracking import MlflowClient  # slow, see load_mlflow
 
     # A training and an evaluation that start together must not each create a run.
-    with _alone(run_dir / "logs" / "run_key.lock"):
+    with _exclusive(run_dir / "logs" / "run_key.lock"):
         key = _run_key(run_dir)
         if uri.startswith(_SQLITE):
             _make_sqlite(Path(uri.removeprefix(_SQLITE)), key)
@@ -139,7 +143,7 @@ def open_run(
 
 
 def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
-    """A run that only holds others, made once for a folder; its id.
+    """Create a parent run for the runs of a sweep, once per folder, and return its id.
 
     Raises:
         RuntimeError: MLflow cannot be reached.
@@ -152,7 +156,7 @@ def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
         client, run = open_run(
             folder, uri=uri, experiment=experiment, run_name=name, start_ms=start_ms
         )
-        # It would be shown as running for ever.
+        # Otherwise MLflow would show it as running for ever.
         client.set_terminated(run.info.run_id)
     except Exception as error:
         raise RuntimeError(f"tracking.uri: {uri} cannot be reached: {one_line(error)}") from error
@@ -160,13 +164,13 @@ def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
 
 
 def check_active(run: "Run") -> None:
-    """Raise if somebody deleted the run in MLflow, where it can also be restored."""
+    """Raise RuntimeError if the run was deleted in MLflow, where it can be restored."""
     if run.info.lifecycle_stage != "active":
         raise RuntimeError(f"run {run.info.run_id} is deleted in MLflow; restore it there")
 
 
-def noted_run_id(run_dir: Path) -> str | None:
-    """The id in `RUN/mlflow_run_id`, None before MLflow was first reached."""
+def stored_run_id(run_dir: Path) -> str | None:
+    """The id in `RUN/mlflow_run_id`, None if MLflow has never been reached."""
     path = run_dir / "mlflow_run_id"
     return path.read_text().strip() if path.exists() else None
 
@@ -174,19 +178,19 @@ def noted_run_id(run_dir: Path) -> str | None:
 def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "Run | None":
     from mlflow.exceptions import MlflowException
 
-    noted = noted_run_id(run_dir)
-    if noted is not None:
+    run_id = stored_run_id(run_dir)
+    if run_id is not None:
         try:
-            return client.get_run(noted)
+            return client.get_run(run_id)
         except MlflowException as error:
-            # Another server, or a new database: the journal is copied there from its start.
+            # It is another server or a new database. The whole journal is uploaded there.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
     known = client.get_experiment_by_name(experiment)
     if known is None:
         return None
-    found = client.search_runs([known.experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
-    return found[0] if found else None
+    runs = client.search_runs([known.experiment_id], f"tags.`{KEY_TAG}` = '{key}'", max_results=1)
+    return runs[0] if runs else None
 
 
 def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
@@ -215,21 +219,23 @@ def _make_sqlite(path: Path, key: str) -> None:
         store.engine.dispose()
         os.link(temporary, path)
     except FileExistsError:
-        pass  # Another process was quicker; its store is as good.
+        pass  # Another process was faster; its store serves as well.
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _run_key(run_dir: Path) -> str:
-    """The folder's key. A folder that was moved keeps it, one that was copied gets its own."""
+    """The folder's key. A moved folder keeps its key, a copied one gets a new key."""
     path, folder = run_dir / "logs" / "run_key", str(run_dir.absolute())
     key = uuid.uuid4().hex
     if path.exists():
-        known, _, before = path.read_text().strip().partition("\n")
-        if before == folder:
+        known, _, known_folder = path.read_text().strip().partition("\n")
+        if known_folder == folder:
             return known
-        if _is_copy(path, Path(before) / "logs" / "run_key"):
-            logger.warning("%s is a copy of %s: it gets an MLflow run of its own", folder, before)
+        if _is_copy(path, Path(known_folder) / "logs" / "run_key"):
+            logger.warning(
+                "%s is a copy of %s: it gets an MLflow run of its own", folder, known_folder
+            )
             (run_dir / "mlflow_run_id").unlink(missing_ok=True)
         else:
             key = known
@@ -239,7 +245,7 @@ def _run_key(run_dir: Path) -> str:
 
 def _is_copy(path: Path, original: Path) -> bool:
     try:
-        # One file under two paths, of a link or another mount, is one folder.
+        # The same inode under two paths, through a link or another mount, is the same folder.
         is_another = original.stat().st_ino != path.stat().st_ino
         return is_another and original.read_text() == path.read_text()
     except OSError:
@@ -250,4 +256,4 @@ def _user() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):
-        return "unknown"  # Containers run under numbers that have no name.
+        return "unknown"  # A container may run under a user id that has no name.

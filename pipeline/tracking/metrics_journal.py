@@ -1,14 +1,15 @@
-"""The local record of a run: one JSON object a line, appended, never rewritten.
+"""Writes a run's metrics journal, logs/metrics.jsonl: JSON lines, appended and never rewritten.
 
-The journal is the truth; MLflow shows a copy of it. Two sorts of lines, each numbered upwards
-within its kind:
+The journal is the authoritative record, which mlflow_mirror.py uploads to MLflow. Evaluations write
+a journal of their own, logs/evaluation.jsonl. There are two sorts of lines, metrics with a step and
+events with a number. Both increase within each "kind" of line:
 
     {"kind": "train", "step": 20, "time_ms": 1790000000000, "values": {"loss": 2.5}}
     {"kind": "status", "number": 1, "time_ms": 1790000000000, "status": "RUNNING"}
 
-Steps belong to training, which may repeat some after a restart: a step that a kind already has is
-not written again. Numbers are given here, to events that each happened. Values that JSON cannot
-hold are the strings "NaN", "Infinity" and "-Infinity", which float() reads back.
+Steps are counted by training, which may repeat some after a restart: a step that a kind already has
+is not written again. The numbers of events are assigned here. Values that JSON cannot represent are
+the strings "NaN", "Infinity" and "-Infinity", which float() reads back.
 """
 
 import fcntl
@@ -26,27 +27,27 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
-# A file server may take the lock of a node that crashed for held until it misses that node.
+# A file server may consider a crashed node's lock as held until it notices that the node is gone.
 _SECONDS_TO_LOCK_AGAIN = 120.0
 EXIT_BUSY = 73
-"""Another process writes the journal. What it does is not this one's to tell of."""
+"""Exit status if another process is writing the journal: the run itself has not failed."""
 
-_KIND = re.compile("[a-z_]+")  # It becomes part of names that MLflow is particular about.
+_KIND = re.compile("[a-z_]+")  # It becomes part of MLflow tag names.
 
 
 class JournalError(OSError):
-    """A journal that cannot be opened or written, in one line for the user."""
+    """A journal that cannot be opened or written; the message is one line for the user."""
 
 
 class JournalBusyError(JournalError):
-    """Another process trains the run."""
+    """Another process is writing the journal, so it is training the run."""
 
 
 class Journal:
-    """Appends to one journal file. One process at a time may hold it open; threads may share it."""
+    """Appends to one journal file, which one process at a time can open. Threads may share it."""
 
     def __init__(self, path: Path) -> None:
-        """Open or make the journal, and cut off a last line that a crash left unfinished.
+        """Open or create the journal, and cut off a last line that a crash left incomplete.
 
         Raises:
             JournalError: the file cannot be written, or another process is writing it.
@@ -55,9 +56,9 @@ class Journal:
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._guard = _lock_file(path.with_name(f"{path.name}.lock"))
+            self._lock_handle = _lock_file(path.with_name(f"{path.name}.lock"))
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            _cut_torn_line(self._file)
+            _cut_incomplete_line(self._file)
         except JournalError:
             raise
         except OSError as error:
@@ -70,7 +71,7 @@ class Journal:
             self._last.update((line["kind"], line) for line in lines)
 
     def append(self, kind: str, step: int, values: Mapping[str, float]) -> bool:
-        """Record the values of a step. False when the kind already has this step or a later one."""
+        """Record the values of a step. False if the kind already has this step or a later one."""
         with self._lock:
             last = self._last.get(kind)
             if last is not None and step <= position(last):
@@ -80,7 +81,7 @@ class Journal:
             return True
 
     def add(self, kind: str, **fields: Any) -> int:
-        """Record an event and give its number within the kind, counted from 1."""
+        """Record an event, and return its number within the kind, counted from 1."""
         with self._lock:
             last = self._last.get(kind)
             number = 1 if last is None else position(last) + 1
@@ -88,32 +89,32 @@ class Journal:
             return number
 
     def last(self, kind: str) -> dict[str, Any] | None:
-        """The last line of a kind, None before the first."""
+        """The last line of a kind, None if there is none."""
         return self._last.get(kind)
 
     def sync(self) -> None:
-        """Put everything written so far on disk.
+        """Flush everything written so far to disk.
 
-        Called before a checkpoint gets its name, so that no checkpoint knows a step that the
-        journal could still lose, and before lines are sent away, for the same reason.
+        Called before a checkpoint gets its final name and before lines are uploaded, so that a
+        crash cannot lose a step that a checkpoint contains or that MLflow already has.
         """
         with self._lock:
             if self._file < 0:
                 return
             handle = os.dup(self._file)
-        # Outside the lock: nobody who appends should wait for the disk.
+        # Outside the lock, so that `append` does not wait for the disk.
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
 
     def close(self) -> None:
-        """Flush, close, and let another process open the journal."""
+        """Flush and close the journal, and release its lock."""
         with self._lock:
             if self._file >= 0:
                 os.fsync(self._file)
                 os.close(self._file)
-                os.close(self._guard)
+                os.close(self._lock_handle)
                 self._file = -1
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ class Journal:
             if written != len(content):
                 raise OSError(f"{written} of {len(content)} bytes written")
         except OSError as error:
-            # Half a line must not be there when the next one is appended.
+            # Remove what was written of the line, or the next one would be appended to it.
             os.ftruncate(self._file, size)
             raise JournalError(
                 f"{self.path} cannot be written: {error.strerror or error}"
@@ -137,20 +138,21 @@ class Journal:
 
 
 def position(line: Mapping[str, Any]) -> int:
-    """Where a line stands within its kind: its step or its number."""
+    """A line's step or number, by which the lines of a kind are ordered."""
     return int(line["number"] if "number" in line else line["step"])
 
 
 def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Some whole lines from an offset in bytes on, and the offset behind the last of them.
+    """Read some complete lines from a byte offset on, and return them with the offset after them.
 
-    The offset stays where it was when there is none. An unfinished last line is left for the next
-    call. A line in the middle that is no JSON is skipped with a warning: the disk damaged it, and
-    the rest is still good.
+    The returned offset equals the given one if there are no more lines. An incomplete last line is
+    left for the next call. A line in the middle that is not valid JSON was damaged by the disk: it
+    is skipped with a warning, since the rest is still good.
     """
     with path.open("rb") as file:
         file.seek(offset)
-        # A long run's journal is tens of megabytes, and several times that as objects.
+        # Not all at once: a long run's journal has tens of megabytes, and several times that when
+        # parsed.
         content = file.read(_READ_BYTES) + file.readline()
     end = content.rfind(b"\n") + 1
     return list(_parse(content[:end], path)), offset + end
@@ -168,7 +170,7 @@ def _parse(content: bytes, path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plain_values(values: Mapping[str, float]) -> dict[str, float | str]:
-    """Numbers as a line holds them; float() reads each of them back exactly."""
+    """Numbers as a line represents them. float() reads each back exactly."""
     result: dict[str, float | str] = {}
     for name, value in values.items():
         number = float(value)
@@ -186,40 +188,41 @@ def _now_ms() -> int:
 
 
 def _lock_file(path: Path) -> int:
-    """Hold a lock until the process ends.
+    """Lock a file until its handle, which is returned, is closed or the process ends.
 
-    A POSIX lock on a file of its own: unlike flock it is not inherited by data loading workers,
-    which may outlive a killed trainer by seconds, and closing some other file descriptor of the
-    journal does not drop it. A job that was queued again waits for it.
+    This is a POSIX lock on a file of its own. Unlike flock, data loader workers do not inherit it,
+    which may outlive a killed trainer by seconds. And closing another file descriptor of the
+    journal does not release it. A requeued job waits for the lock, other processes do not.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
     deadline = time.monotonic() + seconds
-    is_told = False
+    has_warned = False
     while True:
         try:
             fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except (BlockingIOError, PermissionError) as error:
             holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
-            text = f"{path.with_suffix('')} is being written by another process ({holder})"
+            message = f"{path.with_suffix('')} is being written by another process ({holder})"
             if time.monotonic() >= deadline:
                 os.close(handle)
-                raise JournalBusyError(text) from error
+                raise JournalBusyError(message) from error
         except OSError as error:
-            # Some network file systems have no locks. The run is still sound with one writer.
+            # Some network file systems have no locks. Without one, the journal is still correct as
+            # long as only one process writes it.
             logger.warning("%s cannot be locked: %s", path, error.strerror)
             return handle
-        if not is_told:
-            logger.warning("%s; waiting for %.0f s at most", text, seconds)
-            is_told = True
+        if not has_warned:
+            logger.warning("%s; waiting for %.0f s at most", message, seconds)
+            has_warned = True
         time.sleep(0.2)
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return handle
 
 
-def _cut_torn_line(handle: int) -> None:
+def _cut_incomplete_line(handle: int) -> None:
     end = size = os.fstat(handle).st_size
     while end > 0:
         begin = max(0, end - 65_536)

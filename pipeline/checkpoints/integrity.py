@@ -1,0 +1,113 @@
+"""Finds damage in a checkpoint: its files are compared with the checksums written beside them.
+
+`checksums.json` is written last and holds the size and sha256 of every other file.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from longhaul.pipeline.system.files import flush
+
+FORMAT = 3
+CHECKSUMS = "checksums.json"
+STATE = "state.json"
+_TENSOR_FILE = re.compile(r"([a-z]+)-\d{5,}-\d{3,}\.safetensors")
+
+
+class CheckpointError(OSError):
+    """A checkpoint that could not be written or read; the message is one line for the user."""
+
+
+def write_state_and_checksums(
+    folder: Path, state: Mapping[str, Any], tensor_files: Mapping[str, Any]
+) -> None:
+    """Write state.json, then the checksums of it and of the tensor files."""
+    files = {STATE: _write_json(folder / STATE, state), **tensor_files}
+    _write_json(folder / CHECKSUMS, {"format": FORMAT, "files": files})
+    flush(folder)
+
+
+def verify(path: Path, only: Collection[str] | None = None) -> list[str]:
+    """Compare a checkpoint's files with its checksums, and return the names of the files compared.
+
+    Args:
+        path: a checkpoint folder.
+        only: hash only these groups of tensors, and state.json. None hashes all files.
+
+    Raises:
+        CheckpointError: naming the first file that is missing or damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} is not a folder")
+    try:
+        content = json.loads((path / CHECKSUMS).read_bytes())
+        version, checksums = content["format"], dict(content["files"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {path} is incomplete: no {CHECKSUMS}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {CHECKSUMS}: {error}") from error
+    if version != FORMAT:
+        # A ValueError, unlike the rest: such a checkpoint is intact and must not be set aside.
+        raise ValueError(f"checkpoint {path} has format {version}, this version reads {FORMAT}")
+    if only is not None:
+        if missing := set(only) - {_group(name) for name in checksums}:
+            raise CheckpointError(f"checkpoint {path} has no {', '.join(sorted(missing))}")
+        wanted = {*only, None}
+        checksums = {name: entry for name, entry in checksums.items() if _group(name) in wanted}
+    for name, expected in checksums.items():
+        try:
+            actual = checksum(path / name)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name}: {reason(error)}"
+            ) from error
+        if actual != expected:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: {name} has {actual}, {CHECKSUMS} says {expected}"
+            )
+    return list(checksums)
+
+
+def checksum(path: Path) -> dict[str, Any]:
+    """Size and sha256 of a file."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def reason(error: BaseException) -> str:
+    """An error's message, without the errno and the path of an OSError."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def first_cause(error: BaseException) -> str:
+    """The message of the lowest failed rank, for an error in which torch collects all ranks'."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = min(failures.items())
+        where = f"rank {rank}: " if len(failures) > 1 or rank else ""
+        return where + reason(cause)
+    return reason(error)
+
+
+def _group(name: str) -> str | None:
+    """The group of tensors that a file holds, None for state.json."""
+    match = _TENSOR_FILE.fullmatch(name)
+    return match[1] if match else None
+
+
+def _write_json(path: Path, value: Any) -> dict[str, Any]:
+    """Write a file, read it back to compare, and return its checksum."""
+    content = json.dumps(value, indent=1).encode()
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if path.read_bytes() != content:
+        raise CheckpointError(f"{path.name} does not read back as it was written")
+    return checksum(path)

@@ -1,0 +1,127 @@
+"""Reads a checkpoint's tensors, on any number of ranks."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
+
+_Answer = TypeVar("_Answer")
+
+
+class SavedCheckpoint:
+    """An intact checkpoint, from which any of its tensors can be read."""
+
+    def __init__(
+        self,
+        path: Path,
+        *groups: str,
+        rank_group: dist.ProcessGroup | None = None,
+        verified: list[str] | None = None,
+    ) -> None:
+        """Verify the checksums of the groups of tensors that will be read.
+
+        Args:
+            path: a checkpoint folder.
+            groups: such as "model". None given means all.
+            rank_group: process group of the ranks that read together, of which the first verifies
+                the checksums. None for one process.
+            verified: names of the checkpoint's files, if the caller has just verified them all.
+
+        Raises:
+            CheckpointError: naming the file that is missing or damaged.
+        """
+        self.path = path
+        self._rank_group = rank_group
+        names = verified or ask_first_rank(rank_group, partial(verify, path, groups or None))
+        self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
+        self._reader = HuggingFaceStorageReader(str(path))
+        # Otherwise the reader would read all files of the folder, unverified ones included.
+        self._reader.fs = _ListedFiles(names)
+        metadata = self._reader.read_metadata().state_dict_metadata
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            name: entry
+            for name, entry in metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, into: Mapping[str, Tensor]) -> None:
+        """Fill these tensors in place: a DTensor with this rank's shard, others with all values."""
+        for name, tensor in into.items():
+            if name not in self.tensors or self.tensors[name].size != tensor.shape:
+                found = self.tensors[name].size if name in self.tensors else None
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted "
+                    f"{_shape(tensor.shape)}"
+                )
+        if not into:
+            return
+        try:
+            load(
+                dict(into),
+                storage_reader=self._reader,
+                process_group=self._rank_group,
+                no_dist=self._rank_group is None,
+            )
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(
+                f"checkpoint {self.path} cannot be read: {first_cause(error)}"
+            ) from error
+
+    def read_one(self, name: str) -> Tensor:
+        """One full tensor, on the CPU."""
+        tensor = self.empty(name)
+        self.read({name: tensor})
+        return tensor
+
+    def empty(self, name: str) -> Tensor:
+        """Uninitialised memory for one full tensor, on the CPU."""
+        entry = self.tensors[name]
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def read_group(self, group: str) -> dict[str, Tensor]:
+        """All full tensors of a group, on the CPU, by name without the prefix GROUP/."""
+        full = {name: self.empty(name) for name in self.tensors if name.startswith(f"{group}/")}
+        self.read(full)
+        return {name.removeprefix(f"{group}/"): tensor for name, tensor in full.items()}
+
+
+class _ListedFiles(FileSystem):
+    """A file system in which a folder holds only the listed files."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [os.path.join(path, name) for name in self._names]
+
+
+def ask_first_rank(group: dist.ProcessGroup | None, question: Callable[[], _Answer]) -> _Answer:
+    """Call `question` on the group's first rank, and return or raise its outcome on all ranks."""
+    answer: list[Any] = [None]
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            answer = [question()]
+        except (OSError, ValueError) as error:
+            answer = [error]
+    if group is not None:
+        dist.broadcast_object_list(answer, group=group, group_src=0)
+    if isinstance(answer[0], Exception):
+        raise answer[0]
+    return cast(_Answer, answer[0])
+
+
+def _shape(size: torch.Size | None) -> str:
+    return "nothing" if size is None else f"shape {tuple(size)}"

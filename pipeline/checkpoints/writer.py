@@ -1,0 +1,163 @@
+"""Writes the tensor files of a checkpoint.
+
+Each rank writes its tensors to safetensors files named `GROUP-RRRRR-PPP.safetensors`: GROUP is what
+precedes the first slash in the tensors' names, RRRRR the rank, PPP counts files. Beside them
+`state.json` holds everything else, and `checksums.json` the size and sha256 of each file
+(integrity.py). Reading them unpickles nothing. A file records the offset of each of its shards in
+the full tensor, in the format of torch's HuggingFaceStorageReader, so that any number of ranks can
+read a checkpoint.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from longhaul.pipeline.checkpoints.integrity import CheckpointError, checksum
+from longhaul.pipeline.system.files import flush
+
+# Largest file. Each is read back after it was written, which takes this much additional memory.
+_MAX_FILE_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class _WrittenFile:
+    """What a rank reports to rank 0, which writes the checksums."""
+
+    name: str
+    checksum: dict[str, Any]
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one checkpoint for torch.distributed.checkpoint. `begin` and `end` run on rank 0."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        begin: Callable[[int], None],
+        end: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        """Prepare to write one checkpoint.
+
+        Args:
+            folder: where the files are written; `begin` creates it.
+            begin: called with the total bytes of all tensors, before any is written.
+            end: called with the size and sha256 of every file, by name, when all are on disk.
+        """
+        super().__init__()
+        self.folder = folder
+        self._begin, self._end = begin, end
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._begin(sum(_bytes(item) for plan in plans for item in plan.items))
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        for name, items in _split_into_files(plan):
+            tensors = {item.index.fqn: _cpu_tensor(planner.resolve_data(item)) for item in items}
+            offsets = {item.index.fqn: list(item.index.offset or ()) for item in items}
+            written = _WrittenFile(name, _write_tensors(self.folder / name, tensors, offsets))
+            results += [WriteResult(item.index, _bytes(item), written) for item in items]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [one.storage_data for of_rank in results for one in of_rank]
+        self._end({file.name: file.checksum for file in written})
+
+
+def _split_into_files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:
+    """The files of this rank's plan: each holds one group only, up to _MAX_FILE_BYTES."""
+    groups: dict[str, list[list[WriteItem]]] = defaultdict(list)
+    sizes: dict[str, int] = {}
+    for item in plan.items:
+        group = item.index.fqn.partition("/")[0]
+        if not groups[group] or sizes[group] + _bytes(item) > _MAX_FILE_BYTES:
+            groups[group].append([])
+            sizes[group] = 0
+        groups[group][-1].append(item)
+        sizes[group] += _bytes(item)
+    for group, files in groups.items():
+        for number, items in enumerate(files):
+            yield f"{group}-{plan.storage_data:05d}-{number:03d}.safetensors", items
+
+
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+
+
+def _cpu_tensor(data: Any) -> Tensor:
+    assert isinstance(data, Tensor)
+    return data.detach().cpu().contiguous()
+
+
+def _write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], offsets: Mapping[str, list[int]]
+) -> dict[str, Any]:
+    """Write a file, flush it, read it back to compare, and return its checksum."""
+    sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    saved = _without_shared_memory(tensors)
+    # save_file writes from the tensors' memory. Building the file's bytes first would take as much
+    # memory again.
+    save_file(saved, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
+    # save_file makes files that only their owner can read. The run's other files follow the umask.
+    path.chmod(0o666 & ~_umask())
+    flush(path)
+    back = load_file(path)
+    if back.keys() != saved.keys() or not all(_equal_bits(back[k], t) for k, t in saved.items()):
+        raise CheckpointError(f"{path.name} does not read back as it was written")
+    return checksum(path)
+
+
+def _umask() -> int:
+    """The process's umask, read without os.umask, which would also set it for other threads."""
+    status = Path("/proc/self/status").read_text()
+    match = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
+    return int(match[1], 8) if match else 0o022
+
+
+def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Clone tensors that share memory with another, because safetensors refuses to save them."""
+    result: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return result
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal, so that NaN equals itself."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

@@ -1,0 +1,184 @@
+"""Requests to stop, to save or to profile: signals to any rank, and files in the run folder.
+
+A signal is only recorded here. After each update the ranks agree on what to do (callback.py). A
+thread records the signals, because a rank that waits in a collective runs no Python handlers.
+"""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+# A forked process, such as a data loader worker, shares the trainer's file descriptors. A signal to
+# the worker must not be taken for a signal to the trainer.
+os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+# Exit status of a run that has saved a checkpoint and is to be run again. In sysexits.h it is
+# EX_TEMPFAIL, which asks to try again later.
+EXIT_CHECKPOINTED = 75
+# A scheduler may signal both the job step and the batch script, which forwards the signal: one
+# request arrives as two signals.
+_SECONDS_OF_DUPLICATES = 2.0
+# How long a signal waits for the ranks to connect, and Ctrl-C for Python to handle it, before the
+# process is ended.
+_SECONDS_TO_CONNECT = 5.0
+# Number of updates that an empty file PROFILE asks for, and the largest number that it may ask for:
+# a trace is kept in memory until it is complete.
+_DEFAULT_TRACED_UPDATES, _MAX_TRACED_UPDATES = 3, 100
+
+
+class StopRequests:
+    """Context in which a first signal asks to stop, and a second ends the process at once."""
+
+    def __init__(self, folder: Path, deadline_s: float) -> None:
+        """Prepare the context; it takes effect when it is entered.
+
+        Args:
+            folder: the run folder, in which a user makes the files STOP, SAVE and PROFILE.
+            deadline_s: how long a stop may take, in seconds; then the process ends.
+        """
+        self._files = {name: folder / name for name in ("STOP", "SAVE")}
+        self._profile_file = folder / "PROFILE"
+        self._deadline_s = deadline_s
+        self._received: signal.Signals | None = None
+        self._received_at = 0.0
+        self._ranks_connected = threading.Event()
+        self._is_interrupted = threading.Event()
+        self._reader, self._writer = socket.socketpair()
+        self._has_ended = threading.Event()
+        self._previous: dict[signal.Signals, Any] = {}
+        self._previous_fd = -1
+
+    def __enter__(self) -> "StopRequests":
+        self._writer.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGINT)}
+        self.install_handlers()
+        signal.signal(signal.SIGINT, self._interrupt)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        return self
+
+    def install_handlers(self) -> None:
+        """Replace Lightning's handlers, which would forward SIGTERM to the other ranks."""
+        for number in SIGNALS:
+            # A handler is needed, because the default action would end the process.
+            signal.signal(number, _ignore)
+
+    def mark_ranks_connected(self) -> None:
+        """From now on the ranks can agree on a stop."""
+        self._ranks_connected.set()
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._has_ended.set()
+        self._writer.close()
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether this rank received a signal."""
+        return self._received is not None
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether this rank received a signal, or the file STOP exists."""
+        return self.has_signal or self._files["STOP"].exists()
+
+    @property
+    def wants_save(self) -> bool:
+        """Whether the file SAVE exists."""
+        return self._files["SAVE"].exists()
+
+    @property
+    def updates_to_trace(self) -> int:
+        """Number of updates that the file PROFILE asks to trace; 0 if it is missing or invalid."""
+        try:
+            text = self._profile_file.read_text(errors="replace").strip()
+        except OSError:  # usually because there is no such file
+            return 0
+        if not text:
+            return _DEFAULT_TRACED_UPDATES
+        if text.isdecimal() and 1 <= int(text) <= _MAX_TRACED_UPDATES:
+            return int(text)
+        logger.warning(
+            "%s: found %.40r, wanted nothing or a number of updates, 1 to %d; it is removed",
+            self._profile_file,
+            text,
+            _MAX_TRACED_UPDATES,
+        )
+        self.clear_profile()
+        return 0
+
+    def clear_profile(self) -> None:
+        """Remove the file PROFILE, because its trace has started."""
+        self._profile_file.unlink(missing_ok=True)
+
+    def clear_stop_and_save(self) -> None:
+        """Remove SAVE and rename STOP to STOPPED, because their checkpoint is saved or in progress.
+
+        The sbatch script does not requeue a run whose folder holds STOPPED.
+        """
+        self._files["SAVE"].unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            self._files["STOP"].rename(self._files["STOP"].with_name("STOPPED"))
+
+    def _listen(self) -> None:
+        while numbers := self._reader.recv(16):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._record_signal(signal.Signals(number))
+                elif number == signal.SIGINT:
+                    threading.Thread(target=self._enforce_interrupt, daemon=True).start()
+        self._reader.close()
+
+    def _record_signal(self, number: signal.Signals) -> None:
+        if self._received is not None:
+            if time.monotonic() - self._received_at < _SECONDS_OF_DUPLICATES:
+                return
+            _end_process(
+                f"{number.name} after {self._received.name}: ending without a checkpoint", number
+            )
+        self._received, self._received_at = number, time.monotonic()
+        threading.Thread(target=self._enforce_deadline, args=(number,), daemon=True).start()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._is_interrupted.set()
+        raise KeyboardInterrupt
+
+    def _enforce_interrupt(self) -> None:
+        # The main thread may wait for other ranks in C++ code, which Python cannot interrupt.
+        if not self._is_interrupted.wait(_SECONDS_TO_CONNECT):
+            _end_process("interrupted while waiting for other ranks", signal.SIGINT)
+
+    def _enforce_deadline(self, number: signal.Signals) -> None:
+        if not self._ranks_connected.wait(_SECONDS_TO_CONNECT):
+            # There is nothing to save yet.
+            _end_process(f"{number.name} while waiting for other ranks", number, EXIT_CHECKPOINTED)
+        if not self._has_ended.wait(self._deadline_s):
+            _end_process(
+                f"not stopped {self._deadline_s:g} s after {number.name}: ending now", number
+            )
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the thread `_listen` records the signal."""
+
+
+def _end_process(message: str, number: signal.Signals, status: int | None = None) -> None:
+    os.write(2, f"longhaul: {message}\n".encode())
+    # The ranks and data loader workers that this process started would wait for it.
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(128 + number if status is None else status)
