@@ -13,7 +13,7 @@ from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.training.run import build_module
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """The clock, when the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()

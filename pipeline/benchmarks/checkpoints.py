@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from longhaul.configs import RunConfig
-from longhaul.pipeline.benchmarks.bare_loop import BareLoop, now
+from longhaul.pipeline.benchmarks.bare_loop import BareLoop, synchronized_time
 from longhaul.pipeline.checkpoints.optimizer_state import training_tensors
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.terminal.numbers import in_bytes
@@ -29,8 +29,8 @@ _BETWEEN = 3
 class _Cost:
     """Of one checkpoint."""
 
-    still_s: float  # training stands still
-    longer_s: float  # the updates during it take longer than others, together
+    blocked_s: float  # training stands still
+    slowdown_s: float  # the updates during it take longer than others, together
     updates: int  # during it
     memory: int  # bytes, the peak above what there was before
 
@@ -44,7 +44,7 @@ def table(config: RunConfig) -> str:
         sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(group))
         for group in ("model/", "")
     )
-    _give_back_memory()
+    _release_free_memory()
     with _peak_memory() as alone:
         loop.update()
     lines = [
@@ -56,18 +56,18 @@ def table(config: RunConfig) -> str:
     ]
     for way in ("blocking", "asynchronous"):
         print(f"checkpoints: {way}", flush=True)
-        _give_back_memory()
+        _release_free_memory()
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []
         for step in range(1 + _SAVES):
             if way == "blocking":
-                costs.append(_block(loop, store, step))
+                costs.append(_save_blocking(loop, store, step))
             else:
-                costs.append(_go_on(loop, store, step, statistics.median(seconds)))
+                costs.append(_save_asynchronously(loop, store, step, statistics.median(seconds)))
             seconds += [_timed(loop) for _ in range(_BETWEEN)]
         still, longer, updates = (
             statistics.median(getattr(cost, name) for cost in costs[1:])
-            for name in ("still_s", "longer_s", "updates")
+            for name in ("blocked_s", "slowdown_s", "updates")
         )
         lines.append(
             f"| {way} | {still * 1e3:.3g} ms | {updates:g} | {longer * 1e3:.3g} ms "
@@ -78,28 +78,30 @@ def table(config: RunConfig) -> str:
 
 
 def _timed(loop: BareLoop) -> float:
-    before = now(loop.device)
+    before = synchronized_time(loop.device)
     loop.update()
-    return now(loop.device) - before
+    return synchronized_time(loop.device) - before
 
 
 def _start(loop: BareLoop, store: CheckpointStore, step: int) -> None:
     store.start(step, training_tensors(loop.model, loop.optimizer), {})
 
 
-def _block(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
+def _save_blocking(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
     with _peak_memory() as peak:
-        before = now(loop.device)
+        before = synchronized_time(loop.device)
         _start(loop, store, step)
         store.wait()
         still = time.perf_counter() - before
     return _Cost(still, 0.0, 0, peak())
 
 
-def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
+def _save_asynchronously(
+    loop: BareLoop, store: CheckpointStore, step: int, update_s: float
+) -> _Cost:
     updates: list[float] = []
     with _peak_memory() as peak:
-        before = now(loop.device)
+        before = synchronized_time(loop.device)
         _start(loop, store, step)
         still = time.perf_counter() - before
         while store.is_saving or not updates:
@@ -110,7 +112,7 @@ def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -
     return _Cost(still, sum(updates) - len(updates) * update_s, len(updates), peak())
 
 
-def _give_back_memory() -> None:
+def _release_free_memory() -> None:
     """Return to the system what is free, of which what is measured next would take its part."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):

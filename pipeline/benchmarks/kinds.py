@@ -21,14 +21,14 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.benchmarks import trainer
-from longhaul.pipeline.benchmarks.bare_loop import now
+from longhaul.pipeline.benchmarks.bare_loop import synchronized_time
 from longhaul.pipeline.evaluation.tasks.bigram import bigram_loss, count_bigrams
-from longhaul.pipeline.evaluation.windows import held_out
+from longhaul.pipeline.evaluation.windows import validation_batches
 from longhaul.pipeline.planning.sizes import (
     allocated_bytes,
-    attentions,
+    attention_layers,
+    build_on_meta,
     state_bytes,
-    without_memory,
 )
 from longhaul.pipeline.runs.folder import RunFolder, anchored
 from longhaul.pipeline.system.environment import describe_environment
@@ -150,7 +150,7 @@ def _check_same_budget(row: _Row) -> None:
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    return bigram_loss(count_bigrams(config.data), held_out(config))
+    return bigram_loss(count_bigrams(config.data), validation_batches(config))
 
 
 def _train(row: _Row) -> None:
@@ -222,11 +222,11 @@ def _speed(model: LanguageModel, config: RunConfig, device: torch.device) -> flo
     shape = (config.trainer.micro_batch, config.data.context)
     tokens, target = torch.randint(config.model.vocabulary, (2, *shape), device=device)
     is_half = config.trainer.precision == "bf16-mixed"
-    before = now(device)
+    before = synchronized_time(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half):
         loss = model.loss(tokens, target)
     loss.backward()
-    seconds = now(device) - before
+    seconds = synchronized_time(device) - before
     model.zero_grad()  # Gradients of all rows at once would be as large as all models.
     return math.prod(shape) / seconds
 
@@ -255,7 +255,10 @@ def _table(rows: Sequence[_Row], outcomes: Sequence[_Outcome], speeds: Sequence[
     ]
     order = sorted(range(len(rows)), key=lambda i: (math.isnan(outcomes[i].loss), outcomes[i].loss))
     for i in order:
-        T, layers = rows[i].config.data.context, attentions(without_memory(rows[i].config.model))
+        T, layers = (
+            rows[i].config.data.context,
+            attention_layers(build_on_meta(rows[i].config.model)),
+        )
         cells = [
             f"`{rows[i].text}`",
             f"{outcomes[i].loss:.3f}",

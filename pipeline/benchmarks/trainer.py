@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.benchmarks import checkpoints
-from longhaul.pipeline.benchmarks.bare_loop import BareLoop, now
+from longhaul.pipeline.benchmarks.bare_loop import BareLoop, synchronized_time
 from longhaul.pipeline.training.run import train
 
 _WARM_UP = 4  # updates, not counted; meanwhile MLflow is imported
@@ -40,12 +40,12 @@ def run(config: RunConfig) -> None:
     root.mkdir(parents=True, exist_ok=True)
     # On the disk where runs are: checkpoints are written to it.
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        config = _undisturbed(config, Path(folder))
+        config = _only_updates(config, Path(folder))
         print(_overhead(config), flush=True)
         print(f"\n{checkpoints.table(config)}", flush=True)
 
 
-def _undisturbed(config: RunConfig, folder: Path) -> RunConfig:
+def _only_updates(config: RunConfig, folder: Path) -> RunConfig:
     """Nothing but updates, but for a checkpoint after the last one."""
     tokens = config.optim.tokens_per_update * (_WARM_UP + _UPDATES)
     return dataclasses.replace(
@@ -103,7 +103,7 @@ class _Cost(NamedTuple):
 
     @classmethod
     def so_far(cls, device: torch.device) -> "_Cost":
-        return cls(now(device), time.process_time())
+        return cls(synchronized_time(device), time.process_time())
 
     def __sub__(self, other: "_Cost") -> "_Cost":
         return _Cost(self.wall - other.wall, self.processor - other.processor)

@@ -30,8 +30,8 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     return _script(
         "train",
         [
-            *_common(config, config.name, run, "%j"),
-            *_of_ranks(config),
+            *_common_options(config, config.name, run, "%j"),
+            *_rank_options(config),
         ],
         settings,
         [str(config_file)],
@@ -47,7 +47,8 @@ def sweep_script(
         ConfigError: the runs ask for different resources, which the jobs of an array cannot.
     """
     wanted, *others = (
-        [*_common(config, folder.name, folder, "%A_%a"), *_of_ranks(config)] for config in configs
+        [*_common_options(config, folder.name, folder, "%A_%a"), *_rank_options(config)]
+        for config in configs
     )
     for other in others:
         for one, two in zip(wanted, other, strict=False):
@@ -68,14 +69,18 @@ def evaluate_script(config: RunConfig, run: Path) -> str:
     # Of the nodes that training has to itself, with all their memory, one device is enough.
     slurm = dataclasses.replace(config.slurm, exclusive=False, memory=None)
     config = dataclasses.replace(config, slurm=slurm)
-    options = [*_common(config, f"evaluate {config.name}", run, "%j"), "--nodes=1", "--ntasks=1"]
+    options = [
+        *_common_options(config, f"evaluate {config.name}", run, "%j"),
+        "--nodes=1",
+        "--ntasks=1",
+    ]
     if config.slurm.gpu is not None:
-        options.append(f"--gpus={_gpus(config.slurm.gpu, 1)}")
+        options.append(f"--gpus={_gpu_option(config.slurm.gpu, 1)}")
     settings = {"RUN": str(run), "PYTHON": sys.executable, "THEN": " ".join(config.slurm.then)}
     return _script("evaluate", options, settings, [])
 
 
-def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
+def _common_options(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
     slurm = config.slurm
     given = {
         "partition": slurm.partition,
@@ -96,7 +101,7 @@ def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
     ]
 
 
-def _of_ranks(config: RunConfig) -> list[str]:
+def _rank_options(config: RunConfig) -> list[str]:
     trainer, gpu = config.trainer, config.slurm.gpu
     lead = math.ceil(trainer.stop_seconds) + _SECONDS_OF_SLURM
     limit = _seconds(config.slurm.time or "")
@@ -109,7 +114,7 @@ def _of_ranks(config: RunConfig) -> list[str]:
     return [
         f"--nodes={trainer.nodes}",
         f"--ntasks-per-node={trainer.devices}",
-        *([] if gpu is None else [f"--gpus-per-node={_gpus(gpu, trainer.devices)}"]),
+        *([] if gpu is None else [f"--gpus-per-node={_gpu_option(gpu, trainer.devices)}"]),
         f"--signal=USR1@{lead}",
         "--requeue" if config.slurm.requeue else "--no-requeue",
     ]
@@ -127,7 +132,7 @@ def _seconds(limit: str) -> int | None:
     return ((int(days or 0) * 24 + first) * 60 + second) * 60 + third
 
 
-def _gpus(kind: str, count: int) -> str:
+def _gpu_option(kind: str, count: int) -> str:
     return f"{count}" if kind == "any" else f"{kind}:{count}"
 
 
@@ -137,14 +142,14 @@ def _script(
     text = (resources.files("longhaul.slurm") / f"{template}.sbatch").read_text()
     _, end, body = text.partition(_SETTINGS_END)
     assert end, f"{template}.sbatch has no line {_SETTINGS_END!r}"
-    lines = ["#!/bin/bash", *(f"#SBATCH {_escaped(option)}" for option in options)]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_sbatch_escaped(option)}" for option in options)]
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     if arguments:
         lines.append(f"set -- {shlex.join(arguments)}")
     return "\n".join(lines) + f"\n{end}{body}"
 
 
-def _escaped(option: str) -> str:
+def _sbatch_escaped(option: str) -> str:
     if not option.isprintable():  # a line's end would begin a command
         raise ConfigError(f"slurm: found {option!r}, wanted printable characters alone")
     return _SPECIAL.sub(lambda match: '" "' if match[0] == " " else f"\\{match[0]}", option)

@@ -48,8 +48,8 @@ def submit(
         ConfigError: the run would fail where it is to run.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    (config,) = _checked([load_run_config(path, overrides)], after, dry_run)
-    job = _training(config)
+    (config,) = _checked_configs([load_run_config(path, overrides)], after, dry_run)
+    job = _training_job(config)
     if dry_run:
         print(job.text, end="")
         return
@@ -58,16 +58,16 @@ def submit(
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
-    _prepare(config, job)
-    ids = [_queue(folder.path, job, _after(after))]
+    _write_job_files(config, job)
+    ids = [_queue(folder.path, job, _dependency_on(after))]
     for _ in range(chain):
         # All before it, since afternotok also takes one that was cancelled. Where one of them
         # finished the run, this one is cancelled too.
         before = ",".join(f"afternotok:{one}" for one in ids)
         ids.append(_queue(folder.path, job, ["--dependency", before]))
-    _queue_what_follows(config, "?".join(f"afterok:{one}" for one in ids))
+    _queue_evaluation(config, "?".join(f"afterok:{one}" for one in ids))
     print(f"log: {folder.path}/logs/job-{ids[0]}.log")
-    print(f"MLflow: {_tracked(config)}")
+    print(f"MLflow: {_mlflow_location(config)}")
 
 
 def submit_sweep(
@@ -85,11 +85,11 @@ def submit_sweep(
         sweep: each `key.sub=A,B`.
         throttle: runs at a time.
     """
-    configs = _checked(_combinations(path, overrides, sweep), after, dry_run)
+    configs = _checked_configs(_combinations(path, overrides, sweep), after, dry_run)
     base = load_run_config(path, overrides)
     # Not the base run's own: a run of that name may exist.
-    folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
-    scripts = [_training(config).script for config in configs]
+    folder = RunFolder.of(_with_absolute_paths(base)).path.with_name(f"{base.name}-sweep")
+    scripts = [_training_job(config).script for config in configs]
     text = sweep_script(configs, folder, scripts, throttle)
     if dry_run:
         print(text, end="")
@@ -99,28 +99,30 @@ def submit_sweep(
     for config in configs:
         nested = dataclasses.replace(config.tracking, parent_run_id=parent)
         config = dataclasses.replace(config, tracking=nested)
-        _prepare(config, _training(config))
+        _write_job_files(config, _training_job(config))
     (folder / "slurm").mkdir(parents=True, exist_ok=True)
     array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
     write_atomically(array.script, array.text)
-    job_id = _queue(folder, array, _after(after))
+    job_id = _queue(folder, array, _dependency_on(after))
     for index, config in enumerate(configs):
         run = RunFolder.of(config).path
-        _note(run, "train", f"{job_id}_{index}")
-        _queue_what_follows(config, f"afterok:{job_id}_{index}")
+        _record_job(run, "train", f"{job_id}_{index}")
+        _queue_evaluation(config, f"afterok:{job_id}_{index}")
     print(f"logs: {folder}/logs/job-{job_id}_*.log")
-    print(f"MLflow: {_tracked(configs[0])}, below {folder.name}")
+    print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
 
 
-def _checked(configs: Iterable[RunConfig], after: str | None, dry_run: bool) -> list[RunConfig]:
+def _checked_configs(
+    configs: Iterable[RunConfig], after: str | None, dry_run: bool
+) -> list[RunConfig]:
     """The runs, with paths that hold on every node, once nothing speaks against queueing them."""
-    settled = [_settled(config) for config in configs]
+    settled = [_with_absolute_paths(config) for config in configs]
     if not dry_run and shutil.which("sbatch") is None:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
     for config in settled:
-        _refuse_what_cannot_run(config)
+        _check_can_run(config)
     if not dry_run:
-        _refuse_what_is_queued(settled, after)
+        _check_not_queued(settled, after)
     return settled
 
 
@@ -145,12 +147,12 @@ def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> 
         yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
 
 
-def _settled(config: RunConfig) -> RunConfig:
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with all paths absolute, so that the script does not depend on where it runs."""
     return dataclasses.replace(anchored(config), root=str(Path(config.root).absolute()))
 
 
-def _refuse_what_cannot_run(config: RunConfig) -> None:
+def _check_can_run(config: RunConfig) -> None:
     folder = RunFolder.of(config)
     if {"%", "\\"} & set(str(folder.path)):
         raise ConfigError(
@@ -165,11 +167,11 @@ def _refuse_what_cannot_run(config: RunConfig) -> None:
         logger.info("memory was not checked: slurm.gpu %s is not known", config.slurm.gpu)
         return
     planner = Planner(config)
-    if not fit.fits(planner.plan(fit.own_choice(config)), device):
+    if not fit.fits(planner.plan(fit.configured_settings(config)), device):
         raise ConfigError(fit.verdict(config, device, planner))
 
 
-def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> None:
+def _check_not_queued(configs: Sequence[RunConfig], after: str | None) -> None:
     """A second job of a run, but behind its last, would find it being trained."""
     known = None if after is None else slurm_jobs([after])
     # An array is known by its tasks.
@@ -187,13 +189,13 @@ def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> N
             )
 
 
-def _training(config: RunConfig) -> _Job:
+def _training_job(config: RunConfig) -> _Job:
     folder = RunFolder.of(config).path
     script = folder / "slurm" / "train.sbatch"
     return _Job("train", script, train_script(config, folder, folder / "slurm" / "config.yaml"))
 
 
-def _prepare(config: RunConfig, job: _Job) -> None:
+def _write_job_files(config: RunConfig, job: _Job) -> None:
     """Write what a job reads; what an earlier one of the run found bad may have been mended."""
     folder = job.script.parent
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,7 @@ def _prepare(config: RunConfig, job: _Job) -> None:
     write_atomically(job.script, job.text)
 
 
-def _queue_what_follows(config: RunConfig, dependency: str) -> None:
+def _queue_evaluation(config: RunConfig, dependency: str) -> None:
     """Queue what slurm.then asks for, to begin when the training has ended well."""
     if not config.slurm.then:
         return
@@ -228,21 +230,21 @@ def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
             f"sbatch: found {result.stdout!r}, wanted a job's number; it may be queued"
         )
     job_id: str = found[-1]
-    _note(folder, job.kind, job_id)
+    _record_job(folder, job.kind, job_id)
     after = f", {' '.join(options)}" if options else ""
     print(f"job {job_id}: {job.kind} {folder}{after}", flush=True)
     return job_id
 
 
-def _note(folder: Path, kind: str, job_id: str) -> None:
+def _record_job(folder: Path, kind: str, job_id: str) -> None:
     entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
     with open(folder / JOBS_FILE, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
-def _after(job: str | None) -> list[str]:
+def _dependency_on(job: str | None) -> list[str]:
     return [] if job is None else ["--dependency", f"afterany:{job}"]
 
 
-def _tracked(config: RunConfig) -> str:
+def _mlflow_location(config: RunConfig) -> str:
     return f"{config.tracking.uri}, experiment {config.tracking.experiment}, run {config.name}"

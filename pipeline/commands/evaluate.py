@@ -1,9 +1,10 @@
-"""`longhaul evaluate`: measure a checkpoint, on held-out text or on tasks made for it."""
+"""`longhaul evaluate`: measure a checkpoint on held-out text, or on synthetic tasks."""
 
 import argparse
 import sys
 from pathlib import Path
 
+from longhaul.pipeline.commands.contexts import parse_contexts
 from longhaul.pipeline.commands.model_arguments import add_model_arguments, named_model
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options
@@ -20,12 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tasks",
         default="positions",
-        help="comma-separated, of those listed below; default %(default)s",
+        help="names from the list below, separated by commas; default %(default)s",
     )
     parser.add_argument(
         "--context",
         type=int,
-        help="tokens of a window, by default as in training; as many tokens are read in all",
+        help="tokens per window, by default as in training; about as many tokens are read in total",
     )
     parser.add_argument(
         "--text",
@@ -33,18 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="text to measure on instead of the validation shards; again for more files",
+        help="text to measure on instead of the validation shards; repeat the option for more files",
     )
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
-        help="lengths of windows, tokens: by default 1/4 to 4 times the training context for "
-        "context, 1, 2 and 4 times it for perplexity",
+        help="lengths of windows in tokens; default of the task context: 1/4 to 4 times the training "
+        "context; of perplexity: 1, 2 and 4 times it",
     )
     parser.add_argument(
         "--stride",
         type=int,
-        help="tokens by which the window of perplexity slides; default 256, or a shorter window",
+        help="perplexity: tokens by which the window slides; default 256, or the shortest window",
     )
     parser.add_argument(
         "--lengths",
@@ -57,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=int,
         default=Options.prompts,
-        help="passkey: prompts a length, in turn at each of "
-        f"{len(PASSKEY_DEPTHS)} depths; recall: sequences a size; default %(default)s",
+        help=f"passkey: prompts per length, at each of {len(PASSKEY_DEPTHS)} depths in turn; "
+        "recall: sequences per number of pairs; default %(default)s",
     )
     parser.add_argument(
         "--devices",
@@ -70,25 +71,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lm-eval-tasks",
         default=",".join(Options.lm_eval_tasks),
         metavar="NAME,NAME,...",
-        help="lm-eval: which of the harness's tasks, or the one that longhaul brings; default "
-        "%(default)s",
+        help="lm-eval: tasks of the harness, or the one that longhaul brings; default %(default)s",
     )
     parser.add_argument(
-        "--again", action="store_true", help="repeat tasks whose results are already there"
+        "--again", action="store_true", help="repeat tasks that already have results"
     )
 
 
 def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.evaluation.run import evaluate_checkpoint
 
-    if args.devices < 1:
-        raise ValueError(f"--devices: found {args.devices}, wanted 1 or more")
-    if args.context is not None and args.context < 1:
-        raise ValueError(f"--context: found {args.context}, wanted 1 or more")
+    contexts = parse_contexts(args.contexts)
     options = Options(
         text=tuple(args.text),
         context=args.context,
-        contexts=_contexts(args.contexts),
+        contexts=None if contexts is None else tuple(sorted(set(contexts))),
         stride=args.stride,
         lengths=args.lengths,
         prompts=args.prompts,
@@ -101,11 +98,3 @@ def main(args: argparse.Namespace) -> int:
         print(f"longhaul: {error}", file=sys.stderr)
         return EXIT_BUSY
     return 0
-
-
-def _contexts(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    if not all(part.isdecimal() and int(part) for part in text.split(",")):
-        raise ValueError(f"--contexts: found {text!r}, wanted numbers of 1 or more, such as 64,128")
-    return tuple(sorted({int(part) for part in text.split(",")}))

@@ -10,7 +10,7 @@ from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
-def scaling(trained: TrainedModel, options: Options) -> list[str]:
+def differences_from_training(trained: TrainedModel, options: Options) -> list[str]:
     """How it was read, such as [context-4096, linear-4]; nothing where it was as in training."""
     positions, context = trained.positions, trained.config.data.context
     found = [] if context == positions.context else [f"context-{context}"]
@@ -31,12 +31,12 @@ def _text_name(files: Sequence[Path]) -> str:
 
 def metric_prefix(trained: TrainedModel, options: Options) -> str:
     """What the names of a task's numbers begin with."""
-    return "/".join(["evaluation", *scaling(trained, options)])
+    return "/".join(["evaluation", *differences_from_training(trained, options)])
 
 
 def label(trained: TrainedModel, options: Options) -> str:
     """Checkpoint and positions, such as step-000000030-linear-4: results of each stay apart."""
-    return "-".join([trained.checkpoint.name, *scaling(trained, options)])
+    return "-".join([trained.checkpoint.name, *differences_from_training(trained, options)])
 
 
 def results_folder(trained: TrainedModel, options: Options) -> Path:
@@ -61,7 +61,7 @@ class Label:
     """Name and digest of the files, or empty for the validation shards."""
 
 
-def read_label(text: str) -> Label | None:
+def parse_label(text: str) -> Label | None:
     """What `label` put together; None for any other name."""
     found = re.fullmatch(
         r"step-(\d+)(?:-context-(\d+))?(?:-((?:linear|dynamic_ntk)-[\d.e+]+))?(?:-text-([\w.-]+))?",

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Results:
             name: value for found in records if found for name, value in found["values"].items()
         }
 
-    def known(self, name: str, task: Task, options: Options) -> Measured | None:
+    def known(self, name: str, task: Task, options: Options) -> TaskResult | None:
         """What a task found earlier under the same options; None if it did not, or files went."""
         path = self._record(name)
         if not path.exists():
@@ -40,18 +40,18 @@ class Results:
         files = tuple(self.folder / file for file in record["files"])
         if record["options"] != self._deciding(task, options) or not all(map(Path.exists, files)):
             return None
-        return Measured(record["values"], files)
+        return TaskResult(record["values"], files)
 
-    def take(self, name: str, found: Measured) -> Measured:
+    def take(self, name: str, found: TaskResult) -> TaskResult:
         """Put what a task found, files and all, in the place of what it found before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._record(name).unlink(missing_ok=True)
         for file in found.files:
             write_atomically(self.folder / file.name, file.read_bytes())
         _write(self.summary, self.values() | found.values)
-        return Measured(found.values, tuple(self.folder / file.name for file in found.files))
+        return TaskResult(found.values, tuple(self.folder / file.name for file in found.files))
 
-    def record(self, name: str, task: Task, options: Options, found: Measured) -> None:
+    def record(self, name: str, task: Task, options: Options, found: TaskResult) -> None:
         """What was taken is known from now on."""
         _write(
             self._record(name),

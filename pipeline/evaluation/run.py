@@ -13,7 +13,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
@@ -38,6 +38,10 @@ def evaluate_checkpoint(
         OSError: the checkpoint is damaged, or results could not be written.
         RuntimeError: another of the processes failed.
     """
+    if devices < 1:
+        raise ValueError(f"--devices: found {devices}, wanted 1 or more")
+    if options.context is not None and options.context < 1:
+        raise ValueError(f"--context: found {options.context}, wanted 1 or more")
     if torch.cuda.is_available() and devices > torch.cuda.device_count():
         raise ValueError(
             f"--devices: found {devices}, wanted at most {torch.cuda.device_count()}, the "
@@ -101,7 +105,7 @@ def evaluate(
         return
     results = Results(results_folder(trained, options), _held_out(trained.config))
     wanted = {name: task for name, task in TASKS.items() if name in names}
-    known = {n: None if again else results.known(n, task, options) for n, task in wanted.items()}
+    known = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
     ranks.gather([[name for name, found in known.items() if found is None]])
     for name, task in wanted.items():
         found = known[name]
@@ -111,10 +115,10 @@ def evaluate(
         else:
             # What was found before stays until there is something else.
             with tempfile.TemporaryDirectory() as scratch:
-                found = results.take(name, task.measure(trained, options, Path(scratch)))
+                found = results.store(name, task.measure(trained, options, Path(scratch)))
             _log(trained, options, found, results.summary, tracker)
             # Last: what is known is not logged again.
-            results.record(name, task, options, found)
+            results.mark_complete(name, task, options, found)
         _show(found)
 
 
@@ -127,7 +131,7 @@ def _held_out(config: RunConfig) -> str:
     return f"{config.data.validation_tokens} tokens of {digest}"
 
 
-def _show(found: Measured) -> None:
+def _show(found: TaskResult) -> None:
     width = max(map(len, found.values), default=0)
     for name, value in found.values.items():
         unit = " nats a token" if "loss" in name.rpartition("/")[2] else ""
@@ -149,7 +153,7 @@ def _check_scaled(trained: TrainedModel, context: int | None) -> None:
 def _log(
     trained: TrainedModel,
     options: Options,
-    found: Measured,
+    found: TaskResult,
     summary: Path,
     tracker: Tracker | None,
 ) -> None:

@@ -46,14 +46,14 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TaskResult:
     """Numbers by the names that MLflow shows, and the files that were written."""
 
     values: dict[str, float]
     files: tuple[Path, ...] = ()
 
 
-Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], Measured]"
+Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], TaskResult]"
 
 
 @dataclass(frozen=True)

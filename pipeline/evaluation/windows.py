@@ -63,7 +63,7 @@ class CutWindows:
             yield {"input": tokens, "target": target, "index": samples}
 
 
-def held_out(config: RunConfig) -> BatchLoader:
+def validation_batches(config: RunConfig) -> BatchLoader:
     """All validation samples of a run."""
     data = config.data
     if data.validation_manifest is None:
@@ -79,7 +79,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return held_out(config)
+        return validation_batches(config)
     manifest = load_manifest(config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     texts = []

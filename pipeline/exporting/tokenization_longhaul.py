@@ -17,7 +17,7 @@ class LonghaulTokenizer(PreTrainedTokenizerFast):
         return super()._encode_plus(_escaped(text), _escaped(text_pair), **kwargs)
 
     def _decode(self, *args: Any, **kwargs: Any) -> str:
-        text = _ESCAPE.sub(_meant, super()._decode(*args, **kwargs))
+        text = _ESCAPE.sub(_unescaped, super()._decode(*args, **kwargs))
         # Joins the halves of pairs; a half alone becomes U+FFFD.
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
@@ -29,7 +29,7 @@ def _escaped(text: Any) -> Any:
     return type(text)(map(_escaped, text)) if isinstance(text, (list, tuple)) else text
 
 
-def _meant(escape: re.Match[str]) -> str:
+def _unescaped(escape: re.Match[str]) -> str:
     """What an escape stands for; what is none stays as it is."""
     if len(escape[1]) < 5:
         return _SHORT.get(escape[1], escape[0])

@@ -18,11 +18,11 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         "add_bos_token": False,
     }
     if isinstance(tokenizer, FileTokenizer):
-        content = _plain(tokenizer.content)
+        content = _without_additions(tokenizer.content)
         # A token that the file has not added would from now on be looked for in every text.
         added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
     else:
-        content = _bytes() if tokenizer.name == "bytes" else _gpt2()
+        content = _byte_tokenizer() if tokenizer.name == "bytes" else _gpt2_tokenizer()
         added = {tokenizer.eot_id: END_OF_TEXT}
         # No part of a text is taken as special, as in training.
         config["split_special_tokens"] = True
@@ -39,18 +39,18 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def _plain(content: bytes) -> dict[str, Any]:
+def _without_additions(content: bytes) -> dict[str, Any]:
     """A tokenizer.json that puts nothing in front or after, and neither cuts nor fills texts up."""
     values: dict[str, Any] = json.loads(content)
     return values | {"post_processor": None, "truncation": None, "padding": None}
 
 
-def _bytes() -> dict[str, Any]:
+def _byte_tokenizer() -> dict[str, Any]:
     """Every byte a token, 0 to 255."""
-    return _byte_level({char: byte for byte, char in enumerate(_characters())}, [], False)
+    return _byte_level({char: byte for byte, char in enumerate(_byte_characters())}, [], False)
 
 
-def _gpt2() -> dict[str, Any]:
+def _gpt2_tokenizer() -> dict[str, Any]:
     files = gpt2_files()
     lines = files["vocab.bpe"].read_text(encoding="utf-8").splitlines()[1:]
     vocabulary = json.loads(files["encoder.json"].read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def _byte_level(
     return content
 
 
-def _characters() -> list[str]:
+def _byte_characters() -> list[str]:
     """The printable characters by which byte-level vocabularies write the bytes 0 to 255."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))

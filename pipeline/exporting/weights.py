@@ -22,7 +22,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _RankShard:
     """A block of a tensor, as one rank has written it."""
 
     file: Path
@@ -36,22 +36,22 @@ class SavedTensor:
     """Where a tensor's numbers lie in a checkpoint."""
 
     dtype: str  # as safetensors writes it
-    pieces: list[_Piece] = field(default_factory=list)
+    rank_shards: list[_RankShard] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        ends = [[o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.pieces]
+        ends = [[o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.rank_shards]
         return tuple(map(max, zip(*ends, strict=True)))
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
-    def runs(self) -> Iterator[tuple[Path, int, int, int]]:
+    def byte_ranges(self) -> Iterator[tuple[Path, int, int, int]]:
         """Ranges of bytes that lie together: file, start there, start in the whole, length."""
         item, whole = _ITEM_BYTES[self.dtype], self.shape
         strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
-        for piece in self.pieces:
+        for piece in self.rank_shards:
             # Dimensions from `last` on lie together, all after it being whole.
             last = len(whole) - 1
             while last > 0 and piece.shape[last] == whole[last]:
@@ -81,9 +81,9 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             offset = tuple(placed[name]["saved_offsets"]) or (0,) * len(shape)
             tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry["dtype"]))
             begin = start + entry["data_offsets"][0]
-            tensor.pieces.append(_Piece(checkpoint / file, begin, offset, shape))
+            tensor.rank_shards.append(_RankShard(checkpoint / file, begin, offset, shape))
     for name, tensor in tensors.items():
-        found = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        found = sum(math.prod(piece.shape) for piece in tensor.rank_shards)
         if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "
@@ -141,7 +141,7 @@ def _blocks(
     """Bytes of all tensors, and where each goes in the shard."""
     by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        for file, source, target, length in tensor.runs():
+        for file, source, target, length in tensor.byte_ranges():
             by_file[file].append((source, begin + header[name]["data_offsets"][0] + target, length))
     for file, runs in by_file.items():
         with file.open("rb") as opened:

@@ -124,11 +124,11 @@ def decode(
     for group in alike.values():
         members = [sessions[index] for index in group]
         together = torch.cat([logits[index] for index in group])
-        for row, token in _decode_alike(model, members, together, num_tokens, sampling):
+        for row, token in _decode_batch(model, members, together, num_tokens, sampling):
             yield group[row], token
 
 
-def _decode_alike(
+def _decode_batch(
     model: LanguageModel,
     sessions: list[Session],
     logits: Float[Tensor, "B R"],
@@ -146,10 +146,10 @@ def _decode_alike(
             if len(going) < len(rows):
                 for place, row in enumerate(rows):
                     if sessions[row].is_done:
-                        sessions[row].state = _copied(state, place)
+                        sessions[row].state = _copy_row(state, place)
                 if not going:
                     return
-                state = _rows(state, torch.tensor(going, device=logits.device))
+                state = _select_rows(state, torch.tensor(going, device=logits.device))
                 rows = [rows[place] for place in going]
             last = [sessions[row].unread.pop() for row in rows]
             logits, state = model.step(torch.tensor(last, device=logits.device), state)
@@ -158,15 +158,15 @@ def _decode_alike(
             sessions[row].unread.append(token)
         yield from zip(rows, chosen, strict=True)
     for place, row in enumerate(rows):
-        sessions[row].state = _copied(state, place)
+        sessions[row].state = _copy_row(state, place)
 
 
-def _rows(state: list[Any], rows: Int[Tensor, "rows"]) -> list[Any]:
+def _select_rows(state: list[Any], rows: Int[Tensor, "rows"]) -> list[Any]:
     found: list[Any] = pytree.tree_map(lambda part: part[rows], state)
     return found
 
 
-def _copied(state: list[Any], place: int) -> list[Any]:
+def _copy_row(state: list[Any], place: int) -> list[Any]:
     """One row, which does not keep the batch's memory."""
     found: list[Any] = pytree.tree_map(lambda part: part[place : place + 1].clone(), state)
     return found

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.pipeline.planning.live_tensors import PARTS
-from longhaul.pipeline.planning.memory import Choice, Plan, Planner
+from longhaul.pipeline.planning.memory import MemorySettings, Plan, Planner
+from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
 from longhaul.pipeline.terminal.numbers import digits, in_bytes
 
@@ -23,7 +23,9 @@ def find(device: str | None) -> Device:
     return found
 
 
-def on_ranks(path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None) -> RunConfig:
+def with_num_gpus(
+    path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None
+) -> RunConfig:
     """The run that a path and overrides give, on so many ranks in place of its own number."""
     if gpus is None:
         return run
@@ -41,11 +43,11 @@ def on_ranks(path: str, overrides: Sequence[str], run: RunConfig, gpus: int | No
         raise ValueError(f"--gpus: found {gpus}: {error}") from None
 
 
-def own_choice(config: RunConfig) -> Choice:
+def configured_settings(config: RunConfig) -> MemorySettings:
     """What the config itself says."""
     trainer = config.trainer
     strategy = trainer.strategy
-    return Choice(
+    return MemorySettings(
         strategy=strategy,
         stage=trainer.deepspeed_stage if strategy == "deepspeed" else None,
         checkpointing=trainer.activation_checkpointing,
@@ -54,10 +56,10 @@ def own_choice(config: RunConfig) -> Choice:
 
 def rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
     """A row for every strategy and mode of checkpointing, below the names of the columns."""
-    table = [["strategy", "checkpointing", *PARTS, "total", "sent", device.name]]
+    table = [["strategy", "checkpointing", *CATEGORIES, "total", "sent", device.name]]
     for choice in _choices(config):
         plan = planner.plan(choice)
-        parts = [_gigabytes(getattr(plan, part)) for part in PARTS]
+        parts = [_gigabytes(getattr(plan, part)) for part in CATEGORIES]
         verdict = "fits" if fits(plan, device) else "does not fit"
         table.append(
             [
@@ -66,7 +68,7 @@ def rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]
                 *parts,
                 _gigabytes(plan.total),
                 _gigabytes(plan.sent),
-                f"{verdict} {_room(device)}",
+                f"{verdict} {_device_memory(device)}",
             ]
         )
     return table
@@ -78,10 +80,10 @@ def fits(plan: Plan, device: Device) -> bool:
 
 def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
     """One line: the config as it is fits, or the smallest change with which it would."""
-    own = own_choice(config)
+    own = configured_settings(config)
     plan = planner.plan(own)
     as_it_is = f"As configured ({own.name}, checkpointing {_checkpointing(own)}, micro-batch "
-    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_room(device)}"
+    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_device_memory(device)}"
     if fits(plan, device):
         return f"{as_it_is}, fits."
     for change, choice, micro_batches in _changes(config, own):
@@ -97,8 +99,8 @@ def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
     return f"{as_it_is}, does not fit, and no strategy or micro-batch here would."
 
 
-def _choices(config: RunConfig) -> Iterator[Choice]:
-    own = own_choice(config)
+def _choices(config: RunConfig) -> Iterator[MemorySettings]:
+    own = configured_settings(config)
     modes = sorted({0, 1, own.checkpointing})
     strategies: list[tuple[str, int | None]] = [("single", None)]
     if config.trainer.world_size > 1:
@@ -106,10 +108,12 @@ def _choices(config: RunConfig) -> Iterator[Choice]:
         strategies += [("deepspeed", stage) for stage in (1, 2, 3)]
     for strategy, stage in strategies:
         for mode in modes:
-            yield Choice(strategy=strategy, stage=stage, checkpointing=mode)
+            yield MemorySettings(strategy=strategy, stage=stage, checkpointing=mode)
 
 
-def _changes(config: RunConfig, own: Choice) -> Iterator[tuple[list[str], Choice, Sequence[int]]]:
+def _changes(
+    config: RunConfig, own: MemorySettings
+) -> Iterator[tuple[list[str], MemorySettings, Sequence[int]]]:
     """Changes from small to large: settings, what they choose, and micro-batches to try."""
     as_it_is = [config.trainer.micro_batch]
     smaller = _micro_batches(config)
@@ -119,7 +123,7 @@ def _changes(config: RunConfig, own: Choice) -> Iterator[tuple[list[str], Choice
     yield [checkpointing], recomputed, as_it_is
     yield [checkpointing], recomputed, smaller
     if config.trainer.world_size > 1 and own.strategy in ("single", "ddp"):
-        sharded = Choice(strategy="fsdp", checkpointing=own.checkpointing)
+        sharded = MemorySettings(strategy="fsdp", checkpointing=own.checkpointing)
         change = ["trainer.strategy=fsdp"]
         yield list(change), sharded, as_it_is
         change.append(checkpointing)
@@ -135,7 +139,7 @@ def _micro_batches(config: RunConfig) -> list[int]:
 
 
 def _largest_that_fits(
-    planner: Planner, choice: Choice, sizes: Sequence[int], device: Device
+    planner: Planner, choice: MemorySettings, sizes: Sequence[int], device: Device
 ) -> tuple[int, Plan] | None:
     """By bisection: memory grows with the micro-batch."""
     found = None
@@ -150,11 +154,11 @@ def _largest_that_fits(
     return found
 
 
-def _checkpointing(choice: Choice) -> str:
+def _checkpointing(choice: MemorySettings) -> str:
     return {0: "none", 1: "every block"}.get(choice.checkpointing, f"1 in {choice.checkpointing}")
 
 
-def _room(device: Device) -> str:
+def _device_memory(device: Device) -> str:
     return f"{device.memory_bytes // 10**9} GB"
 
 

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer
-from longhaul.pipeline.planning.live_tensors import PARTS, LiveMemory
+from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace
 from longhaul.pipeline.training.blocks import prepare_blocks, shard
 
@@ -31,7 +31,7 @@ _DEEPSPEED_LIVE = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
+class MemorySettings:
     """How a model is spread over the ranks and what it keeps for the backward pass."""
 
     strategy: str  # single | ddp | fsdp | deepspeed
@@ -57,7 +57,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part) for part in PARTS)
+        return sum(getattr(self, part) for part in CATEGORIES)
 
 
 class Planner:
@@ -68,7 +68,7 @@ class Planner:
         self._workspace = OpWorkspace(backend)
         self._traced: dict[tuple[int, int, bool], _Traced] = {}
 
-    def plan(self, choice: Choice, micro_batch: int | None = None) -> Plan:
+    def plan(self, choice: MemorySettings, micro_batch: int | None = None) -> Plan:
         """What a rank needs with a choice, and with another micro-batch than the config's."""
         config = self._config
         if micro_batch is not None:
@@ -88,7 +88,7 @@ class Planner:
             return Plan(**peak, sent=2 * others * traced.gradients)
         return Plan(**traced.peak, sent=others * traced.communicated)
 
-    def _trace(self, config: RunConfig, choice: Choice) -> "_Traced":
+    def _trace(self, config: RunConfig, choice: MemorySettings) -> "_Traced":
         is_sharded = choice.strategy == "fsdp"
         key = config.trainer.micro_batch, choice.checkpointing, is_sharded
         if key not in self._traced:
@@ -113,7 +113,7 @@ def _trace_update(
     config: RunConfig, checkpointing: int, workspace: OpWorkspace, *, is_sharded: bool
 ) -> _Traced:
     """An update of a run that has begun: the optimizer has its moments."""
-    live = LiveMemory(workspace)
+    live = MemoryTracker(workspace)
     with _fake_ranks(config.trainer.world_size if is_sharded else 1) as mesh:
         with torch.device("meta"):
             model = LanguageModel(config.model)
@@ -130,11 +130,11 @@ def _trace_update(
             for parameter in model.parameters() if mesh is None else ():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(
-                        lambda one: live.belongs(one.grad, "gradients")
+                        lambda one: live.assign(one.grad, "gradients")
                     )
             optimizer = build_optimizer(model, config.optim)
-            _fill_optimizer(optimizer, live)
-            live.restart()
+            _create_optimizer_state(optimizer, live)
+            live.reset_peak()
             inner, last = _update(config, model, optimizer, live)
     communicated = (config.accumulation - 1) * inner + last
     return _Traced(
@@ -146,7 +146,7 @@ def _trace_update(
     )
 
 
-def _fill_optimizer(optimizer: torch.optim.Optimizer, live: LiveMemory) -> None:
+def _create_optimizer_state(optimizer: torch.optim.Optimizer, live: MemoryTracker) -> None:
     """Let it make its moments, as the first update of a run does."""
     live.part = "optimizer"
     for group in optimizer.param_groups:
@@ -157,7 +157,7 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, live: LiveMemory) -> None:
 
 
 def _update(
-    config: RunConfig, model: LanguageModel, optimizer: torch.optim.Optimizer, live: LiveMemory
+    config: RunConfig, model: LanguageModel, optimizer: torch.optim.Optimizer, live: MemoryTracker
 ) -> tuple[int, int]:
     """As Pretraining takes it; bytes communicated in a micro-batch before the last, and in it.
 
@@ -181,7 +181,7 @@ def _update(
             del tokens, target
             if not is_last:
                 # What FSDP holds back is whole gradients, which no parameter shows.
-                live.rename("activations", "gradients")
+                live.reassign("activations", "gradients")
             communicated.append(live.communicated_bytes - before)
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)
         live.part = "optimizer"
@@ -204,7 +204,7 @@ def _fake_ranks(count: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _deepspeed(config: RunConfig, choice: Choice, traced: _Traced) -> Plan:
+def _deepspeed(config: RunConfig, choice: MemorySettings, traced: _Traced) -> Plan:
     """Activations as traced, the rest by the formulas of the ZeRO paper and DeepSpeed's docs.
 
     Parameters and gradients are in the precision of the forward pass, and an optimizer's share is

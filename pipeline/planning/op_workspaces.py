@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from longhaul.kernels.power import chunked
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form
-from longhaul.pipeline.planning.live_tensors import LiveMemory
+from longhaul.pipeline.planning.memory_tracker import MemoryTracker
 
 Backend = Literal["torch", "triton"]
 
@@ -53,8 +53,8 @@ class OpWorkspace:
         settings.pop("backend")
         call = self._call(inputs[0], inputs[2], settings)
         run, skipping = self._implementation(call, inputs)
-        live = LiveMemory()
-        live.belongs(inputs, "activations")
+        live = MemoryTracker()
+        live.assign(inputs, "activations")
         given = sum(live.now.values())
         with torch.no_grad(), skipping, live:
             if name == "longhaul::power_forward":

@@ -10,13 +10,13 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 HALF = torch.bfloat16  # in which states and caches are compared, as the papers do
 
 
-def without_memory(config: LanguageModelConfig) -> LanguageModel:
+def build_on_meta(config: LanguageModelConfig) -> LanguageModel:
     """The model without its numbers: milliseconds and no memory, whatever its size."""
     with torch.device("meta"):
         return LanguageModel(config)
 
 
-def attentions(model: LanguageModel) -> list[Attention]:
+def attention_layers(model: LanguageModel) -> list[Attention]:
     """The attention of every layer, in order."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 

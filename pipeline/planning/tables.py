@@ -7,14 +7,14 @@ from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
 from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.pipeline.planning.fit import find, on_ranks, rows, verdict
+from longhaul.pipeline.planning.fit import find, rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.planning.sizes import (
     HALF,
     allocated_bytes,
-    attentions,
+    attention_layers,
+    build_on_meta,
     state_bytes,
-    without_memory,
 )
 from longhaul.pipeline.system.devices import Device
 from longhaul.pipeline.terminal.numbers import amount, digits, in_bytes
@@ -40,7 +40,7 @@ def print_plan(
     run = load_run_config(path, overrides)
     fit = None
     if gpus is not None or device is not None:
-        fit = on_ranks(path, overrides, run, gpus), find(device)
+        fit = with_num_gpus(path, overrides, run, gpus), find(device)
     contexts = contexts or [run.data.context]
     models = [run.model]
     if kinds is not None:
@@ -75,8 +75,8 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
     names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
     rows = [[*names, "state", "allocated", "form on GPU", "on CPU"]]
     for config in models:
-        model = without_memory(config)
-        layers = attentions(model)
+        model = build_on_meta(config)
+        layers = attention_layers(model)
         weights = model.weight_flops()
         for T in contexts:
             mixing = model.mixing_flops(T, "triton")
@@ -107,7 +107,9 @@ def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
         model = dataclasses.replace(
             config, attention=_of_degree(config.attention, degree), layer_attention=others
         )
-        layers = [layer for layer in attentions(without_memory(model)) if isinstance(layer, Sympow)]
+        layers = [
+            layer for layer in attention_layers(build_on_meta(model)) if isinstance(layer, Sympow)
+        ]
         rows.append(
             [
                 f"{degree}",

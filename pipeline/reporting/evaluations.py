@@ -8,18 +8,18 @@ from typing import NamedTuple
 from longhaul.pipeline.evaluation.figures import shown_positions, wilson_interval
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table, YAxis
 from longhaul.pipeline.reporting.runs import Evaluated, Run
-from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _DOTS = 300
 """Of a curve of positions: a column has room for no more."""
 
-_FAR = 20.0
+_LOG_AXIS_RATIO = 20.0
 """Ratio of the highest to the lowest perplexity from which on their axis is logarithmic."""
 
 _STYLES = ("--", "-.", ":")
 
 
-class _One(NamedTuple):
+class _EvaluatedRun(NamedTuple):
     """A run's table of one task."""
 
     run: Run
@@ -35,7 +35,7 @@ class _Group(NamedTuple):
 
     context: int
     text: str
-    members: list[_One]
+    members: list[_EvaluatedRun]
 
     def name(self, task: str) -> str:
         return f"{task}_{self.context:06d}" + (f"_{self.text}" if self.text else "")
@@ -66,7 +66,7 @@ class _Curve(NamedTuple):
         return list(self.columns.values())[-1]
 
 
-def loss_by_position(named: Named) -> Iterator[Figure]:
+def loss_by_position(named: NamedRuns) -> Iterator[Figure]:
     """Figure 2 of the conformal-sympow paper."""
     for group in _groups(named, "positions"):
         curves = []
@@ -94,7 +94,7 @@ def loss_by_position(named: Named) -> Iterator[Figure]:
         )
 
 
-def loss_in_windows(named: Named) -> Iterator[Figure]:
+def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
     """What a longer context gives on the same tokens."""
     for group in _groups(named, "context"):
         yield _figure(
@@ -103,13 +103,13 @@ def loss_in_windows(named: Named) -> Iterator[Figure]:
             "loss_in_windows",
             [_curve(one.evaluated.rows, "context", "loss_nats") for one in group.members],
             title="Loss in windows of each length",
-            caption=f"Tokens a run: {_told(group, 'tokens')}, the same in windows of all lengths.",
+            caption=f"Tokens a run: {_column_values(group, 'tokens')}, the same in windows of all lengths.",
             x_label="window (tokens)",
             y_label="loss (nats a token)",
         )
 
 
-def perplexity(named: Named) -> Iterator[Figure]:
+def perplexity(named: NamedRuns) -> Iterator[Figure]:
     """Figure 4 of CoCA."""
     for group in _groups(named, "perplexity"):
         curves = [
@@ -122,14 +122,14 @@ def perplexity(named: Named) -> Iterator[Figure]:
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {_told(group, 'stride')} tokens.",
+            caption=f"Stride: {_column_values(group, 'stride')} tokens.",
             x_label="sliding window (tokens)",
             y_label="perplexity (a token)",
-            y_axis="log" if max(values) > _FAR * min(values) else "linear",
+            y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "linear",
         )
 
 
-def passkey(named: Named) -> Iterator[Figure]:
+def passkey(named: NamedRuns) -> Iterator[Figure]:
     """Figure 5 of CoCA."""
     for group in _groups(named, "passkey"):
         curves = []
@@ -154,7 +154,7 @@ def passkey(named: Named) -> Iterator[Figure]:
         )
 
 
-def ntk_tables(named: Named) -> Iterator[Table]:
+def ntk_tables(named: NamedRuns) -> Iterator[Table]:
     """Tables 4 and 5 of CoCA: where some run was read with scaled positions."""
     for task, title, read in (
         ("perplexity", "Perplexity of a sliding window", _perplexities),
@@ -170,7 +170,7 @@ def ntk_tables(named: Named) -> Iterator[Table]:
                 title=f"{title}, {group.where}",
                 caption="Columns are lengths of the "
                 + (
-                    f"window, tokens; stride: {_told(group, 'stride')}"
+                    f"window, tokens; stride: {_column_values(group, 'stride')}"
                     if task == "perplexity"
                     else "prompt, tokens"
                 ),
@@ -188,25 +188,25 @@ def ntk_tables(named: Named) -> Iterator[Table]:
             )
 
 
-def _groups(named: Named, task: str) -> Iterator[_Group]:
-    found: dict[tuple[int, str], list[_One]] = defaultdict(list)
+def _groups(named: NamedRuns, task: str) -> Iterator[_Group]:
+    found: dict[tuple[int, str], list[_EvaluatedRun]] = defaultdict(list)
     for run in named.runs:
         for evaluated in run.evaluations[task]:
             if evaluated.rows:
-                found[run.context, evaluated.label.text].append(_One(run, evaluated))
+                found[run.context, evaluated.label.text].append(_EvaluatedRun(run, evaluated))
     for (context, text), members in sorted(found.items()):
         members.sort(key=lambda one: (named.label(one.run), one.run.name, one.scaling))
         yield _Group(context, text, members)
 
 
-def _told(group: _Group, column: str) -> str:
+def _column_values(group: _Group, column: str) -> str:
     """All values of a column of whole numbers."""
     found = {int(row[column]) for one in group.members for row in one.evaluated.rows}
     return ", ".join(f"{value:,}" for value in sorted(found))
 
 
 def _figure(
-    named: Named,
+    named: NamedRuns,
     group: _Group,
     task: str,
     curves: Sequence[_Curve],
@@ -234,7 +234,7 @@ def _figure(
                 curve.band,
             )
         )
-        setting = [*named.cells(one.run), one.evaluated.label.step, one.scaling, group.text]
+        setting = [*named.leading_cells(one.run), one.evaluated.label.step, one.scaling, group.text]
         rows += [[*setting, *row] for row in zip(*curve.columns.values(), strict=True)]
     return Figure(
         name=group.name(task),
@@ -243,7 +243,7 @@ def _figure(
         x_label=x_label,
         y_label=y_label,
         series=series,
-        columns=[*CELLS, "step", "positions", "text", *curves[0].columns],
+        columns=[*LEADING_COLUMNS, "step", "positions", "text", *curves[0].columns],
         rows=rows,
         x_axis="context",
         x_ticks=[int(x) for curve in curves for x in curve.x] if has_ticks else (),
@@ -261,7 +261,7 @@ def _curve(rows: Sequence[Mapping[str, str]], x: str, *others: str) -> _Curve:
     return _Curve(columns)
 
 
-def _passkeys(one: _One) -> dict[int, tuple[int, int]]:
+def _passkeys(one: _EvaluatedRun) -> dict[int, tuple[int, int]]:
     """Right answers and prompts of each length, at all depths."""
     found: dict[int, tuple[int, int]] = {}
     for row in one.evaluated.rows:
@@ -270,9 +270,9 @@ def _passkeys(one: _One) -> dict[int, tuple[int, int]]:
     return dict(sorted(found.items()))
 
 
-def _perplexities(one: _One) -> dict[int, float]:
+def _perplexities(one: _EvaluatedRun) -> dict[int, float]:
     return {int(row["window"]): float(row["perplexity"]) for row in one.evaluated.rows}
 
 
-def _percentages(one: _One) -> dict[int, float]:
+def _percentages(one: _EvaluatedRun) -> dict[int, float]:
     return {length: 100 * right / count for length, (right, count) in _passkeys(one).items()}

@@ -8,12 +8,12 @@ from longhaul.pipeline.reporting import evaluations, training
 from longhaul.pipeline.reporting.drawing import Figure, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
-from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 from longhaul.pipeline.system.new_folder import appearing, free_folder
 
 logger = logging.getLogger(__name__)
 
-_FIGURES: dict[str, tuple[Callable[[Named], Iterable[Figure]], str]] = {
+_FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Loss against training context": (training.loss_against_context, "no run was validated"),
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
@@ -53,7 +53,7 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
     runs, unread = read_runs(uri, experiment)
     for line in unread:
         logger.warning("left out: run %s", line)
-    named = Named(runs)
+    named = NamedRuns(runs)
     figures, left_out = list[Figure](), [f"Run {line}" for line in unread]
     for title, (make, reason) in _FIGURES.items():
         found = list(make(named))
@@ -76,12 +76,12 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
     return sorted(Path(destination).iterdir())
 
 
-def write_runs(path: Path, named: Named) -> None:
+def write_runs(path: Path, named: NamedRuns) -> None:
     """CSV with a row for each run."""
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
     rows = [
         [
-            *named.cells(run),
+            *named.leading_cells(run),
             run.tokens,
             run.final_loss,
             run.speed,
@@ -92,4 +92,4 @@ def write_runs(path: Path, named: Named) -> None:
         ]
         for run in named.runs
     ]
-    write_csv(path, [*CELLS, *columns, "commit", "hardware"], rows)
+    write_csv(path, [*LEADING_COLUMNS, *columns, "commit", "hardware"], rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longhaul.pipeline.reporting.drawing import Figure, Table
 from longhaul.pipeline.reporting.runs import Run
-from longhaul.pipeline.reporting.variants import Named
+from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 from longhaul.pipeline.tracking.names import without_secrets
 
@@ -54,7 +54,7 @@ def write_page(
     folder: Path,
     experiment: str,
     uri: str,
-    named: Named,
+    named: NamedRuns,
     figures: Sequence[Figure],
     tables: Sequence[Table],
     left_out: Sequence[str],
@@ -94,7 +94,7 @@ def write_page(
     (folder / "index.html").write_bytes(page.encode(errors="replace"))
 
 
-def _runs(named: Named) -> str:
+def _runs(named: NamedRuns) -> str:
     rows = []
     for run in named.runs:
         cells = [

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
-from longhaul.pipeline.evaluation.labels import Label, read_label
-from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.evaluation.labels import Label, parse_label
+from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.tracking.names import one_line, without_secrets
 from longhaul.pipeline.tracking.run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -108,24 +108,24 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
         ValueError: there is no such store or experiment, or no run of it has finished.
         RuntimeError: MLflow cannot be reached.
     """
-    uri = _existing(uri)
+    uri = _checked_uri(uri)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     load_mlflow(uri)
     runs, unread = [], []
-    with _reached(uri):
+    with _unreachable_as_runtime_error(uri):
         from mlflow.tracking import MlflowClient  # See load_mlflow.
 
         client = MlflowClient(uri)
-        found = _trainings(client, _experiment_id(client, experiment))
-        _refuse_without_finished(experiment, [str(run.info.status) for run in found])
+        found = _training_runs(client, _experiment_id(client, experiment))
+        _check_any_finished(experiment, [str(run.info.status) for run in found])
         logger.info("reading %d runs", len(found))
         for run in tqdm(found, unit=" runs", disable=None, delay=5, leave=False):
             try:
                 runs.append(_read(client, run))
             except _Unreadable as error:
                 unread.append(without_secrets(f"{run.info.run_name}: {error}"))
-    _refuse_without_finished(experiment, [run.status for run in runs])
+    _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
 
 
@@ -134,7 +134,7 @@ class _Unreadable(Exception):
 
 
 @contextmanager
-def _reached(uri: str) -> Iterator[None]:
+def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError):
@@ -144,7 +144,7 @@ def _reached(uri: str) -> Iterator[None]:
         raise RuntimeError(f"--uri: {address} cannot be read: {reason}") from error
 
 
-def _existing(uri: str) -> str:
+def _checked_uri(uri: str) -> str:
     """The absolute uri; ValueError for a database that MLflow would make."""
     uri = absolute_uri(uri)
     path = uri.removeprefix("sqlite:///")
@@ -163,7 +163,7 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     raise ValueError(f"EXPERIMENT: found {name!r}, wanted one of {names}{more}")
 
 
-def _trainings(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
+def _training_runs(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
     """Without the parents of sweeps, which only hold others."""
     found: list[MlflowRun] = []
     token = None
@@ -174,7 +174,7 @@ def _trainings(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
     return found
 
 
-def _refuse_without_finished(experiment: str, statuses: Sequence[str]) -> None:
+def _check_any_finished(experiment: str, statuses: Sequence[str]) -> None:
     if "FINISHED" in statuses:
         return
     counts = {status: statuses.count(status) for status in sorted(set(statuses))}
@@ -192,7 +192,7 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         config, text = _config(fetch, Path(folder))
         evaluations = _evaluations(client, run_id, fetch, config.data.context)
         hardware = _hardware(fetch)
-    model = without_memory(config.model)
+    model = build_on_meta(config.model)
     metrics = run.data.metrics
     speeds = _history(client, run_id, "train/tokens_per_second", metrics)
     return Run(
@@ -207,7 +207,7 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         validation=_points(client, run_id, "validation/loss", metrics, config),
         speed=statistics.median([value for _, value in speeds]) if speeds else float("nan"),
         num_parameters=model.num_parameters(),
-        state_bytes=state_bytes(attentions(model), config.data.context),
+        state_bytes=state_bytes(attention_layers(model), config.data.context),
         evaluations=evaluations,
     )
 
@@ -265,7 +265,7 @@ def _evaluations(
         return label.step, label.context or context
 
     for folder in client.list_artifacts(run_id, "evaluation"):
-        label = read_label(Path(folder.path).name)
+        label = parse_label(Path(folder.path).name)
         if label is None:
             continue
         files = {Path(file.path).name for file in client.list_artifacts(run_id, folder.path)}

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
 from longhaul.pipeline.reporting.runs import Point, Run
-from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _POINTS = 400
 """Of one curve: a column has room for no more."""
@@ -16,7 +16,7 @@ _SETTLED = 0.05
 """Share of the tokens after which losses decide how far the axis goes up."""
 
 
-def loss_against_tokens(named: Named) -> Iterator[Figure]:
+def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
     """One figure for each training context."""
     for context in named.contexts:
         series, rows = [], list[Row]()
@@ -34,7 +34,8 @@ def loss_against_tokens(named: Named) -> Iterator[Figure]:
                 )
             )
             rows += [
-                [*named.cells(run), p.step, p.tokens, updates, p.value] for p, updates in points
+                [*named.leading_cells(run), p.step, p.tokens, updates, p.value]
+                for p, updates in points
             ]
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
@@ -47,14 +48,14 @@ def loss_against_tokens(named: Named) -> Iterator[Figure]:
             x_label="tokens trained on",
             y_label="training loss (nats a token)",
             series=series,
-            columns=[*CELLS, "step", "tokens", "updates", "loss_nats"],
+            columns=[*LEADING_COLUMNS, "step", "tokens", "updates", "loss_nats"],
             rows=rows,
             x_axis="tokens",
             y_range=_settled_range([points for _, points in curves]),
         )
 
 
-def loss_against_context(named: Named) -> Iterator[Figure]:
+def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
     """Figure 1 of the conformal-sympow paper."""
     runs = [run for run in named.runs if math.isfinite(run.final_loss)]
     if not runs:
@@ -66,14 +67,16 @@ def loss_against_context(named: Named) -> Iterator[Figure]:
         x_label="training context (tokens)",
         y_label="validation loss (nats a token)",
         series=_lines(named, [(run, run.context, run.final_loss) for run in runs]),
-        columns=[*CELLS, "tokens", "validation_loss_nats"],
-        rows=[[*named.cells(run), run.validation[-1].tokens, run.final_loss] for run in runs],
+        columns=[*LEADING_COLUMNS, "tokens", "validation_loss_nats"],
+        rows=[
+            [*named.leading_cells(run), run.validation[-1].tokens, run.final_loss] for run in runs
+        ],
         x_axis="context",
         x_ticks=[run.context for run in runs],
     )
 
 
-def speed_against_context(named: Named) -> Iterator[Figure]:
+def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
     """Of whole training runs, a device."""
     runs = [run for run in named.runs if math.isfinite(run.speed)]
     if not runs:
@@ -90,9 +93,14 @@ def speed_against_context(named: Named) -> Iterator[Figure]:
         x_label="training context (tokens)",
         y_label="speed (tokens/s a device)",
         series=_lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
-        columns=[*CELLS, "hardware", "devices", "tokens_per_second_a_device"],
+        columns=[*LEADING_COLUMNS, "hardware", "devices", "tokens_per_second_a_device"],
         rows=[
-            [*named.cells(run), run.hardware, run.config.trainer.world_size, speeds[run.run_id]]
+            [
+                *named.leading_cells(run),
+                run.hardware,
+                run.config.trainer.world_size,
+                speeds[run.run_id],
+            ]
             for run in runs
         ],
         x_axis="context",
@@ -101,7 +109,7 @@ def speed_against_context(named: Named) -> Iterator[Figure]:
     )
 
 
-def loss_against_state(named: Named) -> Iterator[Figure]:
+def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
     """One figure for each training context: losses at other contexts are of other text."""
     for context in named.contexts:
         runs = [run for run in named.at(context) if math.isfinite(run.final_loss)]
@@ -125,10 +133,16 @@ def loss_against_state(named: Named) -> Iterator[Figure]:
                 )
                 for run in runs
             ],
-            columns=[*CELLS, "tokens", "state_bytes", "parameters", "validation_loss_nats"],
+            columns=[
+                *LEADING_COLUMNS,
+                "tokens",
+                "state_bytes",
+                "parameters",
+                "validation_loss_nats",
+            ],
             rows=[
                 [
-                    *named.cells(run),
+                    *named.leading_cells(run),
                     run.validation[-1].tokens,
                     run.state_bytes,
                     run.num_parameters,
@@ -140,7 +154,7 @@ def loss_against_state(named: Named) -> Iterator[Figure]:
         )
 
 
-def _lines(named: Named, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
+def _lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
     """All points; those of one finished variant are joined through their means."""
     series = []
     for label in sorted({named.label(run) for run, _, _ in points}):

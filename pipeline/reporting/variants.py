@@ -24,7 +24,7 @@ _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spik
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
-CELLS = ("run", "run_id", "status", "variant", "training_context")
+LEADING_COLUMNS = ("run", "run_id", "status", "variant", "training_context")
 """Columns that every CSV of runs begins with."""
 
 
@@ -36,7 +36,7 @@ class Look:
     marker: str
 
 
-class Named:
+class NamedRuns:
     """Runs with the names and looks that they have in all figures."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -63,8 +63,8 @@ class Named:
         mark = "" if run.is_finished else f" ({run.status.lower()})"
         return self.variant(run) + mark
 
-    def cells(self, run: Run) -> list[str | int]:
-        """What stands in the columns CELLS."""
+    def leading_cells(self, run: Run) -> list[str | int]:
+        """What stands in the columns LEADING_COLUMNS."""
         return [run.name, run.run_id, run.status, self.variant(run), run.context]
 
 

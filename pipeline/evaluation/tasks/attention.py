@@ -15,7 +15,7 @@ from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -116,7 +116,7 @@ def report_layer(
     return reports, weights
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     context = min(trained.config.data.context, LONGEST)
     batch = next(iter(read_windows(trained, options, context)))
     tokens = batch["input"][:1].to(trained.device)
@@ -146,7 +146,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     lives = [report.half_life for report in reports if math.isfinite(report.half_life)]
     if lives:
         values[f"{prefix}/attention_longest_half_life"] = max(lives)
-    return Measured(values, (table, picture, memory))
+    return TaskResult(values, (table, picture, memory))
 
 
 def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:

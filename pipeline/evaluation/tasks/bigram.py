@@ -12,7 +12,7 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.loaders import open_store
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -68,7 +68,7 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
     return total / count
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     bigram = count_bigrams(trained.config.data)
     loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
-    return Measured({f"{metric_prefix(trained, options)}/bigram_loss": loss})
+    return TaskResult({f"{metric_prefix(trained, options)}/bigram_loss": loss})

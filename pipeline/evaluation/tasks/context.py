@@ -6,7 +6,7 @@ from pathlib import Path
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, measure_positions
 from longhaul.pipeline.evaluation.windows import CutWindows, read_documents
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
@@ -29,7 +29,7 @@ def chosen_contexts(trained: TrainedModel, options: Options) -> tuple[int, ...]:
     return contexts
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     contexts = chosen_contexts(trained, options)
     documents = read_documents(trained, options, max(contexts))
     num_tokens = max(contexts) * len(documents)
@@ -62,4 +62,4 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         axes.legend(frameon=False)
     prefix = metric_prefix(trained, options)
     values = {f"{prefix}/loss_in_context_{c:06d}": loss for c, loss in losses.items()}
-    return Measured(values, (table, picture))
+    return TaskResult(values, (table, picture))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longhaul.pipeline.evaluation.labels import metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks import lm_eval_task
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
@@ -25,7 +25,7 @@ _OF_RANKS = re.compile(
 )
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
             "--tasks: found lm-eval, and lm_eval is not installed; wanted it from "
@@ -75,7 +75,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         )
     file = folder / "lm-eval-results.json"
     write_atomically(file, text)
-    return Measured(
+    return TaskResult(
         {
             f"{metric_prefix(trained, options)}/lm-eval/{name}": value
             for name, value in _numbers(found["results"]).items()

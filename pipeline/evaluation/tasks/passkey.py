@@ -18,7 +18,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Measured, Options
+from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options, TaskResult
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, Sampling, Session, decode
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -115,7 +115,7 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
         yield from (indices[i : i + at_once] for i in range(0, len(indices), at_once))
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     longest = options.lengths or max(SHORTEST_PASSKEY, 4 * trained.positions.context)
     lengths = [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
     if not lengths:
@@ -159,7 +159,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         f"{prefix}/passkey_{length:06d}": right / count
         for length, (right, count) in by_length(found).items()
     }
-    return Measured(values, (table, curve, depths))
+    return TaskResult(values, (table, curve, depths))
 
 
 def by_length(found: dict[tuple[int, float], list[bool]]) -> dict[int, tuple[int, int]]:

@@ -13,7 +13,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_documents, read_losses, shifted
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -62,7 +62,7 @@ def sliding_loss(
     return total
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     trained_at = trained.positions.context
     windows = options.contexts or tuple(trained_at * 2**power for power in range(3))
     stride = min(256, *windows) if options.stride is None else options.stride
@@ -108,4 +108,4 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         axes.legend(frameon=False)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/perplexity_{w:06d}": math.exp(loss) for w, loss in losses.items()}
-    return Measured(named, (table, picture))
+    return TaskResult(named, (table, picture))

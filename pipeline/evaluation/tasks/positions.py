@@ -21,7 +21,7 @@ from longhaul.pipeline.evaluation.figures import (
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix, results_folder
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -147,7 +147,7 @@ def draw(
         axes.legend(frameon=False)
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     config = trained.config
     context = config.data.context
     batches = read_windows(trained, options, context)
@@ -177,7 +177,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         .get(f"{prefix}/bigram_loss"),
     )
     values = summarise(mean, prefix) | average_prefixes(mean, prefix)
-    return Measured(values, (table, picture))
+    return TaskResult(values, (table, picture))
 
 
 def _powers(T: int) -> list[int]:

@@ -16,7 +16,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -81,7 +81,7 @@ def recall_accuracy(
     return int(right.sum()), right.numel()
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     if options.prompts < 1:
         raise ValueError(f"--prompts: found {options.prompts}, wanted 1 or more")
     manifest = load_manifest(trained.config.data.manifest)
@@ -134,7 +134,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         axes.legend(frameon=False)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/recall_{s:06d}": right / asked for s, (right, asked) in found.items()}
-    return Measured(named, (table, picture))
+    return TaskResult(named, (table, picture))
 
 
 def _known_ids(

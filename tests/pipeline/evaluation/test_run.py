@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram
 from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, summarise
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -159,30 +159,30 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     task = Task("positions", "", decided_by=("text", "stride"))
     options = Options(text=(text,), stride=3)
 
-    def keep(name: str, found: Measured) -> None:
-        results.record(name, task, options, results.take(name, found))
+    def keep(name: str, found: TaskResult) -> None:
+        results.mark_complete(name, task, options, results.store(name, found))
 
-    keep("x", Measured({"x/a": 1.0, "x/b": 2.0}))
-    keep("y", Measured({"y/a": 3.0}))
-    assert results.known("x", task, options) == Measured({"x/a": 1.0, "x/b": 2.0})
-    assert results.known("x", task, dataclasses.replace(options, prompts=7)) is not None
-    assert results.known("x", task, dataclasses.replace(options, stride=4)) is None
+    keep("x", TaskResult({"x/a": 1.0, "x/b": 2.0}))
+    keep("y", TaskResult({"y/a": 3.0}))
+    assert results.stored("x", task, options) == TaskResult({"x/a": 1.0, "x/b": 2.0})
+    assert results.stored("x", task, dataclasses.replace(options, prompts=7)) is not None
+    assert results.stored("x", task, dataclasses.replace(options, stride=4)) is None
     text.write_text("two")
-    assert results.known("x", task, options) is None
+    assert results.stored("x", task, options) is None
     # Interrupted from here on, nobody takes files of two attempts for one result.
-    results.take("x", Measured({"x/b": 5.0}))
+    results.store("x", TaskResult({"x/b": 5.0}))
     text.write_text("one")
-    assert results.known("x", task, options) is None
-    keep("x", Measured({"x/b": 5.0}))
+    assert results.stored("x", task, options) is None
+    keep("x", TaskResult({"x/b": 5.0}))
     assert results.values() == {"y/a": 3.0, "x/b": 5.0}
     for damage in ("{bro", "[]", '{"values": {}, "files": 3, "options": {}}', ""):
         (tmp_path / "y.json").write_text(damage)
-        assert results.known("y", task, options) is None
+        assert results.stored("y", task, options) is None
         assert results.values() == {"x/b": 5.0}
     # Without a text of their own they are of the held-out one, which may become another.
     plain = dataclasses.replace(options, text=())
-    results.record("x", task, plain, Measured({}))
-    assert results.known("x", task, plain) is not None
+    results.mark_complete("x", task, plain, TaskResult({}))
+    assert results.stored("x", task, plain) is not None
     assert Results(tmp_path, "another").known("x", task, plain) is None
 
 

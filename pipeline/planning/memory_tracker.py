@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "copies", "workspace")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "copies", "workspace")
 
 
-class LiveMemory(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Counts the storages that operations make, until they die; `peak` is the most at a time.
 
     torch.distributed._tools.mem_tracker does the same five times slower, does not see the memory
@@ -26,11 +26,11 @@ class LiveMemory(TorchDispatchMode):
         self.communicated_bytes = 0  # that all-gathers have filled and reduce-scatters have read
         self._workspace_of = workspace_of
         self._alive: dict[int, tuple[weakref.ref[Any], int, str]] = {}
-        self._now = dict.fromkeys(PARTS, 0)
+        self._now = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
-        self.restart()
+        self.reset_peak()
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """Begin to look for the peak here."""
         self.peak = dict(self._now)
         self.peak_besides_gradients = dict(self._now)
@@ -41,9 +41,9 @@ class LiveMemory(TorchDispatchMode):
         """Bytes alive at present, by part."""
         return dict(self._now)
 
-    def belongs(self, tensors: Any, part: str) -> None:
+    def assign(self, tensors: Any, part: str) -> None:
         """Count these tensors' memory as this part, whoever made it."""
-        for x in _plain(tensors):
+        for x in _local_tensors(tensors):
             storage = x.untyped_storage()
             self._track(storage, part)
             ref, size, before = self._alive[storage._cdata]
@@ -51,7 +51,7 @@ class LiveMemory(TorchDispatchMode):
             self._now[before] -= size
             self._now[part] += size
 
-    def rename(self, before: str, after: str) -> None:
+    def reassign(self, before: str, after: str) -> None:
         """Count all that is alive as one part as another."""
         for key, (ref, size, part) in self._alive.items():
             if part == before:
@@ -72,24 +72,24 @@ class LiveMemory(TorchDispatchMode):
             self._add("workspace", -size)
         result = func(*args, **kwargs)
         is_cast = func is torch.ops.aten._to_copy.default and self._is_parameter(args[0])
-        for x in _plain(result):
+        for x in _local_tensors(result):
             self._track(x.untyped_storage(), "copies" if is_cast else self.part)
         if func.namespace in ("c10d", "fsdp"):
-            self._communicates(func.__name__.split(".")[0], args, kwargs)
+            self._track_collective(func.__name__.split(".")[0], args, kwargs)
         return result
 
-    def _communicates(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = _plain((args, kwargs))
+    def _track_collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = _local_tensors((args, kwargs))
         for x in tensors:
-            if self._part(x) == "activations":
-                self.belongs(x, "copies")
+            if self._category_of(x) == "activations":
+                self.assign(x, "copies")
         if name == "_allgather_base_":
             self.communicated_bytes += tensors[0].nbytes
         if name == "_reduce_scatter_base_":
-            self.belongs(tensors[0], "gradients")  # the sharded gradient is a view of it
+            self.assign(tensors[0], "gradients")  # the sharded gradient is a view of it
             self.communicated_bytes += tensors[1].nbytes
 
-    def __enter__(self) -> "LiveMemory":
+    def __enter__(self) -> "MemoryTracker":
         resize = self._resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
@@ -112,9 +112,9 @@ class LiveMemory(TorchDispatchMode):
 
     def _is_parameter(self, x: Tensor) -> bool:
         """Whether x is one, or the whole of one that was gathered."""
-        return any(self._part(one) in ("parameters", "copies") for one in _plain(x))
+        return any(self._category_of(one) in ("parameters", "copies") for one in _local_tensors(x))
 
-    def _part(self, x: Tensor) -> str | None:
+    def _category_of(self, x: Tensor) -> str | None:
         key = x.untyped_storage()._cdata
         return self._alive[key][2] if key in self._alive else None
 
@@ -140,7 +140,7 @@ class LiveMemory(TorchDispatchMode):
             self._highest_besides, self.peak_besides_gradients = besides, dict(self._now)
 
 
-def _plain(tree: Any) -> list[Tensor]:
+def _local_tensors(tree: Any) -> list[Tensor]:
     """All tensors, those inside of distributed ones in their place."""
     found = []
     for x in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
