@@ -66,7 +66,7 @@ class _Row:
 class _Outcome:
     """How a row's training went."""
 
-    loss: float  # on the validation samples after the last update, nats a token
+    loss: float  # on the validation samples after the last update, nats per token
     verdict: str  # "below" the bigram model's loss, without a value that was not finite; or not
 
 
@@ -237,7 +237,7 @@ def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: flo
     return (
         f"{machine}, {environment['threads']} threads, torch {torch.__version__}, "
         f"{config.trainer.precision}, {' '.join(given)}: {updates:,} updates, "
-        f"{config.trainer.max_tokens:,} tokens. Loss in nats a token, on the validation samples; "
+        f"{config.trainer.max_tokens:,} tokens. Loss in nats per token, on the validation samples; "
         f"that of a bigram model is {baseline:.3f}. Tokens/s of forward + backward of a "
         f"micro-batch, best of {_ROUNDS} rounds taken in turns; on a CPU only their ratio means "
         f"much. State of a sequence of {config.data.context:,} tokens in bfloat16, without "

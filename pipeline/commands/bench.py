@@ -26,7 +26,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--kinds",
         nargs="*",
         metavar="KIND[:option=value,...]",
-        help="rows of the table, such as softmax cartan:generator=product,bilinear=false; by default "
+        help="rows of the table, such as softmax cartan:generator=product,bilinear=false; default: "
         "all kinds; --kinds without a KIND measures only the trainer and checkpoints",
     )
     parser.add_argument(

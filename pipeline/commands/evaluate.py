@@ -34,13 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="text to measure on instead of the validation shards; repeat the option for more files",
+        help="text to measure on instead of validation shards; repeat the option for more files",
     )
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
-        help="lengths of windows in tokens; default of the task context: 1/4 to 4 times the training "
-        "context; of perplexity: 1, 2 and 4 times it",
+        help="lengths of windows in tokens; default of the task context: 1/4 to 4 training "
+        "contexts; of perplexity: 1, 2 and 4 training contexts",
     )
     parser.add_argument(
         "--stride",

@@ -36,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-fraction",
         type=float,
         metavar="F",
-        help="write DST/train and DST/validation, the latter from this share of the files or "
-        f"records, chosen by the hash of their names (0; without SRC {_STDLIB_VALIDATION_FRACTION})",
+        help="write DST/train and DST/validation, the latter from this share of the files "
+        "or records, chosen by hashes of their names "
+        f"(0; without SRC {_STDLIB_VALIDATION_FRACTION})",
     )
     for command in (zarr, text):
         command.add_argument(

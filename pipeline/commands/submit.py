@@ -24,21 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="queue N more jobs, each of which continues the run if the one before did not finish it",
+        help="queue N more jobs; each continues the run if the job before did not finish it",
     )
     parser.add_argument("--after", metavar="JOB", help="start when this job has ended")
     parser.add_argument("--dry-run", action="store_true", help="print the script, queue nothing")
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.pipeline.cluster.submission import submit, submit_sweep
-
     if args.chain < 0:
         raise ValueError(f"--chain: found {args.chain}, wanted 0 or more")
     if args.throttle < 1:
         raise ValueError(f"--throttle: found {args.throttle}, wanted 1 or more")
     if args.sweep and args.chain:
         raise ValueError("--chain: found with --sweep, wanted one of them")
+    from longhaul.pipeline.cluster.submission import submit, submit_sweep
+
     config = (args.config, args.overrides)
     queueing = {"after": args.after, "dry_run": args.dry_run}
     if args.sweep:

@@ -14,7 +14,7 @@ from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 GLOO_FLOOR = 50e6
-"""Below this many bytes per second gloo, which only CPU runs and bookkeeping use, gets a warning."""
+"""Below this many bytes per second gloo gets a warning; only CPU runs and bookkeeping use it."""
 NCCL_FLOOR = 5e9
 """The same limit for NCCL: a single 100 Gb/s link gives 10 GB/s."""
 

@@ -1,5 +1,5 @@
-"""Checks of the nodes of an allocation together: which are present, whether all have one commit, and
-how fast their all-reduces are.
+"""Checks of an allocation's nodes together: which are present, whether all have one commit, and how
+fast their all-reduces are.
 
 Every wait has a time limit and every message names its node, so that the log ends with the name of
 a broken or absent node, and not with a hang.
@@ -76,7 +76,9 @@ def find_place() -> Place | None:
 def meet_other_nodes(
     here: Place, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
 ) -> Sequence[Finding]:
-    """Exchange reports with the other nodes and check all together; the first node shows the findings.
+    """Exchange reports with the other nodes, and check all of them together.
+
+    The first node shows the common findings.
 
     Args:
         here: this node.

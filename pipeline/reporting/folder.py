@@ -1,4 +1,4 @@
-"""Writes an MLflow experiment as figures, tables and one page."""
+"""Writes the report of an MLflow experiment: a folder of figures, tables and one page."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -27,17 +27,19 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
         evaluations.perplexity,
         "longhaul evaluate RUN --tasks perplexity",
     ),
-    "Passkeys told": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
+    "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
 }
-"""Each with what to say where there is none, or the command that would measure it."""
+"""For each title: the function that makes its figures, and the text if it makes none (the reason, or
+the command that would measure it).
+"""
 
 
 def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
-    """Write figures, tables and index.html into a folder, which is there whole or not at all.
+    """Write figures, tables and index.html into a folder, which is complete or absent.
 
     Args:
         experiment: its name in MLflow.
-        destination: a folder that is not there yet, or empty.
+        destination: a folder that does not exist yet, or is empty.
         uri: `sqlite:///FILE`, or the address of a server.
 
     Returns:
@@ -56,9 +58,9 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
     named = NamedRuns(runs)
     figures, left_out = list[Figure](), [f"Run {line}" for line in unread]
     for title, (make, reason) in _FIGURES.items():
-        found = list(make(named))
-        figures += found
-        if not found:
+        made = list(make(named))
+        figures += made
+        if not made:
             left_out.append(f"{title}: {reason}")
     tables = list(evaluations.ntk_tables(named))
     if not tables:
@@ -77,7 +79,7 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
 
 
 def write_runs(path: Path, named: NamedRuns) -> None:
-    """CSV with a row for each run."""
+    """CSV with one row per run."""
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
     rows = [
         [

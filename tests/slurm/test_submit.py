@@ -46,7 +46,7 @@ def test_no_name_breaks_or_runs_anything(make_work: Callable[..., Work], cluster
     [
         (['name="a%jb"'], "wanted a folder without % and"),
         (["name='a\\b'"], "wanted a folder without % and"),
-        (['slurm.account="a\\ntouch b"'], "wanted printable characters alone"),
+        (['slurm.account="a\\ntouch b"'], "wanted printable characters only"),
         (["slurm.time=720"], "slurm.time: found the number 720, wanted days too"),
         (
             ["slurm.time=0-00:01"],

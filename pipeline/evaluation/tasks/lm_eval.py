@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm_eval, run on the checkpoint as it is exported."""
+"""Tasks of EleutherAI's lm_eval, run on an export of the checkpoint."""
 
 import importlib.util
 import json
@@ -19,8 +19,8 @@ from longhaul.pipeline.runs.trained_model import TrainedModel
 from longhaul.pipeline.system.files import write_atomically
 
 BUNDLED = "longhaul_pairs"
-# The harness would take itself for one of the ranks that train.
-_OF_RANKS = re.compile(
+# With these variables the harness would take itself for one of the training's ranks.
+_RANK_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NTASKS)"
 )
 
@@ -28,7 +28,7 @@ _OF_RANKS = re.compile(
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
-            "--tasks: found lm-eval, and lm_eval is not installed; wanted it from "
+            "--tasks: found lm-eval without the package lm_eval, wanted it installed: "
             "pip install -c constraints.txt -e '.[lm-eval]'"
         )
     if trained.positions.name != "none":
@@ -53,9 +53,13 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             "batch_size": max(1, TOKENS_AT_ONCE // context),
             "found": str(report),
         }
-        # Code of a folder that goes away is not kept for later ones.
+        # transformers would keep the code of this temporary folder for later folders.
         environment = {
-            **{key: value for key, value in os.environ.items() if not _OF_RANKS.fullmatch(key)},
+            **{
+                key: value
+                for key, value in os.environ.items()
+                if not _RANK_VARIABLES.fullmatch(key)
+            },
             "HF_MODULES_CACHE": str(Path(temporary, "modules")),
         }
         module = f"{lm_eval_task.__name__}.run"
@@ -85,12 +89,16 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
 
 
 def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """All metrics as TASK/METRIC, or TASK/METRIC/FILTER where answers were filtered first."""
+    """All metrics as TASK/METRIC, or TASK/METRIC/FILTER if answers were filtered first."""
     found = {}
     for task, values in results.items():
         for key, value in values.items():
-            metric, _, how = key.partition(",")
-            if how and isinstance(value, (int, float)):
-                name = f"{task}/{metric}" if how == "none" else f"{task}/{metric}/{how}"
+            metric, _, answer_filter = key.partition(",")
+            if answer_filter and isinstance(value, (int, float)):
+                name = (
+                    f"{task}/{metric}"
+                    if answer_filter == "none"
+                    else f"{task}/{metric}/{answer_filter}"
+                )
                 found[name] = float(value)
     return found

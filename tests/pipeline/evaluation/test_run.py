@@ -110,18 +110,18 @@ def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
     before, lines = (folder / "positions.csv").stat().st_mtime_ns, journal.read_text()
     result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
-    assert result.stdout.count("found earlier") == 2
+    assert result.stdout.count("results are already there") == 2
     assert "evaluation/bigram_loss" in result.stdout
     assert (folder / "positions.csv").stat().st_mtime_ns == before
     assert journal.read_text() == lines
     # A file that went is made again, and what other tasks found stays.
     (folder / "positions.png").unlink()
     result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
-    assert result.stdout.count("found earlier") == 1
+    assert result.stdout.count("results are already there") == 1
     assert (folder / "positions.png").exists()
     assert "evaluation/bigram_loss" in json.loads((folder / "results.json").read_text())
     again = evaluated.longhaul("evaluate", "small", "--tasks", "bigram", "--again")
-    assert "found earlier" not in again.stdout
+    assert "results are already there" not in again.stdout
 
 
 def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> None:
@@ -137,11 +137,11 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert refused.returncode == 2
     assert "results.json: found no JSON object, wanted what" in refused.stderr
     assert not (evaluated.path / "new").exists()
-    assert "found earlier" in evaluated.longhaul(*given).stdout
+    assert "results are already there" in evaluated.longhaul(*given).stdout
     assert json.loads((folder / "results.json").read_text()) == before
     (folder / "perplexity.json").write_text("[]")
     again = evaluated.longhaul(*given)
-    assert "perplexity.json is damaged: what it told is measured again" in again.stderr
+    assert "perplexity.json is damaged: its task is measured again" in again.stderr
     assert json.loads((folder / "results.json").read_text()) == before
 
 
