@@ -154,7 +154,7 @@ def _config(folder: Path) -> Any:
 
 
 def _checkpoint(folder: Path) -> str:
-    """Step and age of the newest."""
+    """Step and age of the newest checkpoint."""
     paths = (folder / "checkpoints").glob("step-*")
     path = max((path for path in paths if _CHECKPOINT.fullmatch(path.name)), default=None)
     if path is None:
@@ -164,14 +164,14 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a journal, updates among them if there are any near its end."""
+    """The last lines of a journal; they include updates if there are any near its end."""
     lines: list[dict[str, Any]] = []
     for size in _TAIL_BYTES if path.is_file() else ():
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - size)
             file.seek(begin)
             content = file.read()
-        # The first line is half a one unless it is the file's.
+        # Unless the file begins here, the first line is incomplete.
         lines = _parse(content.partition(b"\n")[2] if begin else content)
         if begin == 0 or any(line["kind"] == "train" for line in lines):
             break

@@ -29,7 +29,7 @@ class Results:
         }
 
     def stored(self, name: str, task: Task, options: Options) -> TaskResult | None:
-        """A task's earlier result under the same options; None without one, or if files are gone."""
+        """A task's result under the same options, if it is there with all its files."""
         path = self._record(name)
         if not path.exists():
             return None

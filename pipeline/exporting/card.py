@@ -1,4 +1,4 @@
-"""The model card: what was trained, on what, for how long, and what was measured."""
+"""The model card: the model, its data and training, and its evaluations."""
 
 import json
 from pathlib import Path
@@ -70,13 +70,13 @@ def write_card(
     """Write README.md.
 
     Args:
-        folder: the exported one.
-        run: whose evaluations of this checkpoint, and whose commit, are told.
+        folder: to write to.
+        run: has the evaluations of the checkpoint, and the commit.
         config: of the run.
         checkpoint: of the run.
-        progress: what the checkpoint says of its step and tokens.
+        progress: the step and tokens of the checkpoint.
         manifest: of the training data.
-        parameters: numbers in all weights.
+        parameters: number of elements in all weights.
     """
     model, trainer, optim = config.model, config.trainer, config.optim
     kinds = model.kinds
@@ -141,7 +141,7 @@ def _commit(run: RunFolder) -> str:
 
 
 def _evaluation(run: RunFolder, checkpoint: Path) -> str:
-    """A table of all numbers that evaluations of the checkpoint have found."""
+    """A table of all numbers that evaluations of the checkpoint have measured."""
     lines = []
     for file in sorted((run.path / "evaluation").glob(f"{checkpoint.name}*/results.json")):
         label = file.parent.name

@@ -1,7 +1,7 @@
-"""Moves the weights of a checkpoint into safetensors shards, a few megabytes at a time.
+"""Copies the weights of a checkpoint into safetensors shards, a few megabytes at a time.
 
-A checkpoint's files are safetensors too, so that a tensor's bytes are copied as they lie there,
-from however many ranks they came: nothing is unpickled, and no tensor is ever whole in memory.
+A checkpoint's files are safetensors too, so a tensor's bytes are copied unchanged, from the shards
+of any number of ranks: nothing is unpickled, and no tensor is ever in memory as a whole.
 """
 
 import itertools
@@ -23,17 +23,17 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class _RankShard:
-    """A block of a tensor, as one rank has written it."""
+    """One rank's shard of a tensor: a block of it in a file of the checkpoint."""
 
     file: Path
-    start: int  # bytes
+    start: int  # byte in the file at which the block begins
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 @dataclass
 class SavedTensor:
-    """Where a tensor's numbers lie in a checkpoint."""
+    """Where the bytes of a tensor are in a checkpoint."""
 
     dtype: str  # as safetensors writes it
     rank_shards: list[_RankShard] = field(default_factory=list)
@@ -48,11 +48,11 @@ class SavedTensor:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def byte_ranges(self) -> Iterator[tuple[Path, int, int, int]]:
-        """Ranges of bytes that lie together: file, start there, start in the whole, length."""
+        """Contiguous ranges of bytes: file, start in the file, start in the tensor, length."""
         item, whole = _ITEM_BYTES[self.dtype], self.shape
         strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
         for piece in self.rank_shards:
-            # Dimensions from `last` on lie together, all after it being whole.
+            # Dimensions from `last` on are contiguous, since all after `last` are complete.
             last = len(whole) - 1
             while last > 0 and piece.shape[last] == whole[last]:
                 last -= 1
@@ -65,10 +65,10 @@ class SavedTensor:
 
 
 def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[str, SavedTensor]:
-    """The tensors of a group, by their names in it, in those files of a checkpoint.
+    """The tensors of a group in these files of a checkpoint, by their names within the group.
 
     Raises:
-        CheckpointError: a tensor is not all there, or is of no known type.
+        CheckpointError: a tensor is incomplete, or has an unknown type.
     """
     tensors: dict[str, SavedTensor] = {}
     for file in sorted(files):
@@ -93,7 +93,7 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
 
 
 def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[Path]:
-    """Write the tensors in their order, in files of at most `shard_bytes` unless one is larger.
+    """Write the tensors in order, in files of at most `shard_bytes` unless one tensor is larger.
 
     Raises:
         OSError: a file could not be written.
@@ -138,14 +138,14 @@ def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
 def _blocks(
     header: Mapping[str, Any], tensors: Mapping[str, SavedTensor], begin: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Bytes of all tensors, and where each goes in the shard."""
+    """Blocks of bytes of all tensors, and the position of each in the shard."""
     by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
         for file, source, target, length in tensor.byte_ranges():
             by_file[file].append((source, begin + header[name]["data_offsets"][0] + target, length))
-    for file, runs in by_file.items():
+    for file, ranges in by_file.items():
         with file.open("rb") as opened:
-            for source, target, length in runs:
+            for source, target, length in ranges:
                 opened.seek(source)
                 for done in range(0, length, _BLOCK_BYTES):
                     yield _read(opened, min(_BLOCK_BYTES, length - done)), target + done
@@ -161,7 +161,7 @@ def _read(file: BinaryIO, size: int) -> bytes:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, and where their bytes begin."""
+    """The header of a safetensors file, and where the bytes of its tensors begin."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(size))

@@ -1,4 +1,4 @@
-"""Whether a run fits its devices: a table of what a rank holds and sends, and one verdict."""
+"""Whether a run fits its devices: a table of a rank's memory and traffic, and one verdict."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,24 +9,24 @@ from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
 from longhaul.pipeline.terminal.numbers import digits, in_bytes
 
-# Left to the device's context, to buffers of NCCL and to the allocator's rounding.
+# Kept free for the device's context, NCCL's buffers and the allocator's rounding.
 _RESERVED_BYTES = 2 * 10**9
 
 
-def find(device: str | None) -> Device:
-    """The device that is asked for; ValueError names those there are."""
-    found = None if device is None else find_device(device)
-    if found is None:
+def device_option(name: str | None) -> Device:
+    """The device of --device. Raises ValueError, with all known names, for any other name."""
+    device = None if name is None else find_device(name)
+    if device is None:
         keys = ", ".join(sorted(one.key for one in DEVICES))
-        what = "missing with --gpus" if device is None else f"found {device!r}"
-        raise ValueError(f"--device: {what}, wanted one of {keys}")
-    return found
+        found = "found none with --gpus" if name is None else f"found {name!r}"
+        raise ValueError(f"--device: {found}, wanted one of {keys}")
+    return device
 
 
 def with_num_gpus(
     path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None
 ) -> RunConfig:
-    """The run that a path and overrides give, on so many ranks in place of its own number."""
+    """The run of a path and overrides, on `gpus` ranks instead of its own number; None keeps it."""
     if gpus is None:
         return run
     if gpus < 1:
@@ -44,7 +44,7 @@ def with_num_gpus(
 
 
 def configured_settings(config: RunConfig) -> MemorySettings:
-    """What the config itself says."""
+    """The settings in the config itself."""
     trainer = config.trainer
     strategy = trainer.strategy
     return MemorySettings(
@@ -54,18 +54,18 @@ def configured_settings(config: RunConfig) -> MemorySettings:
     )
 
 
-def rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
-    """A row for every strategy and mode of checkpointing, below the names of the columns."""
+def memory_rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
+    """The column names, then one row per strategy and mode of checkpointing."""
     table = [["strategy", "checkpointing", *CATEGORIES, "total", "sent", device.name]]
-    for choice in _choices(config):
-        plan = planner.plan(choice)
-        parts = [_gigabytes(getattr(plan, part)) for part in CATEGORIES]
+    for settings in _all_settings(config):
+        plan = planner.plan(settings)
+        gigabytes = [_gigabytes(getattr(plan, category)) for category in CATEGORIES]
         verdict = "fits" if fits(plan, device) else "does not fit"
         table.append(
             [
-                choice.name,
-                _checkpointing(choice),
-                *parts,
+                settings.name,
+                _checkpointing(settings),
+                *gigabytes,
                 _gigabytes(plan.total),
                 _gigabytes(plan.sent),
                 f"{verdict} {_device_memory(device)}",
@@ -79,17 +79,17 @@ def fits(plan: Plan, device: Device) -> bool:
 
 
 def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
-    """One line: the config as it is fits, or the smallest change with which it would."""
+    """One line: the config fits, or the smallest change of it that would fit."""
     own = configured_settings(config)
     plan = planner.plan(own)
     as_it_is = f"As configured ({own.name}, checkpointing {_checkpointing(own)}, micro-batch "
     as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_device_memory(device)}"
     if fits(plan, device):
         return f"{as_it_is}, fits."
-    for change, choice, micro_batches in _changes(config, own):
-        found = _largest_that_fits(planner, choice, micro_batches, device)
-        if found is not None:
-            size, plan = found
+    for change, settings, micro_batches in _changes(config, own):
+        fitting = _largest_that_fits(planner, settings, micro_batches, device)
+        if fitting is not None:
+            size, plan = fitting
             if size != config.trainer.micro_batch:
                 change.append(f"trainer.micro_batch={size}")
             return (
@@ -99,7 +99,7 @@ def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
     return f"{as_it_is}, does not fit, and no strategy or micro-batch here would."
 
 
-def _choices(config: RunConfig) -> Iterator[MemorySettings]:
+def _all_settings(config: RunConfig) -> Iterator[MemorySettings]:
     own = configured_settings(config)
     modes = sorted({0, 1, own.checkpointing})
     strategies: list[tuple[str, int | None]] = [("single", None)]
@@ -114,7 +114,7 @@ def _choices(config: RunConfig) -> Iterator[MemorySettings]:
 def _changes(
     config: RunConfig, own: MemorySettings
 ) -> Iterator[tuple[list[str], MemorySettings, Sequence[int]]]:
-    """Changes from small to large: settings, what they choose, and micro-batches to try."""
+    """Changes from small to large: config values, the settings they make, micro-batches to try."""
     as_it_is = [config.trainer.micro_batch]
     smaller = _micro_batches(config)
     recomputed = dataclasses.replace(own, checkpointing=1)
@@ -133,29 +133,30 @@ def _changes(
 
 
 def _micro_batches(config: RunConfig) -> list[int]:
-    """Smaller micro-batches that leave the size of an update as it is."""
+    """Smaller micro-batches that keep the size of an update."""
     samples = config.samples_per_update // config.trainer.world_size
     return [size for size in range(1, config.trainer.micro_batch) if samples % size == 0]
 
 
 def _largest_that_fits(
-    planner: Planner, choice: MemorySettings, sizes: Sequence[int], device: Device
+    planner: Planner, settings: MemorySettings, sizes: Sequence[int], device: Device
 ) -> tuple[int, Plan] | None:
-    """By bisection: memory grows with the micro-batch."""
-    found = None
+    """The largest micro-batch that fits, by bisection, since memory grows with the micro-batch."""
+    largest = None
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
-        plan = planner.plan(choice, sizes[middle])
+        plan = planner.plan(settings, sizes[middle])
         if fits(plan, device):
-            found, low = (sizes[middle], plan), middle + 1
+            largest, low = (sizes[middle], plan), middle + 1
         else:
             high = middle
-    return found
+    return largest
 
 
-def _checkpointing(choice: MemorySettings) -> str:
-    return {0: "none", 1: "every block"}.get(choice.checkpointing, f"1 in {choice.checkpointing}")
+def _checkpointing(settings: MemorySettings) -> str:
+    every = settings.checkpointing
+    return {0: "none", 1: "every block"}.get(every, f"1 in {every}")
 
 
 def _device_memory(device: Device) -> str:

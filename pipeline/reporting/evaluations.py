@@ -53,7 +53,7 @@ class _Group(NamedTuple):
 
 
 class _Curve(NamedTuple):
-    """A run's columns by their names in the CSV. The first is x in the figure, and the last is y."""
+    """A run's columns by their names in the CSV; the first is x in the figure, the last is y."""
 
     columns: Mapping[str, Sequence[int] | Sequence[float]]
     band: tuple[Sequence[float], Sequence[float]] | None = None
@@ -148,7 +148,7 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
             "passkey",
             curves,
             title="Passkeys retrieved",
-            caption=f"Prompts per length: {', '.join(map(str, num_prompts))}; bands: Wilson's 95 %.",
+            caption=f"Prompts per length: {', '.join(map(str, num_prompts))}; bands: Wilson 95 %.",
             x_label="length of the prompt (tokens)",
             y_label="passkeys retrieved (share)",
             y_axis="share",

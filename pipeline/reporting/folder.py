@@ -29,8 +29,8 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     ),
     "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
 }
-"""For each title: the function that makes its figures, and the text if it makes none (the reason, or
-the command that would measure it).
+"""For each title: the function that makes its figures, and the text that is shown if it makes none:
+the reason, or the command that would measure it.
 """
 
 

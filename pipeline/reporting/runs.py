@@ -164,7 +164,7 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
 
 
 def _training_runs(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
-    """All training runs of an experiment: not the parents of sweeps, which only group other runs."""
+    """All training runs of an experiment, without parents of sweeps, which only group runs."""
     runs: list[MlflowRun] = []
     token = None
     while token is None or token:

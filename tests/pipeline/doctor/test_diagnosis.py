@@ -171,7 +171,10 @@ def test_a_check_that_raises_is_a_failure_and_one_that_hangs_what_it_is_told_to_
     raised = run_check("disk", lambda: 1 / 0, 5)
     assert raised == Finding("FAILURE", "disk", "ZeroDivisionError: division by zero")
     released = threading.Event()
-    hung = [run_check("disk", released.wait, 0.1), run_check("gpu", released.wait, 0.1, if_timed_out="FAILURE")]
+    hung = [
+        run_check("disk", released.wait, 0.1),
+        run_check("gpu", released.wait, 0.1, if_timed_out="FAILURE"),
+    ]
     released.set()
     assert [finding.status for finding in hung] == ["warning", "FAILURE"]
     assert all("no answer" in finding.text for finding in hung)

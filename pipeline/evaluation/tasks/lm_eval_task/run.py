@@ -1,8 +1,8 @@
 """Runs lm_eval on an exported folder, in a process that `longhaul evaluate` starts.
 
 lm_eval gets its own process because it sets seeds and imports much, and because there the export's
-code is the only remote code that is trusted. The script has one argument, JSON. It is started in the
-folder of the bundled task, whose YAML names its data file relative to that folder.
+code is the only remote code that is trusted. The script has one argument, JSON, and is started in
+the folder of the bundled task, whose YAML names its data file relative to that folder.
 """
 
 import json
