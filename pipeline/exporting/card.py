@@ -78,11 +78,33 @@ def write_card(
         manifest: of the training data.
         parameters: number of elements in all weights.
     """
+    rows = _rows(run, config, checkpoint, progress, manifest)
+    text = _TEXT.format(
+        tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
+        name=config.name,
+        parameters=parameters,
+        bos=manifest.bos_id,
+        evaluation=_evaluation(run, checkpoint),
+        **{
+            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
+            for name, table in rows.items()
+        },
+    )
+    (folder / "README.md").write_text(text)
+
+
+def _rows(
+    run: RunFolder,
+    config: RunConfig,
+    checkpoint: Path,
+    progress: dict[str, Any],
+    manifest: Manifest,
+) -> dict[str, dict[str, object]]:
+    """The rows of the tables of model, data and training."""
     model, trainer, optim = config.model, config.trainer, config.optim
-    kinds = model.kinds
-    rows: dict[str, dict[str, object]] = {
+    return {
         "model": {
-            "variant": ", ".join(kinds),
+            "variant": ", ".join(model.kinds),
             **{
                 f"layer {layers}": ", ".join(f"{key} {value}" for key, value in options.items())
                 for layers, options in _variants(config).items()
@@ -107,18 +129,6 @@ def write_card(
             "commit": f"longhaul {_commit(run)}",
         },
     }
-    text = _TEXT.format(
-        tags=", ".join(kind.replace("_", "-") for kind in kinds),
-        name=config.name,
-        parameters=parameters,
-        bos=manifest.bos_id,
-        evaluation=_evaluation(run, checkpoint),
-        **{
-            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
-            for name, table in rows.items()
-        },
-    )
-    (folder / "README.md").write_text(text)
 
 
 def _variants(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -169,7 +169,7 @@ class Read(NamedTuple):
 
 
 class DeviationLogit(nn.Module):
-    """s_i = -u_i . m_i / sqrt(K), with u = W x and m_i the mean of u up to i, mixed with a prior."""
+    """s_i = -u_i . m_i / sqrt(K), with u = W x and m_i the mean of u so far, mixed with a prior."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()

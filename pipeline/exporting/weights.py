@@ -40,7 +40,10 @@ class SavedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        ends = [[o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.rank_shards]
+        ends = [
+            [o + n for o, n in zip(shard.offset, shard.shape, strict=True)]
+            for shard in self.rank_shards
+        ]
         return tuple(map(max, zip(*ends, strict=True)))
 
     @property
@@ -51,17 +54,17 @@ class SavedTensor:
         """Contiguous ranges of bytes: file, start in the file, start in the tensor, length."""
         item, whole = _ITEM_BYTES[self.dtype], self.shape
         strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
-        for piece in self.rank_shards:
+        for shard in self.rank_shards:
             # Dimensions from `last` on are contiguous, since all after `last` are complete.
             last = len(whole) - 1
-            while last > 0 and piece.shape[last] == whole[last]:
+            while last > 0 and shard.shape[last] == whole[last]:
                 last -= 1
-            length = math.prod(piece.shape[last:]) * item
-            rows = itertools.product(*map(range, piece.shape[:last]))
+            length = math.prod(shard.shape[last:]) * item
+            rows = itertools.product(*map(range, shard.shape[:last]))
             for number, row in enumerate(rows):
-                at = [o + r for o, r in zip(piece.offset, (*row, 0), strict=False)]
+                at = [o + r for o, r in zip(shard.offset, (*row, 0), strict=False)]
                 target = sum(a * stride for a, stride in zip(at, strides, strict=False))
-                yield piece.file, piece.start + number * length, target, length
+                yield shard.file, shard.start + number * length, target, length
 
 
 def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[str, SavedTensor]:
@@ -83,7 +86,7 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             begin = start + entry["data_offsets"][0]
             tensor.rank_shards.append(_RankShard(checkpoint / file, begin, offset, shape))
     for name, tensor in tensors.items():
-        found = sum(math.prod(piece.shape) for piece in tensor.rank_shards)
+        found = sum(math.prod(shard.shape) for shard in tensor.rank_shards)
         if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "

@@ -13,14 +13,14 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "copies", "
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts bytes of storages from creation to deletion; `peak` holds the highest count.
+    """Counts the bytes of storages while they exist; `peak` holds the highest count.
 
     torch.distributed._tools.mem_tracker does the same, but is five times slower and does not see
     the memory inside of custom ops. The numbers agree for what both count (see the tests).
     """
 
     def __init__(self, workspace_of: Callable[..., int] | None = None) -> None:
-        """`workspace_of(op, args, kwargs)` returns the bytes that an opaque op needs while it runs."""
+        """`workspace_of(op, args, kwargs)`: the bytes that an opaque op needs while it runs."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.category = "activations"  # of storages that are created from now on
         self.communicated_bytes = 0  # filled by all-gathers and read by reduce-scatters

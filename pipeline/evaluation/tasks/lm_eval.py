@@ -53,26 +53,10 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             "batch_size": max(1, TOKENS_AT_ONCE // context),
             "found": str(report),
         }
-        # transformers would keep the code of this temporary folder for later folders.
-        environment = {
-            **{
-                key: value
-                for key, value in os.environ.items()
-                if not _RANK_VARIABLES.fullmatch(key)
-            },
-            "HF_MODULES_CACHE": str(Path(temporary, "modules")),
-        }
-        module = f"{lm_eval_task.__name__}.run"
-        status = subprocess.run(
-            [sys.executable, "-P", "-m", module, json.dumps(work)],
-            cwd=Path(lm_eval_task.__file__).parent,
-            env=environment,
-        ).returncode
-        if status:
-            raise RuntimeError(f"lm-eval: ended with status {status}, for the reason above")
+        _run_harness(work, Path(temporary, "modules"))
         text = report.read_text()
-    found = json.loads(text)
-    if unknown := found.get("unknown"):
+    answer = json.loads(text)
+    if unknown := answer.get("unknown"):
         raise ValueError(
             f"--lm-eval-tasks: found {', '.join(unknown)}, wanted {BUNDLED} or tasks that lm_eval "
             "knows (lm_eval ls tasks)"
@@ -82,15 +66,33 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     return TaskResult(
         {
             f"{metric_prefix(trained, options)}/lm-eval/{name}": value
-            for name, value in _numbers(found["results"]).items()
+            for name, value in _numbers(answer["results"]).items()
         },
         (file,),
     )
 
 
+def _run_harness(work: dict[str, Any], modules: Path) -> None:
+    """Run lm_eval in its own process; transformers keeps the export's code in `modules`.
+
+    In its usual folder, transformers would keep that code for later exports.
+    """
+    environment = {
+        key: value for key, value in os.environ.items() if not _RANK_VARIABLES.fullmatch(key)
+    }
+    module = f"{lm_eval_task.__name__}.run"
+    status = subprocess.run(
+        [sys.executable, "-P", "-m", module, json.dumps(work)],
+        cwd=Path(lm_eval_task.__file__).parent,
+        env=environment | {"HF_MODULES_CACHE": str(modules)},
+    ).returncode
+    if status:
+        raise RuntimeError(f"lm-eval: ended with status {status}, for the reason above")
+
+
 def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     """All metrics as TASK/METRIC, or TASK/METRIC/FILTER if answers were filtered first."""
-    found = {}
+    numbers = {}
     for task, values in results.items():
         for key, value in values.items():
             metric, _, answer_filter = key.partition(",")
@@ -100,5 +102,5 @@ def _numbers(results: dict[str, dict[str, Any]]) -> dict[str, float]:
                     if answer_filter == "none"
                     else f"{task}/{metric}/{answer_filter}"
                 )
-                found[name] = float(value)
-    return found
+                numbers[name] = float(value)
+    return numbers

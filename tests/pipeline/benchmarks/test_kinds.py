@@ -145,7 +145,7 @@ def test_a_run_that_fails_is_a_row(
     ("override", "message"),
     [
         ("data.manifest=nowhere", "nowhere"),
-        ("trainer.strategy=ddp", "trainer.strategy: found ddp, wanted single, for which"),
+        ("trainer.strategy=ddp", "trainer.strategy: found ddp, wanted single: the bare loop"),
         ("model.attention.kind=sofmax", "model.attention.kind: found 'sofmax', wanted one of"),
     ],
 )

@@ -183,7 +183,7 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     plain = dataclasses.replace(options, text=())
     results.mark_complete("x", task, plain, TaskResult({}))
     assert results.stored("x", task, plain) is not None
-    assert Results(tmp_path, "another").known("x", task, plain) is None
+    assert Results(tmp_path, "another").stored("x", task, plain) is None
 
 
 @pytest.mark.parametrize(
