@@ -81,7 +81,7 @@ run_checks.load_manifest = load_manifest
 
 def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
     change = "if node == 'node2': machine_checks.source_commit = lambda: None"
-    done = _doctor(cluster, change=f"{change}\nmachine.source_checkout = lambda: '/'")
+    done = _doctor(cluster, change=f"{change}\nmachine_checks.source_checkout = lambda: '/'")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "node2: warning  commit    git gives no answer" in done.stdout
 
