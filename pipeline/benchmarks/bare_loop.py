@@ -1,4 +1,4 @@
-"""Training in plain PyTorch, in as little code as it takes: what the trainer is compared with."""
+"""A minimal training loop in plain PyTorch, with which the trainer is compared."""
 
 import math
 import time
@@ -13,15 +13,15 @@ from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.training.run import build_module
 
 
-def now(device: torch.device) -> float:
-    """The clock, when the device has done what it was given."""
+def synchronized_time(device: torch.device) -> float:
+    """The time in seconds after the device has finished all its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class BareLoop:
-    """The updates that `longhaul train` would make of a config, for one process."""
+    """Makes the same updates as `longhaul train` with a config, in one process."""
 
     def __init__(self, config: RunConfig) -> None:
         seed_everything(config.trainer.seed, verbose=False)

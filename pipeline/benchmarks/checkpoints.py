@@ -1,4 +1,4 @@
-"""What a checkpoint costs training: blocking, and written while training goes on."""
+"""What a checkpoint costs training, when it blocks training and when it is asynchronous."""
 
 import ctypes
 import gc
@@ -13,105 +13,107 @@ from pathlib import Path
 import psutil
 
 from longhaul.configs import RunConfig
-from longhaul.pipeline.benchmarks.bare_loop import BareLoop, now
+from longhaul.pipeline.benchmarks.bare_loop import BareLoop, synchronized_time
 from longhaul.pipeline.checkpoints.optimizer_state import training_tensors
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.terminal.numbers import in_bytes
 
-_SAVES = 5  # of each way, after one that is measured for its memory alone
-# Updates without a checkpoint, with which those during one are compared.
+_SAVES = 5  # per way of saving, after a first one that measures memory only
+# Updates without a checkpoint, with which updates during a checkpoint are compared.
 _WARM_UP = 3
-_OTHERS = 10
-_BETWEEN = 3
+_UPDATES_BEFORE = 10
+_UPDATES_BETWEEN = 3
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Of one checkpoint."""
+    """The cost of one checkpoint."""
 
-    still_s: float  # training stands still
-    longer_s: float  # the updates during it take longer than others, together
-    updates: int  # during it
-    memory: int  # bytes, the peak above what there was before
+    blocked_s: float  # seconds for which training is blocked
+    delay_s: float  # total extra seconds of the updates during it
+    updates: int  # number of updates during it
+    memory: int  # bytes of main memory at the peak, above those before
 
 
 def table(config: RunConfig) -> str:
-    """Time and memory of both ways; checkpoints are written to the config's root."""
+    """A table of the time and memory of both ways; checkpoints are written to the config's root."""
     loop = BareLoop(config)
-    seconds = [_timed(loop) for _ in range(_WARM_UP + _OTHERS)][_WARM_UP:]
+    seconds = [_timed(loop) for _ in range(_WARM_UP + _UPDATES_BEFORE)][_WARM_UP:]
     tensors = training_tensors(loop.model, loop.optimizer)
     weights, everything = (
         sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(group))
         for group in ("model/", "")
     )
-    _give_back_memory()
+    _release_free_memory()
     with _peak_memory() as alone:
         loop.update()
     lines = [
         f"Checkpoint of {in_bytes(everything)}, with {in_bytes(weights)} of weights, medians of "
-        f"{_SAVES}; main memory is the peak of the first above what there was before, and "
-        f"{in_bytes(alone())} for an update without a checkpoint:\n",
-        "| way | training stands still | updates meanwhile | longer by, together | memory |",
+        f"{_SAVES}. Peak memory is main memory above that before, during the first checkpoint; "
+        f"an update without a checkpoint needs {in_bytes(alone())}:\n",
+        "| way | training blocked | updates meanwhile | their delay in total | peak memory |",
         "|---|---|---|---|---|",
     ]
     for way in ("blocking", "asynchronous"):
         print(f"checkpoints: {way}", flush=True)
-        _give_back_memory()
+        _release_free_memory()
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []
         for step in range(1 + _SAVES):
             if way == "blocking":
-                costs.append(_block(loop, store, step))
+                costs.append(_save_blocking(loop, store, step))
             else:
-                costs.append(_go_on(loop, store, step, statistics.median(seconds)))
-            seconds += [_timed(loop) for _ in range(_BETWEEN)]
-        still, longer, updates = (
+                costs.append(_save_asynchronously(loop, store, step, statistics.median(seconds)))
+            seconds += [_timed(loop) for _ in range(_UPDATES_BETWEEN)]
+        blocked, delay, updates = (
             statistics.median(getattr(cost, name) for cost in costs[1:])
-            for name in ("still_s", "longer_s", "updates")
+            for name in ("blocked_s", "delay_s", "updates")
         )
         lines.append(
-            f"| {way} | {still * 1e3:.3g} ms | {updates:g} | {longer * 1e3:.3g} ms "
+            f"| {way} | {blocked * 1e3:.3g} ms | {updates:g} | {delay * 1e3:.3g} ms "
             f"| {in_bytes(costs[0].memory)} |"
         )
-        del store  # with the copy that it keeps
+        del store  # frees the copy that it holds
     return "\n".join(lines)
 
 
 def _timed(loop: BareLoop) -> float:
-    before = now(loop.device)
+    before = synchronized_time(loop.device)
     loop.update()
-    return now(loop.device) - before
+    return synchronized_time(loop.device) - before
 
 
 def _start(loop: BareLoop, store: CheckpointStore, step: int) -> None:
     store.start(step, training_tensors(loop.model, loop.optimizer), {})
 
 
-def _block(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
+def _save_blocking(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
     with _peak_memory() as peak:
-        before = now(loop.device)
+        before = synchronized_time(loop.device)
         _start(loop, store, step)
         store.wait()
-        still = time.perf_counter() - before
-    return _Cost(still, 0.0, 0, peak())
+        blocked = time.perf_counter() - before
+    return _Cost(blocked, 0.0, 0, peak())
 
 
-def _go_on(loop: BareLoop, store: CheckpointStore, step: int, update_s: float) -> _Cost:
+def _save_asynchronously(
+    loop: BareLoop, store: CheckpointStore, step: int, update_s: float
+) -> _Cost:
     updates: list[float] = []
     with _peak_memory() as peak:
-        before = now(loop.device)
+        before = synchronized_time(loop.device)
         _start(loop, store, step)
-        still = time.perf_counter() - before
+        blocked = time.perf_counter() - before
         while store.is_saving or not updates:
             updates.append(_timed(loop))
         before = time.perf_counter()
         store.wait()
-        still += time.perf_counter() - before
-    return _Cost(still, sum(updates) - len(updates) * update_s, len(updates), peak())
+        blocked += time.perf_counter() - before
+    return _Cost(blocked, sum(updates) - len(updates) * update_s, len(updates), peak())
 
 
-def _give_back_memory() -> None:
-    """Return to the system what is free, of which what is measured next would take its part."""
+def _release_free_memory() -> None:
+    """Return free memory to the system; the next measurement would reuse it and seem too small."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -119,7 +121,7 @@ def _give_back_memory() -> None:
 
 @contextmanager
 def _peak_memory() -> Iterator[Callable[[], int]]:
-    """Bytes of main memory of the process at their highest above those at the start."""
+    """The process's main memory in bytes at its highest, minus that at the start."""
     process = psutil.Process()
     before = highest = process.memory_info().rss
     is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""Our token stream against stock webdataset reading the same shards in the same run."""
+"""The speed of longhaul's token stream and of stock webdataset on the same shards."""
 
 import tempfile
 import time
@@ -21,17 +21,17 @@ _DOCUMENTS = 256
 _DOCUMENT_TOKENS = 65_536
 _DOCS_PER_SHARD = 64
 _CONTEXTS = (1024, 8192)
-# As many as stock webdataset hands over at a time: a document.
+# One document, which is what stock webdataset yields at a time.
 _TOKENS_PER_BATCH = 65_536
 _WORKERS = (0, 1)
 _ROUNDS = 5
 
 
 def run() -> None:
-    """Print tokens/s of both, best of several interleaved rounds, and the ratio.
+    """Print the tokens/s of both, best of several interleaved rounds, and their ratio.
 
-    17 million random tokens are written to a temporary folder first, so that they are in the page
-    cache: the readers are measured, no disk.
+    17 million random tokens are first written to a temporary folder. They are in the page cache
+    then, so that the readers are measured and not the disk.
     """
     with tempfile.TemporaryDirectory() as folder:
         _compare(_write_shards(Path(folder) / "shards"))
@@ -84,8 +84,8 @@ def _compare(manifest: Manifest) -> None:
             rate = tokens / (time.perf_counter() - start)
             first.setdefault(key, rate)
             best[key] = max(best[key], rate)
-    print(f"{manifest.num_tokens:,} tokens a round, best of {_ROUNDS} rounds, hot cache")
-    print("the first round opens the shards and, ours, checks their sha256\n")
+    print(f"{manifest.num_tokens:,} tokens per round, best of {_ROUNDS} rounds, hot cache")
+    print("in the first round both readers open the shards, and longhaul checks their sha256\n")
     print(f"{'reader':<30} {'workers':>7} {'first':>14} {'best':>14}   {'of stock':>8}")
     for (name, workers), rate in best.items():
         ratio = rate / best["stock webdataset, documents", workers]
@@ -96,11 +96,11 @@ def _compare(manifest: Manifest) -> None:
 def _stock_reader(manifest: Manifest, workers: int) -> Callable[[], int]:
     urls = [manifest.url_of(shard.name) for shard in manifest.shards]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).decode()
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_array_of)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_tokens_of)
     return lambda: sum(array.size for array in loader)
 
 
-def _array_of(sample: Any) -> Any:
+def _tokens_of(sample: Any) -> Any:
     return sample["tokens.npy"]
 
 

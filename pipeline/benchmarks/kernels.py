@@ -1,4 +1,4 @@
-"""Speed of power attention beside the fused softmax attention and a large matrix product."""
+"""The speed of power attention, compared with fused softmax attention and a matrix product."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SQUARE = 2048
 
 
 def run() -> None:
-    """Print the tables, for a GPU where there is one."""
+    """Print the tables, measured on the GPU if there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(
         f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}. "
         f"B1 H{_HEADS} K{_WIDTH} V{_WIDTH} {_dtype(device)}, degree {_DEGREE}, gated, normalised. "
-        "Best of several rounds, taken in turns. 'of matmul' is useful FLOPs (4 P V + 2 C (K + V) "
-        f"a token and head, P = 2,080) a second over those of a {_SQUARE:,} x {_SQUARE:,} product "
-        "in the same row's rounds."
+        "Best of several interleaved rounds. 'of matmul': useful FLOPs per second (4 P V + "
+        "2 C (K + V) FLOPs per token and head, P = 2,080), divided by those of a "
+        f"{_SQUARE:,} x {_SQUARE:,} matrix product in the same row's rounds."
     )
     _print_row("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul")
     ratios = {}
@@ -43,7 +43,7 @@ def run() -> None:
 
 
 def _compare_forms(device: torch.device) -> None:
-    """Where the two forms cross, by the clock and by the cost model."""
+    """From which length the chunked form is faster: as measured, and by the cost model."""
     print("forward + backward of both forms:")
     _print_row("tokens", "attention ms", "chunked ms")
     measured, predicted = [], []
@@ -58,13 +58,13 @@ def _compare_forms(device: torch.device) -> None:
         if choose_form(T, _WIDTH, _WIDTH, _DEGREE, backend) == "chunked":
             predicted.append(T)
     print(
-        f"chunked is faster from {min(measured, default=None)} tokens on by the clock, from "
-        f'{min(predicted, default=None)} on by the cost model that form="auto" asks'
+        f"chunked is faster from {min(measured, default=None)} tokens on as measured, from "
+        f'{min(predicted, default=None)} on by the cost model of form="auto"'
     )
 
 
 def _beside_softmax(T: int, with_backward: bool, device: torch.device) -> float:
-    """Print one row; return how many times faster than softmax attention it is."""
+    """Print one row; return how many times as fast as softmax attention it is."""
     q, k, v, log_g = _inputs(T, device, requires_grad=with_backward)
     # Softmax gets its heads-first layout for free: the copy is not part of its time.
     q_heads, k_heads, v_heads = (
@@ -116,7 +116,7 @@ def _power(form: Form, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Callab
 def _best_seconds(
     calls: dict[str, Callable[[], Tensor]], with_backward: bool, device: torch.device
 ) -> dict[str, float]:
-    """Least time of each call; they take turns, so that a noisy minute hits all of them."""
+    """The least seconds of each call. Calls take turns, so that a noisy minute affects all."""
     best: dict[str, float] = {}
     gradient: Tensor | None = None
     started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Every attention kind trained on the same data, with the same optimiser and budget: one table.
+"""Trains every attention kind on the same data, with the same optimizer and budget, for one table.
 
-Before it come measurements of the trainer itself, of the same config (trainer.py).
+First the trainer itself is measured with the same config (trainer.py).
 """
 
 import math
@@ -21,14 +21,14 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.benchmarks import trainer
-from longhaul.pipeline.benchmarks.bare_loop import now
+from longhaul.pipeline.benchmarks.bare_loop import synchronized_time
 from longhaul.pipeline.evaluation.tasks.bigram import bigram_loss, count_bigrams
-from longhaul.pipeline.evaluation.windows import held_out
+from longhaul.pipeline.evaluation.windows import validation_batches
 from longhaul.pipeline.planning.sizes import (
     allocated_bytes,
-    attentions,
+    attention_layers,
+    build_on_meta,
     state_bytes,
-    without_memory,
 )
 from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
 from longhaul.pipeline.system.environment import describe_environment
@@ -38,24 +38,24 @@ from longhaul.pipeline.tracking.metrics_journal import read_lines
 
 _DEFAULTS = ("root=runs/bench", "tracking.experiment=bench")
 _DECIDED_HERE = {
-    "name": "none, since every row has its own",
+    "name": "no value, since every row has its own name",
     "trainer.max_tokens": "--updates",
     "model.attention.kind": "--kinds",
 }
-# What rows of one table must have in common with a run that lies there from an earlier call.
+# Settings in which a row must agree with a run of the same name from an earlier call.
 _COMPARED = ("model.", "data.", "optim.", "trainer.")
-# Not the script `longhaul`: it need not be on the PATH, nor be this checkout's.
+# Not the script `longhaul`, which may be absent from the PATH or belong to another checkout.
 _LONGHAUL = "import sys; from longhaul.pipeline.cli import main; sys.exit(main())"
 _ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class _Row:
-    """An ordinary run, whose attention is the kind and options of `text`."""
+    """A row of the table: a run whose attention has the kind and options in `text`."""
 
     text: str
     arguments: list[str]  # of `longhaul train`
-    config: RunConfig  # what they load to
+    config: RunConfig  # loaded from them
 
     @property
     def folder(self) -> RunFolder:
@@ -64,21 +64,23 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a row's training went."""
+    """The result of a row's training."""
 
-    loss: float  # on the validation samples after the last update, nats a token
-    verdict: str  # "below" the bigram model's loss, without a value that was not finite; or not
+    loss: float  # on the validation samples after the last update, nats per token
+    verdict: str  # "below" if the loss is finite and below a bigram model's, else the reason
 
 
 def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, updates: int) -> None:
-    """Measure the trainer; train what is not trained yet, print the table, write it to the root.
+    """Measure the trainer, train all unfinished rows, print the table and write it to the root.
 
     Args:
+        path: of the config.
+        overrides: of the config.
         kinds: the rows, each `kind:option=value,...`; None means all kinds.
-        updates: of every row.
+        updates: that each row is trained for.
 
     Raises:
-        RuntimeError: a row had a value that was not finite, or did not beat the bigram model.
+        RuntimeError: a row's loss was not finite, or not below the bigram model's.
     """
     kinds = registered_variants() if kinds is None else kinds
     rows = _rows(path, overrides, kinds, updates)
@@ -87,7 +89,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
         trainer.run(own)
         return
     config = rows[0].config
-    baseline = _bigram_loss(config)  # first, since it also finds data that is not there
+    baseline = _bigram_loss(config)  # first, since it also notices missing data
     if own.trainer.strategy == "single":
         trainer.run(own)
     for number, row in enumerate(rows, start=1):
@@ -111,7 +113,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
 
 
 def _rows(path: str, overrides: Sequence[str], kinds: Sequence[str], updates: int) -> list[_Row]:
-    """All rows, checked before the first of them is trained."""
+    """All rows, checked before the first one is trained."""
     if updates < 1:
         raise ValueError(f"--updates: found {updates}, wanted 1 or more")
     for override in overrides:
@@ -136,7 +138,7 @@ def _row(path: str, overrides: Sequence[str], text: str, updates: int) -> _Row:
 
 
 def _check_same_budget(row: _Row) -> None:
-    """Refuse a run that an earlier call left under another budget, or on other data."""
+    """Refuse a row whose run exists from an earlier call with another budget or other data."""
     file = row.folder.config_file
     if not file.exists():
         return
@@ -145,16 +147,16 @@ def _check_same_budget(row: _Row) -> None:
         if key.startswith(_COMPARED) and before.get(key) != now.get(key):
             raise ConfigError(
                 f"{key}: found {now.get(key)!r}, wanted {before.get(key)!r} as in {file}; for "
-                "another table give another root=FOLDER"
+                "another table set another root=FOLDER"
             )
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    return bigram_loss(count_bigrams(config.data), held_out(config))
+    return bigram_loss(count_bigrams(config.data), validation_batches(config))
 
 
 def _train(row: _Row) -> None:
-    """Train a row to its end in a process of its own: each starts with the same memory and RNG."""
+    """Train a row in its own process, so that all rows start with the same memory and RNG."""
     finished = row.folder.finished()
     if finished is not None and finished.is_tracked:
         return
@@ -167,12 +169,12 @@ def _train(row: _Row) -> None:
     try:
         status = process.wait()
     except KeyboardInterrupt:
-        # A terminal's Ctrl-C reached the run as well, which puts its books in order.
+        # A terminal's Ctrl-C has reached the run as well, which records how it ended.
         process.wait()
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
-    # 1 is a run that failed, such as one whose gradients were not finite: that is a result, too.
+    # Status 1 is a failed run, for example with gradients that were not finite: that is a result.
     if status not in (0, 1):
         raise RuntimeError(f"{row.folder.path}: training ended with status {status}, wanted 0")
 
@@ -207,7 +209,7 @@ def _journal(path: Path) -> Iterator[dict[str, Any]]:
 def _speeds(rows: Sequence[_Row]) -> list[float]:
     """Tokens/s of forward + backward of one micro-batch, best of a few rounds.
 
-    The rows take turns, so that a noisy minute hits all of them: ratios mean more than the speeds.
+    Rows take turns, so that a noisy minute affects all: ratios mean more than the speeds.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models = [LanguageModel(row.config.model).to(device) for row in rows]
@@ -222,12 +224,12 @@ def _speed(model: LanguageModel, config: RunConfig, device: torch.device) -> flo
     shape = (config.trainer.micro_batch, config.data.context)
     tokens, target = torch.randint(config.model.vocabulary, (2, *shape), device=device)
     is_half = config.trainer.precision == "bf16-mixed"
-    before = now(device)
+    before = synchronized_time(device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_half):
         loss = model.loss(tokens, target)
     loss.backward()
-    seconds = now(device) - before
-    model.zero_grad()  # Gradients of all rows at once would be as large as all models.
+    seconds = synchronized_time(device) - before
+    model.zero_grad()  # frees the gradients: those of all rows would be as large as all models
     return math.prod(shape) / seconds
 
 
@@ -237,7 +239,7 @@ def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: flo
     return (
         f"{machine}, {environment['threads']} threads, torch {torch.__version__}, "
         f"{config.trainer.precision}, {' '.join(given)}: {updates:,} updates, "
-        f"{config.trainer.max_tokens:,} tokens. Loss in nats a token, on the validation samples; "
+        f"{config.trainer.max_tokens:,} tokens. Loss in nats per token, on the validation samples; "
         f"that of a bigram model is {baseline:.3f}. Tokens/s of forward + backward of a "
         f"micro-batch, best of {_ROUNDS} rounds taken in turns; on a CPU only their ratio means "
         f"much. State of a sequence of {config.data.context:,} tokens in bfloat16, without "
@@ -246,7 +248,7 @@ def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: flo
 
 
 def _table(rows: Sequence[_Row], outcomes: Sequence[_Outcome], speeds: Sequence[float]) -> str:
-    """Markdown, the lowest loss first."""
+    """The table in Markdown, sorted by loss."""
     kinds = [row.config.model.attention.kind for row in rows]
     peer = kinds.index("softmax") if "softmax" in kinds else 0
     lines = [
@@ -255,7 +257,10 @@ def _table(rows: Sequence[_Row], outcomes: Sequence[_Outcome], speeds: Sequence[
     ]
     order = sorted(range(len(rows)), key=lambda i: (math.isnan(outcomes[i].loss), outcomes[i].loss))
     for i in order:
-        T, layers = rows[i].config.data.context, attentions(without_memory(rows[i].config.model))
+        T, layers = (
+            rows[i].config.data.context,
+            attention_layers(build_on_meta(rows[i].config.model)),
+        )
         cells = [
             f"`{rows[i].text}`",
             f"{outcomes[i].loss:.3f}",

@@ -1,4 +1,4 @@
-"""What the trainer costs beside a bare PyTorch loop, measured in turns."""
+"""The cost of the trainer compared with a bare PyTorch loop; both take turns."""
 
 import contextlib
 import dataclasses
@@ -17,36 +17,36 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.benchmarks import checkpoints
-from longhaul.pipeline.benchmarks.bare_loop import BareLoop, now
+from longhaul.pipeline.benchmarks.bare_loop import BareLoop, synchronized_time
 from longhaul.pipeline.training.run import train
 
-_WARM_UP = 4  # updates, not counted; meanwhile MLflow is imported
+_WARM_UP = 4  # updates that are not counted; MLflow is imported during them
 _UPDATES = 40
 _NEVER = 1 << 60  # tokens
 
 
 def run(config: RunConfig) -> None:
-    """Print the overhead of the trainer and the cost of checkpoints, for one process.
+    """Print the overhead of the trainer and the cost of checkpoints, in one process.
 
     Raises:
-        ConfigError: a config of several ranks.
+        ConfigError: the config has several ranks.
     """
     if config.trainer.strategy != "single":
         raise ConfigError(
-            f"trainer.strategy: found {config.trainer.strategy}, wanted single, for which the "
-            "trainer is compared with a bare loop"
+            f"trainer.strategy: found {config.trainer.strategy}, wanted single: the bare loop, "
+            "with which the trainer is compared, has one process"
         )
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
-    # On the disk where runs are: checkpoints are written to it.
+    # On the same disk as runs, since checkpoints are written to it.
     with tempfile.TemporaryDirectory(dir=root, prefix=".bench-") as folder:
-        config = _undisturbed(config, Path(folder))
+        config = _only_updates(config, Path(folder))
         print(_overhead(config), flush=True)
         print(f"\n{checkpoints.table(config)}", flush=True)
 
 
-def _undisturbed(config: RunConfig, folder: Path) -> RunConfig:
-    """Nothing but updates, but for a checkpoint after the last one."""
+def _only_updates(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with updates only, and one checkpoint after the last update."""
     tokens = config.optim.tokens_per_update * (_WARM_UP + _UPDATES)
     return dataclasses.replace(
         config,
@@ -59,9 +59,9 @@ def _undisturbed(config: RunConfig, folder: Path) -> RunConfig:
 
 
 class _BesideBareLoop(Callback):
-    """Makes an update of the bare loop after each of the trainer's, and times both.
+    """Makes an update of the bare loop after each update of the trainer, and times both.
 
-    In turns, update by update: a machine that gets slower, or has other work, slows both.
+    They take turns so that a machine that gets slower, or has other work, slows both.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -81,8 +81,7 @@ class _BesideBareLoop(Callback):
         update = pl_module.last_update
         if update is None:
             return
-        # Of the trainer's this is what comes after its last update too: TrainingCallback is called
-        # later.
+        # The trainer's time includes the end of its previous update: TrainingCallback is called later.
         ours = _Cost.so_far(pl_module.device)
         self._loop.update()
         bare = _Cost.so_far(pl_module.device)
@@ -90,7 +89,7 @@ class _BesideBareLoop(Callback):
         self.bare.append(bare - ours)
         self.mlflow.append(_mlflow_seconds())
         loss = self._loop.loss.item()
-        # Later, differences of rounding have grown.
+        # Only at first, since rounding differences grow later.
         if len(self.ours) <= _WARM_UP and not abs(update.loss - loss) < 1e-3 * abs(loss):
             raise RuntimeError(
                 f"the trainer's loss is {update.loss}, wanted the bare loop's {loss}"
@@ -104,14 +103,14 @@ class _Cost(NamedTuple):
 
     @classmethod
     def so_far(cls, device: torch.device) -> "_Cost":
-        return cls(now(device), time.process_time())
+        return cls(synchronized_time(device), time.process_time())
 
     def __sub__(self, other: "_Cost") -> "_Cost":
         return _Cost(self.wall - other.wall, self.processor - other.processor)
 
 
 def _mlflow_seconds() -> float:
-    """Processor time of the thread that copies to MLflow: it works during updates of either."""
+    """Processor time of the thread that copies to MLflow, which works during updates of both."""
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflow")
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -123,7 +122,7 @@ def _overhead(config: RunConfig) -> str:
         status = train(config, both)
     if status:
         raise RuntimeError(f"training ended with status {status}, wanted 0")
-    # Before the checkpoints' turn: all of it together would be as large as many models.
+    # Deleted before checkpoints are measured: both together need the space of many models.
     shutil.rmtree(Path(config.root) / config.name)
     rows = []
     for what, field in (("time", 0), ("processor time, all threads", 1)):
@@ -134,9 +133,9 @@ def _overhead(config: RunConfig) -> str:
     counted = both.ours[_WARM_UP:] + both.bare[_WARM_UP:]
     mlflow = (both.mlflow[-1] - both.mlflow[_WARM_UP - 1]) / sum(cost.processor for cost in counted)
     return (
-        f"Trainer, {_UPDATES} updates in turns with those of a bare PyTorch loop, medians:\n\n"
-        "| of an update | Trainer | bare loop | median ratio |\n|---|---|---|---|\n"
+        f"Trainer, medians of {_UPDATES} updates that take turns with a bare PyTorch loop's:\n\n"
+        "| per update | Trainer | bare loop | median ratio |\n|---|---|---|---|\n"
         + "\n".join(rows)
         + f"\n\nThe thread that copies to MLflow took {mlflow:.2%} of all that processor time, "
-        "during updates of either."
+        "during updates of both."
     )

@@ -1,4 +1,4 @@
-"""What Slurm says of jobs."""
+"""Asks Slurm about jobs, and reads which jobs a run has."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from typing import NamedTuple
 from longhaul.pipeline.system.programs import output_of
 
 JOBS_FILE = "slurm/jobs.jsonl"
-"""In a run folder: a line for each job that was queued for it."""
+"""In a run folder: one line for each job that was queued for the run."""
 
-_SECONDS = 20.0  # A controller with thousands of jobs in its queue takes some.
-# Job, state, restarts, and a reason, which may have spaces in it.
+_SECONDS = 20.0  # A controller with thousands of jobs in its queue is slow.
+# Job, state, restarts, and a reason, which may contain spaces.
 _FORMAT = "JobArrayID:64,State:32,RestartCnt:16,Reason:256"
 _ENDED = {
     "BOOT_FAIL",
@@ -33,7 +33,7 @@ _ENDED = {
 
 
 class SlurmJob(NamedTuple):
-    """What squeue says of a job."""
+    """What squeue says about a job."""
 
     state: str
     restarts: str
@@ -45,7 +45,7 @@ class SlurmJob(NamedTuple):
 
 
 def training_jobs(run: Path) -> Sequence[str]:
-    """Ids of the jobs that were submitted to train a run, the last one last."""
+    """Ids of the jobs that were submitted to train a run, oldest first."""
     ids = []
     try:
         lines = (run / JOBS_FILE).read_text().splitlines()
@@ -57,31 +57,31 @@ def training_jobs(run: Path) -> Sequence[str]:
             if entry["kind"] == "train":
                 ids.append(str(entry["job_id"]))
         except (ValueError, LookupError, TypeError):
-            continue  # half a line, of a submission that was interrupted
+            continue  # half a line of an interrupted submission
     return ids
 
 
 def slurm_jobs(job_ids: Collection[str]) -> Mapping[str, SlurmJob] | None:
-    """Those of the jobs that Slurm has not forgotten, by id; None where it does not answer."""
+    """The jobs that Slurm still remembers, by id; None if it does not answer."""
     ids = f"--jobs={','.join(job_ids)}"
     command = ["squeue", "--noheader", "--array", "--states=all", ids, f"--Format={_FORMAT}"]
-    # A user's own defaults might leave some out.
+    # A user's own SQUEUE_ defaults might hide jobs.
     environment = {key: value for key, value in os.environ.items() if key[:7] != "SQUEUE_"}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # What it says of a single job that it has forgotten; of several it leaves that one out.
-    if done.returncode and "Invalid job id" not in done.stderr:
+    # squeue fails like this for one job that it has forgotten; of several, it omits that job.
+    if result.returncode and "Invalid job id" not in result.stderr:
         return None
-    rows = (line.split(maxsplit=3) for line in done.stdout.splitlines())
+    rows = (line.split(maxsplit=3) for line in result.stdout.splitlines())
     return {row[0]: SlurmJob(*(field.strip() for field in row[1:])) for row in rows}
 
 
 def slurm_job(job_id: str) -> Mapping[str, str]:
-    """The fields of a job, such as EndTime; none without Slurm, or where it has forgotten it."""
+    """The fields of a job, such as EndTime; empty without Slurm, or if it has forgotten the job."""
     text = output_of("scontrol", "show", "job", "-o", job_id) or ""
     line = text.partition("\n")[0]
     return dict(re.findall(r"(?:^| )([A-Z][\w:/]*)=(.*?)(?= [A-Z][\w:/]*=|$)", line))

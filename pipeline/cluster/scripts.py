@@ -1,4 +1,4 @@
-"""Scripts for sbatch: a template's body below options and settings that come from a config."""
+"""Scripts for sbatch: options and settings from a config, above the body of a template."""
 
 import dataclasses
 import math
@@ -12,9 +12,10 @@ from pathlib import Path
 from longhaul.configs import ConfigError, RunConfig
 
 _SETTINGS_END = "# -- settings end here --\n"
-# Ahead of the limit by what a stop may take, and by what Slurm's clock may be late.
-_SECONDS_OF_SLURM = 30
-# In an #SBATCH line all but these stand behind a backslash, and a space in quotes.
+# The signal to stop comes before the time limit by the seconds that a stop may take, plus these by
+# which Slurm's clock may be late.
+_SLURM_DELAY_SECONDS = 30
+# In an #SBATCH line all other characters need a backslash, and a space needs quotes.
 _SPECIAL = re.compile(r"[^A-Za-z0-9_./:=@%+,-]")
 
 
@@ -30,8 +31,8 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     return _script(
         "train",
         [
-            *_common(config, config.name, run, "%j"),
-            *_of_ranks(config),
+            *_common_options(config, config.name, run, "%j"),
+            *_rank_options(config),
         ],
         settings,
         [str(config_file)],
@@ -41,43 +42,48 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
 def sweep_script(
     configs: Sequence[RunConfig], folder: Path, scripts: Sequence[Path], throttle: int
 ) -> str:
-    """The script of an array of jobs, each of which runs one of `scripts`.
+    """The script of a job array, each job of which runs one of `scripts`.
 
     Raises:
-        ConfigError: the runs ask for different resources, which the jobs of an array cannot.
+        ConfigError: the runs ask for different resources, which is impossible in one array.
     """
-    wanted, *others = (
-        [*_common(config, folder.name, folder, "%A_%a"), *_of_ranks(config)] for config in configs
+    first, *others = (
+        [*_common_options(config, folder.name, folder, "%A_%a"), *_rank_options(config)]
+        for config in configs
     )
     for other in others:
-        for one, two in zip(wanted, other, strict=False):
+        for one, two in zip(first, other, strict=False):
             if one != two:
                 raise ConfigError(
                     f"--sweep: found {one} and {two}, wanted runs that ask for the same resources"
                 )
     return _script(
         "sweep",
-        [*wanted, f"--array=0-{len(configs) - 1}%{throttle}"],
+        [*first, f"--array=0-{len(configs) - 1}%{throttle}"],
         {},
         [str(script) for script in scripts],
     )
 
 
 def evaluate_script(config: RunConfig, run: Path) -> str:
-    """The script of a job that does what slurm.then says, on one device."""
-    # Of the nodes that training has to itself, with all their memory, one device is enough.
+    """The script of a job that runs the commands of slurm.then, on one device."""
+    # It needs one device, so not whole nodes with all their memory as training may.
     slurm = dataclasses.replace(config.slurm, exclusive=False, memory=None)
     config = dataclasses.replace(config, slurm=slurm)
-    options = [*_common(config, f"evaluate {config.name}", run, "%j"), "--nodes=1", "--ntasks=1"]
+    options = [
+        *_common_options(config, f"evaluate {config.name}", run, "%j"),
+        "--nodes=1",
+        "--ntasks=1",
+    ]
     if config.slurm.gpu is not None:
-        options.append(f"--gpus={_gpus(config.slurm.gpu, 1)}")
+        options.append(f"--gpus={_gpu_option(config.slurm.gpu, 1)}")
     settings = {"RUN": str(run), "PYTHON": sys.executable, "THEN": " ".join(config.slurm.then)}
     return _script("evaluate", options, settings, [])
 
 
-def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
+def _common_options(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
     slurm = config.slurm
-    given = {
+    settings = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
@@ -90,17 +96,18 @@ def _common(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
         f"--job-name={name}",
         f"--output={folder}/logs/job-{job}.log",
         "--open-mode=append",
-        *(f"--{option}={value}" for option, value in given.items() if value is not None),
+        *(f"--{option}={value}" for option, value in settings.items() if value is not None),
         *(["--exclusive"] if slurm.exclusive else []),
         *slurm.extra,
     ]
 
 
-def _of_ranks(config: RunConfig) -> list[str]:
+def _rank_options(config: RunConfig) -> list[str]:
     trainer, gpu = config.trainer, config.slurm.gpu
-    lead = math.ceil(trainer.stop_seconds) + _SECONDS_OF_SLURM
+    lead = math.ceil(trainer.stop_seconds) + _SLURM_DELAY_SECONDS
     limit = _seconds(config.slurm.time or "")
-    # Twice: a job that is told while it starts up has nothing to save, and is not queued again.
+    # Twice: a job that gets the signal while it starts has no new checkpoint, so that it would not
+    # be requeued.
     if limit is not None and limit <= 2 * lead:
         raise ConfigError(
             f"slurm.time: found {config.slurm.time}, wanted more than {2 * lead} s: the signal to "
@@ -109,25 +116,28 @@ def _of_ranks(config: RunConfig) -> list[str]:
     return [
         f"--nodes={trainer.nodes}",
         f"--ntasks-per-node={trainer.devices}",
-        *([] if gpu is None else [f"--gpus-per-node={_gpus(gpu, trainer.devices)}"]),
+        *([] if gpu is None else [f"--gpus-per-node={_gpu_option(gpu, trainer.devices)}"]),
         f"--signal=USR1@{lead}",
         "--requeue" if config.slurm.requeue else "--no-requeue",
     ]
 
 
 def _seconds(limit: str) -> int | None:
-    """Of a time limit as sbatch takes it: [days-]hours[:minutes[:seconds]], or minutes:seconds."""
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if found is None:
+    """Seconds of sbatch's time limit: [days-]hours[:minutes[:seconds]], minutes or minutes:seconds.
+
+    None for anything else.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
         return None
-    days, *parts = found.groups()
+    days, *parts = match.groups()
     first, second, third = (int(part or 0) for part in parts)
     if days is None and parts[2] is None:
         return first * 60 + second
     return ((int(days or 0) * 24 + first) * 60 + second) * 60 + third
 
 
-def _gpus(kind: str, count: int) -> str:
+def _gpu_option(kind: str, count: int) -> str:
     return f"{count}" if kind == "any" else f"{kind}:{count}"
 
 
@@ -137,14 +147,14 @@ def _script(
     text = (resources.files("longhaul.slurm") / f"{template}.sbatch").read_text()
     _, end, body = text.partition(_SETTINGS_END)
     assert end, f"{template}.sbatch has no line {_SETTINGS_END!r}"
-    lines = ["#!/bin/bash", *(f"#SBATCH {_escaped(option)}" for option in options)]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_sbatch_escaped(option)}" for option in options)]
     lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
     if arguments:
         lines.append(f"set -- {shlex.join(arguments)}")
     return "\n".join(lines) + f"\n{end}{body}"
 
 
-def _escaped(option: str) -> str:
-    if not option.isprintable():  # a line's end would begin a command
-        raise ConfigError(f"slurm: found {option!r}, wanted printable characters alone")
+def _sbatch_escaped(option: str) -> str:
+    if not option.isprintable():  # after a newline, the rest would be a shell command
+        raise ConfigError(f"slurm: found {option!r}, wanted printable characters only")
     return _SPECIAL.sub(lambda match: '" "' if match[0] == " " else f"\\{match[0]}", option)

@@ -1,7 +1,7 @@
-"""How far the runs of a folder are.
+"""Shows the progress of the runs in a folder.
 
-Whether one runs is asked of Slurm where `RUN/slurm/jobs.jsonl` names a job, and of the lock on the
-run's journal otherwise. Of a journal, which may be long, only the end is read.
+If `RUN/slurm/jobs.jsonl` names a job, Slurm is asked whether the run is running; otherwise the lock
+on the run's journal shows it. Only the end of a journal is read, since it may be long.
 """
 
 import fcntl
@@ -24,16 +24,20 @@ from longhaul.pipeline.terminal.table import print_table
 
 _COLUMNS = ("name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError)
-# Hundreds of updates; the second where much else was written behind them.
+# Enough for hundreds of updates; the second size is used if much else was written after them.
 _TAIL_BYTES = (256 << 10, 8 << 20)
-_UPDATES = 20  # whose median is the speed
+_UPDATES = 20  # the speed is the median of this many
 _CHECKPOINT = re.compile(r"step-\d{9,}")
 _ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
 _FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, len, pid
 
 
 def print_status(roots: Sequence[str], experiment: str | None) -> None:
-    """Print a row for each run, or each run below a folder; of an experiment, unless it is None.
+    """Print one row per run.
+
+    Args:
+        roots: runs, or folders of runs.
+        experiment: show only runs of this MLflow experiment; None means all.
 
     Raises:
         ValueError: there is no such folder.
@@ -51,24 +55,24 @@ def print_status(roots: Sequence[str], experiment: str | None) -> None:
         return
     ids = {name: training_jobs(folder) for name, folder in folders.items()}
     all_ids = [job for some in ids.values() for job in some]
-    # Asked once: each question costs Slurm's controller as much as any.
+    # One question for all jobs: many jobs cost Slurm's controller as much as one.
     jobs = slurm_jobs(all_ids) if all_ids else {}
     if jobs is None:
-        text = "longhaul: Slurm does not answer, so states are what the run folders tell"
+        text = "longhaul: Slurm does not answer, so states come from the run folders alone"
         print(text, file=sys.stderr)
     rows = [_row(name, folder, ids[name], jobs or {}) for name, folder in folders.items()]
     print_table([_COLUMNS, *rows])
 
 
 def _is_run(folder: Path) -> bool:
-    # The folder of a sweep has jobs too, but none that trains it.
+    # The folder of a sweep has a job as well, but no job that trains it.
     return (folder / "config.yaml").is_file() or bool(training_jobs(folder))
 
 
 def _row(
     name: str, folder: Path, ids: Sequence[str], jobs: Mapping[str, SlurmJob]
 ) -> Sequence[str]:
-    # Of the jobs that train the run the one that runs, else the first that waits, else the last.
+    # The training job that is running, else the first one that waits, else the last one.
     alive = [each for each in ids if each in jobs and not jobs[each].is_over]
     running = [each for each in alive if jobs[each].state != "PENDING"]
     job_id = next(iter([*running, *alive, *reversed(ids)]), "-")
@@ -83,10 +87,10 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     lines = _tail(folder / "logs" / "metrics.jsonl")
     if job is None or job.is_over:
         state = _folder_state(folder, lines)
-        # Slurm may know more: a time limit, a node that failed. Of a run that stopped and was not
-        # queued again it says FAILED.
-        is_told = state == "stopped" and job is not None and job.state == "FAILED"
-        if job is not None and state in ("died", "not started", "stopped") and not is_told:
+        # Slurm may know more: a time limit, a node that failed. But its FAILED says less than
+        # "stopped": it only means that the run stopped and was not requeued.
+        says_less = state == "stopped" and job is not None and job.state == "FAILED"
+        if job is not None and state in ("died", "not started", "stopped") and not says_less:
             state = job.state.lower()
     else:
         state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
@@ -111,14 +115,14 @@ def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
     if not journal.exists():
         return "not started"
     statuses = [line["status"] for line in lines if line["kind"] == "status"]
-    # Without a last word it was killed, or its machine failed.
+    # A run without a final status was killed, or its machine failed.
     return _ENDS.get(statuses[-1] if statuses else "", "died")
 
 
 def _progress(
     folder: Path, updates: Sequence[Mapping[str, Any]], *, is_running: bool
 ) -> Sequence[str]:
-    """Step of total, loss, tokens/s, and time left of a run that runs."""
+    """Step out of all steps, loss, tokens/s, and the time left if the run is running."""
     tokens_per_update, total = _budget(folder)
     of_total = "" if total is None else f"/{total:,}"
     if not updates:
@@ -133,7 +137,7 @@ def _progress(
 
 
 def _budget(folder: Path) -> tuple[int, int | None]:
-    """Tokens of an update, and updates in all if the run's config is there."""
+    """Tokens per update, and the number of updates; 0 and None if the run has no config."""
     config = _config(folder)
     if config is None:
         return 0, None
@@ -142,15 +146,15 @@ def _budget(folder: Path) -> tuple[int, int | None]:
 
 
 def _config(folder: Path) -> Any:
-    """What the run is, or was submitted as; None where neither is there."""
-    # Not as a RunConfig: what that imports takes seconds.
+    """The config of the run, else the one that it was submitted with, else None."""
+    # Not as a RunConfig, whose imports take seconds.
     paths = (folder / name for name in ("config.yaml", "slurm/config.yaml"))
     path = next((path for path in paths if path.is_file()), None)
     return None if path is None else yaml.safe_load(path.read_text())
 
 
 def _checkpoint(folder: Path) -> str:
-    """Step and age of the newest."""
+    """Step and age of the newest checkpoint."""
     paths = (folder / "checkpoints").glob("step-*")
     path = max((path for path in paths if _CHECKPOINT.fullmatch(path.name)), default=None)
     if path is None:
@@ -160,14 +164,14 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a journal, updates among them if there are any near its end."""
+    """The last lines of a journal; they include updates if there are any near its end."""
     lines: list[dict[str, Any]] = []
     for size in _TAIL_BYTES if path.is_file() else ():
         with path.open("rb") as file:
             begin = max(0, file.seek(0, os.SEEK_END) - size)
             file.seek(begin)
             content = file.read()
-        # The first line is half a one unless it is the file's.
+        # Unless the file begins here, the first line is incomplete.
         lines = _parse(content.partition(b"\n")[2] if begin else content)
         if begin == 0 or any(line["kind"] == "train" for line in lines):
             break
@@ -175,7 +179,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
 
 
 def _parse(content: bytes) -> list[dict[str, Any]]:
-    """One object a line; what is damaged, or not yet whole, is left out."""
+    """One object per line; lines that are damaged or incomplete are left out."""
     lines = []
     for raw in content.splitlines():
         try:
@@ -188,7 +192,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a process, on any node, holds the lock; asks without taking it for a moment."""
+    """Whether a process on any node holds the lock. The question itself never holds it."""
     if not path.exists():
         return False
     with path.open("rb") as file:

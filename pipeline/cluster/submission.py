@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A script in the folder of a run or a sweep, and what kind of job it makes."""
+    """A job's script in the folder of a run or a sweep; `kind` is train, sweep or evaluate."""
 
     kind: str
     script: Path
@@ -39,17 +39,17 @@ def submit(
     """Queue a job that trains a run, or print its script.
 
     Args:
-        path, overrides: the config, as `load_run_config` takes it.
-        chain: follow-ups, each of which goes on if those before it did not finish the run.
-        after: the id of a job that has to end first.
+        path, overrides: the config, as in `load_run_config`.
+        chain: number of further jobs; each continues the run if the jobs before did not finish it.
+        after: id of a job that must end first; None means none.
         dry_run: print the script, queue nothing.
 
     Raises:
-        ConfigError: the run would fail where it is to run.
+        ConfigError: the run could not work on the cluster.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    (config,) = _checked([load_run_config(path, overrides)], after, dry_run)
-    job = _training(config)
+    (config,) = _checked_configs([load_run_config(path, overrides)], after, dry_run)
+    job = _training_job(config)
     if dry_run:
         print(job.text, end="")
         return
@@ -58,16 +58,16 @@ def submit(
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
-    _prepare(config, job)
-    ids = [_queue(folder.path, job, _after(after))]
+    _write_job_files(config, job)
+    ids = [_queue(folder.path, job, _dependency_on(after))]
     for _ in range(chain):
-        # All before it, since afternotok also takes one that was cancelled. Where one of them
-        # finished the run, this one is cancelled too.
+        # After all earlier jobs, since afternotok is also met by a cancelled job. If one of them
+        # finishes the run, this job is cancelled.
         before = ",".join(f"afternotok:{one}" for one in ids)
         ids.append(_queue(folder.path, job, ["--dependency", before]))
-    _queue_what_follows(config, "?".join(f"afterok:{one}" for one in ids))
+    _queue_evaluation(config, "?".join(f"afterok:{one}" for one in ids))
     print(f"log: {folder.path}/logs/job-{ids[0]}.log")
-    print(f"MLflow: {_tracked(config)}")
+    print(f"MLflow: {_mlflow_location(config)}")
 
 
 def submit_sweep(
@@ -79,17 +79,17 @@ def submit_sweep(
     after: str | None,
     dry_run: bool,
 ) -> None:
-    """Queue an array of jobs, a run for each combination of the sweep's values; see `submit`.
+    """Queue a job array with one run for each combination of the sweep's values; see `submit`.
 
     Args:
-        sweep: each `key.sub=A,B`.
-        throttle: runs at a time.
+        sweep: items such as `key.sub=A,B`.
+        throttle: most runs at the same time.
     """
-    configs = _checked(_combinations(path, overrides, sweep), after, dry_run)
+    configs = _checked_configs(_combinations(path, overrides, sweep), after, dry_run)
     base = load_run_config(path, overrides)
-    # Not the base run's own: a run of that name may exist.
-    folder = RunFolder.of(_settled(base)).path.with_name(f"{base.name}-sweep")
-    scripts = [_training(config).script for config in configs]
+    # Not the base run's own folder: a run of that name may exist.
+    folder = RunFolder.of(_with_absolute_paths(base)).path.with_name(f"{base.name}-sweep")
+    scripts = [_training_job(config).script for config in configs]
     text = sweep_script(configs, folder, scripts, throttle)
     if dry_run:
         print(text, end="")
@@ -99,33 +99,35 @@ def submit_sweep(
     for config in configs:
         nested = dataclasses.replace(config.tracking, parent_run_id=parent)
         config = dataclasses.replace(config, tracking=nested)
-        _prepare(config, _training(config))
+        _write_job_files(config, _training_job(config))
     (folder / "slurm").mkdir(parents=True, exist_ok=True)
     array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
     write_atomically(array.script, array.text)
-    job_id = _queue(folder, array, _after(after))
+    job_id = _queue(folder, array, _dependency_on(after))
     for index, config in enumerate(configs):
         run = RunFolder.of(config).path
-        _note(run, "train", f"{job_id}_{index}")
-        _queue_what_follows(config, f"afterok:{job_id}_{index}")
+        _record_job(run, "train", f"{job_id}_{index}")
+        _queue_evaluation(config, f"afterok:{job_id}_{index}")
     print(f"logs: {folder}/logs/job-{job_id}_*.log")
-    print(f"MLflow: {_tracked(configs[0])}, below {folder.name}")
+    print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
 
 
-def _checked(configs: Iterable[RunConfig], after: str | None, dry_run: bool) -> list[RunConfig]:
-    """The runs, with paths that hold on every node, once nothing speaks against queueing them."""
-    settled = [_settled(config) for config in configs]
+def _checked_configs(
+    configs: Iterable[RunConfig], after: str | None, dry_run: bool
+) -> list[RunConfig]:
+    """The configs with absolute paths, after all checks that allow them to be queued."""
+    settled = [_with_absolute_paths(config) for config in configs]
     if not dry_run and shutil.which("sbatch") is None:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
     for config in settled:
-        _refuse_what_cannot_run(config)
+        _check_can_run(config)
     if not dry_run:
-        _refuse_what_is_queued(settled, after)
+        _check_not_queued(settled, after)
     return settled
 
 
 def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Iterator[RunConfig]:
-    """A run for each combination of the sweep's values, which are part of its name."""
+    """One run for each combination of the sweep's values, which become part of its name."""
     axes: list[list[str]] = []
     for axis in sweep:
         key, equals, values = axis.partition("=")
@@ -145,34 +147,34 @@ def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> 
         yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
 
 
-def _settled(config: RunConfig) -> RunConfig:
-    """The config with all paths absolute, so that the script does not depend on where it runs."""
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The config with absolute paths, so that the job does not depend on its working folder."""
     return dataclasses.replace(with_absolute_paths(config), root=str(Path(config.root).absolute()))
 
 
-def _refuse_what_cannot_run(config: RunConfig) -> None:
+def _check_can_run(config: RunConfig) -> None:
     folder = RunFolder.of(config)
     if {"%", "\\"} & set(str(folder.path)):
         raise ConfigError(
             f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
-            "replaces in the names of logs"
+            "replaces in names of logs"
         )
     folder.check_same_run(config)
     if config.slurm.gpu is None:
         return
     device = find_device(config.slurm.gpu)
     if device is None:
-        logger.info("memory was not checked: slurm.gpu %s is not known", config.slurm.gpu)
+        logger.info("memory was not checked: slurm.gpu %s is unknown", config.slurm.gpu)
         return
     planner = Planner(config)
-    if not fit.fits(planner.plan(fit.own_choice(config)), device):
+    if not fit.fits(planner.plan(fit.configured_settings(config)), device):
         raise ConfigError(fit.verdict(config, device, planner))
 
 
-def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> None:
-    """A second job of a run, but behind its last, would find it being trained."""
+def _check_not_queued(configs: Sequence[RunConfig], after: str | None) -> None:
+    """Refuse a second job of a run, unless it waits for the run's last job: two cannot train it."""
     known = None if after is None else slurm_jobs([after])
-    # An array is known by its tasks.
+    # squeue lists an array as its tasks.
     if known is not None and after not in {*known, *(one.partition("_")[0] for one in known)}:
         raise ConfigError(f"--after: found {after}, wanted a job that Slurm knows")
     for config in configs:
@@ -187,14 +189,14 @@ def _refuse_what_is_queued(configs: Sequence[RunConfig], after: str | None) -> N
             )
 
 
-def _training(config: RunConfig) -> _Job:
+def _training_job(config: RunConfig) -> _Job:
     folder = RunFolder.of(config).path
     script = folder / "slurm" / "train.sbatch"
     return _Job("train", script, train_script(config, folder, folder / "slurm" / "config.yaml"))
 
 
-def _prepare(config: RunConfig, job: _Job) -> None:
-    """Write what a job reads; what an earlier one of the run found bad may have been mended."""
+def _write_job_files(config: RunConfig, job: _Job) -> None:
+    """Write the files that a job reads, and delete the marks with which an earlier job stopped."""
     folder = job.script.parent
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "logs").mkdir(exist_ok=True)
@@ -204,8 +206,8 @@ def _prepare(config: RunConfig, job: _Job) -> None:
     write_atomically(job.script, job.text)
 
 
-def _queue_what_follows(config: RunConfig, dependency: str) -> None:
-    """Queue what slurm.then asks for, to begin when the training has ended well."""
+def _queue_evaluation(config: RunConfig, dependency: str) -> None:
+    """Queue the commands of slurm.then, to start after the training has succeeded."""
     if not config.slurm.then:
         return
     run = RunFolder.of(config).path
@@ -215,34 +217,34 @@ def _queue_what_follows(config: RunConfig, dependency: str) -> None:
 
 
 def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
-    """Give a script to sbatch; the job's id."""
+    """Give a script to sbatch; return the job's id."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
-    # A site's own sbatch may say more; with several clusters it is ID;CLUSTER.
-    found = re.findall(r"^(\d+)(?:;.*)?$", result.stdout, re.MULTILINE)
-    if not found:
+    # A site's own sbatch may print more; with several clusters it prints ID;CLUSTER.
+    ids = re.findall(r"^(\d+)(?:;.*)?$", result.stdout, re.MULTILINE)
+    if not ids:
         raise RuntimeError(
-            f"sbatch: found {result.stdout!r}, wanted a job's number; it may be queued"
+            f"sbatch: found {result.stdout!r}, wanted a job id; the job may be queued"
         )
-    job_id: str = found[-1]
-    _note(folder, job.kind, job_id)
+    job_id: str = ids[-1]
+    _record_job(folder, job.kind, job_id)
     after = f", {' '.join(options)}" if options else ""
     print(f"job {job_id}: {job.kind} {folder}{after}", flush=True)
     return job_id
 
 
-def _note(folder: Path, kind: str, job_id: str) -> None:
+def _record_job(folder: Path, kind: str, job_id: str) -> None:
     entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
     with open(folder / JOBS_FILE, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
-def _after(job: str | None) -> list[str]:
+def _dependency_on(job: str | None) -> list[str]:
     return [] if job is None else ["--dependency", f"afterany:{job}"]
 
 
-def _tracked(config: RunConfig) -> str:
+def _mlflow_location(config: RunConfig) -> str:
     return f"{config.tracking.uri}, experiment {config.tracking.experiment}, run {config.name}"

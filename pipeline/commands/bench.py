@@ -1,4 +1,4 @@
-"""`longhaul bench`: kinds, kernels and readers beside their peers, measured in the same run."""
+"""`longhaul bench`: kernels, data readers and training, compared with peers in the same run."""
 
 import argparse
 
@@ -6,29 +6,34 @@ _CONFIG = "run/demo.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parts = parser.add_subparsers(dest="what", required=True)
-    parts.add_parser("kernels", help="power attention beside fused softmax attention")
-    parts.add_parser("data", help="our token stream beside stock webdataset")
-    train = parts.add_parser("train", help="the trainer's cost, and every kind under one budget")
+    benchmarks = parser.add_subparsers(dest="what", required=True)
+    benchmarks.add_parser("kernels", help="power attention against fused softmax attention")
+    benchmarks.add_parser("data", help="longhaul's token stream against stock webdataset")
+    train = benchmarks.add_parser(
+        "train", help="the trainer's cost, and every kind trained with the same budget"
+    )
     _add_train_arguments(train)
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "given",
+        "config_and_overrides",
         nargs="*",
         metavar="[CONFIG] key.sub=value",
-        help=f"a YAML file or preset, by default {_CONFIG}, and values that win over it",
+        help=f"a YAML file or preset, by default {_CONFIG}, and values that override it",
     )
     parser.add_argument(
         "--kinds",
         nargs="*",
         metavar="KIND[:option=value,...]",
-        help="rows, such as softmax cartan:generator=product,bilinear=false; default: all kinds; "
-        "with none there is no table, only what the trainer and checkpoints cost",
+        help="rows of the table, such as softmax cartan:generator=product,bilinear=false; default: "
+        "all kinds; --kinds without a KIND measures only the trainer and checkpoints",
     )
     parser.add_argument(
-        "--updates", type=int, default=200, help="of every row; default %(default)s"
+        "--updates",
+        type=int,
+        default=200,
+        help="updates that each row is trained for; default %(default)s",
     )
 
 
@@ -44,7 +49,8 @@ def main(args: argparse.Namespace) -> int:
     else:
         from longhaul.pipeline.benchmarks import kinds
 
-        has_config = bool(args.given) and "=" not in args.given[0]
-        path = args.given[0] if has_config else _CONFIG
-        kinds.run(path, args.given[1:] if has_config else args.given, args.kinds, args.updates)
+        path, overrides = _CONFIG, args.config_and_overrides
+        if overrides and "=" not in overrides[0]:
+            path, *overrides = overrides
+        kinds.run(path, overrides, args.kinds, args.updates)
     return 0

@@ -4,8 +4,8 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="also check what this run needs")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+    parser.add_argument("config", nargs="?", help="a run whose needs are checked as well")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
 
 
 def main(args: argparse.Namespace) -> int:

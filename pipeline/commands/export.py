@@ -1,11 +1,13 @@
-"""`longhaul export`: a checkpoint as a folder that transformers loads without longhaul."""
+"""`longhaul export`: write a checkpoint as a folder that transformers loads without longhaul."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run folder, or one of its checkpoints")
-    parser.add_argument("destination", metavar="DST", help="a folder that is not there, or empty")
+    parser.add_argument(
+        "destination", metavar="DST", help="a folder that does not exist, or is empty"
+    )
 
 
 def main(args: argparse.Namespace) -> int:

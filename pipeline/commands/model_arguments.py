@@ -1,4 +1,4 @@
-"""The arguments of commands that read a trained model."""
+"""The arguments that all commands which load a trained model have."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that reads a trained model."""
+    """Add RUN, --positions and --factor."""
     parser.add_argument("run", help="a run folder, or one of its checkpoints")
     parser.add_argument(
         "--positions",
@@ -17,12 +17,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="how rotary positions are scaled; default %(default)s",
     )
     parser.add_argument(
-        "--factor", type=float, help="times by which the context is to grow, with --positions"
+        "--factor", type=float, help="with --positions: how many times longer the context becomes"
     )
 
 
 def named_model(args: argparse.Namespace) -> "NamedModel":
-    """The model that a command line names, not yet loaded."""
+    """The model that the arguments name, not loaded yet."""
     from longhaul.pipeline.runs.trained_model import NamedModel
 
     if args.factor is not None and args.positions == "none":
@@ -30,5 +30,5 @@ def named_model(args: argparse.Namespace) -> "NamedModel":
             f"--factor: found {args.factor:g} with --positions none, wanted linear or dynamic_ntk"
         )
     if args.factor is None and args.positions != "none":
-        raise ValueError(f"--factor: missing, and --positions {args.positions} needs one")
+        raise ValueError(f"--factor: found none with --positions {args.positions}, wanted a number")
     return NamedModel(args.run, args.positions, 1.0 if args.factor is None else args.factor)

@@ -3,28 +3,25 @@
 import argparse
 from pathlib import Path
 
-from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation.corpus import open_corpus
-from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
-from longhaul.datamodules.preparation.text import prepare_text
-from longhaul.datamodules.tokenizer import BUILT_IN, build_tokenizer
-from longhaul.pipeline.terminal.progress import TokenProgress
+from longhaul.datamodules.tokenizer import BUILT_IN
 
 _STDLIB_VALIDATION_FRACTION = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sources and their options."""
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    zarr = kinds.add_parser("longcrawl64", help="LongCrawl64's Zarr v2 layout")
+    corpora = parser.add_subparsers(dest="corpus", required=True)
+    zarr = corpora.add_parser("longcrawl64", help="LongCrawl64's Zarr v2 layout")
     zarr.add_argument("source", metavar="SRC.zarr", type=Path)
     zarr.add_argument("destination", metavar="DST", type=Path)
     zarr.add_argument(
-        "--rows", metavar="A:B", help="rows A to B-1; several with commas between; or `whole`"
+        "--rows",
+        metavar="A:B",
+        help="rows A to B-1; several ranges with commas between them; or `whole`",
     )
-    text = kinds.add_parser(
+    text = corpora.add_parser(
         "text",
-        help="files or folders of text, .jsonl, .jsonl.gz or .parquet; none: Python's own sources",
+        help="files or folders of text, .jsonl, .jsonl.gz or .parquet; by default Python's own "
+        "sources",
     )
     text.add_argument("paths", metavar="[SRC ...] DST", nargs="+")
     text.add_argument(
@@ -39,8 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--validation-fraction",
         type=float,
         metavar="F",
-        help="write DST/train and DST/validation, the latter from this share of the files or "
-        f"records, by the hash of their names (0; without SRC {_STDLIB_VALIDATION_FRACTION})",
+        help="write DST/train and DST/validation, the latter from this share of the files "
+        "or records, chosen by hashes of their names "
+        f"(0; without SRC {_STDLIB_VALIDATION_FRACTION})",
     )
     for command in (zarr, text):
         command.add_argument(
@@ -49,45 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Prepare, or finish an interrupted preparation, or say that it was done before."""
-    manifests = _longcrawl64(args) if args.kind == "longcrawl64" else _text(args)
-    for manifest in manifests:
-        dropped = f", {manifest.dropped_tokens:,} dropped" if manifest.dropped_tokens else ""
-        print(
-            f"{manifest.location}: {manifest.num_tokens:,} tokens{dropped}, "
-            f"{manifest.num_documents:,} documents, {len(manifest.shards):,} shards"
+    from longhaul.pipeline.preparation.run import prepare_from_longcrawl64, prepare_from_text
+
+    if args.corpus == "longcrawl64":
+        prepare_from_longcrawl64(
+            args.source, args.destination, rows=args.rows, docs_per_shard=args.docs_per_shard
         )
-    return 0
-
-
-def _longcrawl64(args: argparse.Namespace) -> list[Manifest]:
-    store = open_store(args.source)
-    ranges = parse_rows(store, args.rows)
-    total = sum(end - start for start, end in ranges) * store.columns
-    with TokenProgress(total) as progress:
-        manifest = prepare_longcrawl64(
-            store,
-            args.destination,
-            ranges,
-            docs_per_shard=args.docs_per_shard,
-            progress=progress.show,
-        )
-    return [manifest]
-
-
-def _text(args: argparse.Namespace) -> list[Manifest]:
+        return 0
     *sources, destination = args.paths
-    fraction = args.validation_fraction
-    if fraction is None:
-        fraction = 0.0 if sources else _STDLIB_VALIDATION_FRACTION
-    tokenizer = build_tokenizer(args.tokenizer)
-    with TokenProgress(None) as progress:
-        return prepare_text(
-            open_corpus(sources),
-            Path(destination),
-            tokenizer,
-            document_tokens=args.doc_tokens,
-            docs_per_shard=args.docs_per_shard,
-            validation_fraction=fraction,
-            progress=progress.show,
-        )
+    default_fraction = 0.0 if sources else _STDLIB_VALIDATION_FRACTION
+    given = args.validation_fraction
+    prepare_from_text(
+        sources,
+        Path(destination),
+        tokenizer=args.tokenizer,
+        document_tokens=args.doc_tokens,
+        docs_per_shard=args.docs_per_shard,
+        validation_fraction=default_fraction if given is None else given,
+    )
+    return 0

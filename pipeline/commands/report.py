@@ -1,13 +1,15 @@
-"""`longhaul report`: an MLflow experiment as figures, tables and one page."""
+"""`longhaul report`: draw an MLflow experiment as figures, tables and one page."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("experiment", metavar="EXPERIMENT", help="its name in MLflow")
-    parser.add_argument("destination", metavar="DST", help="a folder that is not there, or empty")
     parser.add_argument(
-        "--uri", help="where MLflow is; default: as in a config without tracking.uri"
+        "destination", metavar="DST", help="a folder that does not exist, or is empty"
+    )
+    parser.add_argument(
+        "--uri", help="MLflow's tracking URI; default: the one of a config without tracking.uri"
     )
 
 

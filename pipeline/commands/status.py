@@ -1,4 +1,4 @@
-"""`longhaul status`: how far the runs of a folder are."""
+"""`longhaul status`: show the progress of the runs in a folder."""
 
 import argparse
 
@@ -7,7 +7,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "roots", nargs="*", default=["runs"], metavar="ROOT", help="a run, or a folder of runs"
     )
-    parser.add_argument("--experiment", metavar="NAME", help="only runs with this one in MLflow")
+    parser.add_argument("--experiment", metavar="NAME", help="only runs of this MLflow experiment")
 
 
 def main(args: argparse.Namespace) -> int:

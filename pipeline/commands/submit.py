@@ -5,25 +5,28 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
     parser.add_argument(
         "--sweep",
         nargs="+",
         default=[],
         metavar="key.sub=A,B",
-        help="a run for each combination of these values, in one array of jobs",
+        help="one run for each combination of these values, in one job array",
     )
     parser.add_argument(
-        "--throttle", type=int, default=4, help="runs of a sweep at a time; default %(default)s"
+        "--throttle",
+        type=int,
+        default=4,
+        help="most runs of a sweep at the same time; default %(default)s",
     )
     parser.add_argument(
         "--chain",
         type=int,
         default=0,
         metavar="N",
-        help="queue N follow-ups, each of which goes on if the one before did not finish the run",
+        help="queue N more jobs; each continues the run if the job before did not finish it",
     )
-    parser.add_argument("--after", metavar="JOB", help="begin when that job has ended")
+    parser.add_argument("--after", metavar="JOB", help="start when this job has ended")
     parser.add_argument("--dry-run", action="store_true", help="print the script, queue nothing")
 
 
@@ -36,11 +39,10 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("--chain: found with --sweep, wanted one of them")
     from longhaul.pipeline.cluster.submission import submit, submit_sweep
 
-    given = (args.config, args.overrides)
+    config = (args.config, args.overrides)
+    queueing = {"after": args.after, "dry_run": args.dry_run}
     if args.sweep:
-        submit_sweep(
-            *given, args.sweep, throttle=args.throttle, after=args.after, dry_run=args.dry_run
-        )
+        submit_sweep(*config, args.sweep, throttle=args.throttle, **queueing)
     else:
-        submit(*given, chain=args.chain, after=args.after, dry_run=args.dry_run)
+        submit(*config, chain=args.chain, **queueing)
     return 0

@@ -8,7 +8,7 @@ from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyErr
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="wins over the file")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
 
 
 def main(args: argparse.Namespace) -> int:

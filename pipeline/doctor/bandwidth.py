@@ -1,4 +1,4 @@
-"""How fast ranks add up: all-reduces over gloo and NCCL, timed."""
+"""The bandwidth of all-reduces over gloo and NCCL."""
 
 import time
 from collections.abc import Callable
@@ -14,32 +14,32 @@ from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 GLOO_FLOOR = 50e6
-"""Bytes a second below which gloo, which only CPU runs and bookkeeping use, is worth a warning."""
+"""Below this many bytes per second gloo gets a warning; only CPU runs and bookkeeping use it."""
 NCCL_FLOOR = 5e9
-"""The same of NCCL: 10 GB/s is what a single 100 Gb/s link gives."""
+"""The same limit for NCCL: a single 100 Gb/s link gives 10 GB/s."""
 
-SECONDS_OF_GLOO = 60.0
-"""For a check that adds up over gloo, which raises by itself where nothing moves."""
+GLOO_CHECK_SECONDS = 60.0
+"""Time limit of an all-reduce over gloo, which raises an error by itself when nothing moves."""
 
 _GLOO_BYTES = 8 << 20
 _NCCL_BYTES = 256 << 20
-_TIMES = 3
+_REPEATS = 3
 
 
 def check_gloo() -> Finding:
-    """gloo between two threads of this process: the network of this machine with itself."""
+    """gloo between two threads of this process: this machine's network to itself."""
     store = HashStore()
     with ThreadPoolExecutor(2) as threads:
         ranks = [threads.submit(gloo_rate, store, rank, 2) for rank in (0, 1)]
-        return gloo_finding(min(rank.result() for rank in ranks), "with itself")
+        return gloo_finding(min(rank.result() for rank in ranks), "of this machine with itself")
 
 
 def gloo_rate(store: Store, rank: int, world_size: int, seconds: float = 20) -> float:
-    """Bytes a second of an all-reduce between ranks that all call this with the same store."""
+    """Bytes per second of an all-reduce; all ranks call this with the same store."""
     group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=seconds))
     tensor = torch.ones(_GLOO_BYTES // 4)
     reduce = group.allreduce  # type: ignore[attr-defined]
-    return _rate(lambda: reduce([tensor]).wait(), [tensor], world_size)
+    return _all_reduce_rate(lambda: reduce([tensor]).wait(), [tensor], world_size)
 
 
 def gloo_finding(rate: float, where: str) -> Finding:
@@ -56,16 +56,16 @@ def check_local_nccl() -> Finding:
 
     count = torch.cuda.device_count()
     if count == 1:
-        return Finding("ok", "nccl", "one GPU, nothing to add up in the node")
+        return Finding("ok", "nccl", "one GPU, so no all-reduce inside the node")
     tensors = [torch.ones(_NCCL_BYTES // 4, device=f"cuda:{index}") for index in range(count)]
-    rate = _rate(lambda: nccl.all_reduce(tensors), tensors, count)
+    rate = _all_reduce_rate(lambda: nccl.all_reduce(tensors), tensors, count)
     return nccl_finding(rate, f"of {count} GPUs in the node")
 
 
 def nccl_rate(store: Store, rank: int, world_size: int, seconds: float = 120) -> float:
-    """Bytes a second between the first GPUs of nodes that all call this with the same store.
+    """Bytes per second between the first GPUs of the nodes; all call this with the same store.
 
-    A limit that the caller's own comes before: at this one NCCL's watchdog kills the process.
+    The caller must stop waiting before `seconds`, after which NCCL's watchdog kills the process.
     """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
@@ -78,7 +78,7 @@ def nccl_rate(store: Store, rank: int, world_size: int, seconds: float = 120) ->
         device_id=device,
     )
     tensor = torch.ones(_NCCL_BYTES // 4, device=device)
-    rate = _rate(lambda: dist.all_reduce(tensor), [tensor], world_size)
+    rate = _all_reduce_rate(lambda: dist.all_reduce(tensor), [tensor], world_size)
     dist.destroy_process_group()
     return rate
 
@@ -87,14 +87,19 @@ def nccl_finding(rate: float, where: str) -> Finding:
     text = f"all-reduce {where}: {in_bytes(rate)}/s"
     if rate >= NCCL_FLOOR:
         return Finding("ok", "nccl", text)
-    remedy = "NCCL_DEBUG=INFO tells which network it took, NCCL_SOCKET_IFNAME sets it"
+    remedy = "NCCL_DEBUG=INFO shows which network NCCL uses, NCCL_SOCKET_IFNAME sets it"
     return Finding("warning", "nccl", f"{text}, wanted {in_bytes(NCCL_FLOOR)}/s", remedy)
 
 
-def _rate(all_reduce: Callable[[], object], tensors: list[Tensor], world_size: int) -> float:
-    """The best of some, in bytes that each rank sends a second; the sums are checked, too."""
+def _all_reduce_rate(
+    all_reduce: Callable[[], object], tensors: list[Tensor], world_size: int
+) -> float:
+    """Bytes that each rank sends per second, in the fastest of several all-reduces.
+
+    Raises RuntimeError when a sum is wrong.
+    """
     best = float("inf")
-    for _ in range(1 + _TIMES):  # the first one also connects
+    for _ in range(1 + _REPEATS):  # the first one also connects
         for tensor in tensors:
             tensor.fill_(1)
         _synchronize(tensors)

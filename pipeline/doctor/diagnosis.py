@@ -1,7 +1,8 @@
-"""Checks what this machine or allocation can run, and says why not.
+"""Checks what this machine or allocation can run, and prints why it cannot.
 
-Started by `srun`, one task a node, each node checks itself, and then they meet. With srun's
---kill-on-bad-exit all is said, too, but the job's status may be that of a task that srun ended.
+Under `srun` with one task per node, each node first checks itself, and then the nodes are checked
+together. With srun's --kill-on-bad-exit every finding is still printed, but the job's exit status
+may be that of a task that srun ended.
 """
 
 import os
@@ -14,9 +15,15 @@ from pathlib import Path
 import torch
 
 from longhaul.configs import RunConfig
-from longhaul.pipeline.doctor.bandwidth import SECONDS_OF_GLOO, check_gloo, check_local_nccl
-from longhaul.pipeline.doctor.finding import SECONDS_OF_GPUS, Check, Finding, find, is_one_left
-from longhaul.pipeline.doctor.machine import (
+from longhaul.pipeline.doctor.bandwidth import GLOO_CHECK_SECONDS, check_gloo, check_local_nccl
+from longhaul.pipeline.doctor.finding import (
+    GPU_CHECK_SECONDS,
+    Check,
+    Finding,
+    is_a_check_running,
+    run_check,
+)
+from longhaul.pipeline.doctor.machine_checks import (
     check_commit,
     check_disk,
     check_gpus,
@@ -25,8 +32,8 @@ from longhaul.pipeline.doctor.machine import (
     check_time,
     check_torch,
 )
-from longhaul.pipeline.doctor.nodes import Place, meet, place
-from longhaul.pipeline.doctor.run import (
+from longhaul.pipeline.doctor.nodes import Place, find_place, meet_other_nodes
+from longhaul.pipeline.doctor.run_checks import (
     check_shape,
     check_shards,
     check_tracking,
@@ -36,81 +43,81 @@ from longhaul.pipeline.doctor.run import (
 from longhaul.pipeline.runs.folder import RunFolder
 
 EXIT_BAD_MACHINE = 69
-"""EX_UNAVAILABLE: another node may do better."""
+"""EX_UNAVAILABLE: the run may work on another node."""
 
 _SECONDS = 8.0
-_SECONDS_OF_GIT = 12.0  # it gives up by itself after 10
+_GIT_SECONDS = 12.0  # source_commit gives up after 10
 _ORDER = ("FAILURE", "warning", "ok")
 
 
 def diagnose(config: RunConfig | None) -> int:
-    """Print what is found; return 0, EXIT_BAD_MACHINE, or 2 for a run that cannot go anywhere."""
-    here = place()
+    """Print the findings; return 0, EXIT_BAD_MACHINE, or 2 for a run that fails on any machine."""
+    here = find_place()
     if here is None:
-        status = _alone(config)
+        status = _diagnose_machine(config)
     else:
-        # With several tasks a node, as training has, the others have nothing to add.
-        status = _among_nodes(config, here) if here.is_first_task else 0
-    if is_one_left():
-        # What hangs in a driver would also hold the interpreter at its end.
+        # With several tasks per node, as in training, one task checks the node for all of them.
+        status = _diagnose_node(config, here) if here.is_first_task else 0
+    if is_a_check_running():
+        # A check that hangs in a driver would also keep the interpreter from exiting.
         sys.stdout.flush()
         os._exit(status)
     return status
 
 
-def _alone(config: RunConfig | None) -> int:
+def _diagnose_machine(config: RunConfig | None) -> int:
     findings = []
-    for finding in chain(_machine(config, None), _run(config, None)):
+    for finding in chain(_machine_findings(config, None), _run_findings(config, None)):
         print(finding, flush=True)
         findings.append(finding)
     return _status(findings)
 
 
-def _among_nodes(config: RunConfig | None, here: Place) -> int:
-    findings = [*_machine(config, here), *_run(config, here)]
-    # Before the nodes meet, where they may have to wait: this is in the log then.
+def _diagnose_node(config: RunConfig | None, here: Place) -> int:
+    findings = [*_machine_findings(config, here), *_run_findings(config, here)]
+    # Printed before the nodes wait for each other, so that the log has it even if they hang.
     _print(here, findings)
-    failures = {finding.what: finding for finding in findings if finding.status == "FAILURE"}
-    (commit,) = (finding for finding in findings if finding.what == "commit")
-    # What failed may hang, and is not asked again.
+    failures = {finding.subject: finding for finding in findings if finding.status == "FAILURE"}
+    (commit,) = (finding for finding in findings if finding.subject == "commit")
+    # A check that failed may hang, and is not repeated.
     mine = {
-        "commit": None if commit.is_late or "commit" in failures else commit.text,
+        "commit": None if commit.has_timed_out or "commit" in failures else commit.text,
         "gpus": 0 if "gpu" in failures else torch.cuda.device_count(),
-        "failures": [what for what, one in failures.items() if one.fault == "machine"],
-        "unless_shared": [what for what, one in failures.items() if one.fault == "either"],
+        "failures": [subject for subject, one in failures.items() if one.fault == "machine"],
+        "unless_shared": [subject for subject, one in failures.items() if one.fault == "either"],
     }
-    together = meet(here, mine, partial(_print, here)) if len(here.names) > 1 else []
-    return _status([*findings, *together])
+    shared = meet_other_nodes(here, mine, partial(_print, here)) if len(here.names) > 1 else []
+    return _status([*findings, *shared])
 
 
-def _machine(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
-    yield find("torch", check_torch, _SECONDS)
-    yield find("commit", check_commit, _SECONDS_OF_GIT)
+def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+    yield run_check("torch", check_torch, _SECONDS)
+    yield run_check("commit", check_commit, _GIT_SECONDS)
     devices = None if config is None else config.trainer.devices
-    find_gpus = partial(find, seconds=SECONDS_OF_GPUS, if_late="FAILURE")
-    gpu = find_gpus("gpu", partial(check_gpus, devices))
+    run_gpu_check = partial(run_check, seconds=GPU_CHECK_SECONDS, if_timed_out="FAILURE")
+    gpu = run_gpu_check("gpu", partial(check_gpus, devices))
     yield gpu
-    # Where the driver hangs, asking it once more would hang here.
+    # If the driver hangs, another question to it would hang here.
     if gpu.status == "ok" and torch.cuda.is_available():
-        yield find_gpus("idle", check_idle)
-        yield find_gpus("nccl", check_local_nccl)
-    yield find("gloo", check_gloo, SECONDS_OF_GLOO)
+        yield run_gpu_check("idle", check_idle)
+        yield run_gpu_check("nccl", check_local_nccl)
+    yield run_check("gloo", check_gloo, GLOO_CHECK_SECONDS)
     folder = Path() if config is None else RunFolder.of(config).path
-    # A new checkpoint is whole before an old one goes.
+    # An old checkpoint is deleted only after the new one is complete.
     needed = 0 if config is None else 2 * checkpoint_bytes(config)
-    yield find("disk", partial(check_disk, folder, needed), _SECONDS)
-    yield find("slurm", check_slurm, _SECONDS)
+    yield run_check("disk", partial(check_disk, folder, needed), _SECONDS)
+    yield run_check("slurm", check_slurm, _SECONDS)
     if "SLURM_JOB_ID" in os.environ:
         to_stop = None if config is None else seconds_to_stop(config)
-        yield find("time", partial(check_time, to_stop), _SECONDS)
+        yield run_check("time", partial(check_time, to_stop), _SECONDS)
         allocated, in_step = _num_nodes(here)
         if in_step < allocated:
-            text = f"checked are only {in_step} of the allocation's {allocated}"
+            text = f"only {in_step} of the allocation's {allocated} nodes were checked"
             remedy = f"srun --overlap --nodes={allocated} --ntasks-per-node=1 longhaul doctor"
             yield Finding("warning", "nodes", text, remedy)
 
 
-def _run(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     if config is None:
         return
     checks: dict[str, Check] = {
@@ -119,23 +126,23 @@ def _run(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     }
     if "SLURM_JOB_ID" in os.environ:
         checks["shape"] = partial(check_shape, config, *_num_nodes(here))
-    for what, check in checks.items():
-        finding = find(what, check, _SECONDS)
-        # A run goes on without MLflow.
+    for subject, check in checks.items():
+        finding = run_check(subject, check, _SECONDS)
+        # A run continues without MLflow.
         if finding[:2] == ("FAILURE", "tracking"):
             finding = finding._replace(status="warning")
         yield finding
 
 
 def _num_nodes(here: Place | None) -> tuple[int, int]:
-    """Nodes of the allocation, and those of them that this step is on."""
+    """How many nodes the allocation has, and how many of them run this job step."""
     in_step = 1 if here is None else len(here.names)
     return int(os.environ.get("SLURM_JOB_NUM_NODES", in_step)), in_step
 
 
 def _print(here: Place, findings: Sequence[Finding]) -> None:
     ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.status))
-    # In one write, which those of other nodes do not come between.
+    # In one write, so that lines of other nodes do not come in between.
     print("".join(f"{here.name}: {finding}\n" for finding in ordered), end="", flush=True)
 
 

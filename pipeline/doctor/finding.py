@@ -1,32 +1,37 @@
-"""What a check of `longhaul doctor` finds, and a bound on how long it may look."""
+"""A check of `longhaul doctor`, run within a time limit, and its finding."""
 
 import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-SECONDS_OF_GPUS = 90.0
-"""For a check that makes contexts on all GPUs of a node, cold ones too, or connects them."""
+GPU_CHECK_SECONDS = 90.0
+"""Time limit of a check that creates contexts on all GPUs of a node, or connects them.
+
+GPUs that nobody has used yet take longer.
+"""
 
 Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
 
 Fault: TypeAlias = Literal["machine", "input", "either"]
-"""Whose a failure is: this machine's, and another may do better; the input's, on every machine; or
-the one if other nodes do not find it, and the other if they do."""
+"""The cause of a failure. "machine": the run may work on another machine. "input": the run fails on
+every machine. "either": "input" if all nodes have the failure, otherwise "machine"."""
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's."""
+    """One line that `longhaul doctor` prints."""
 
     status: Status
-    what: str
+    subject: str
+    """What was checked, in one word."""
+
     text: str
     remedy: str = ""
     fault: Fault = "machine"
-    is_late: bool = False
-    """There was no answer, or not in time."""
+    has_timed_out: bool = False
+    """There was no answer within the time limit."""
 
     def __str__(self) -> str:
-        line = f"{self.status:<8} {self.what:<9} {self.text}"
+        line = f"{self.status:<8} {self.subject:<9} {self.text}"
         return f"{line}; {self.remedy}" if self.remedy else line
 
 
@@ -35,33 +40,38 @@ Check: TypeAlias = Callable[[], Finding]
 _NAME = "longhaul check"
 
 
-def find(what: str, check: Check, seconds: float, *, if_late: Status = "warning") -> Finding:
-    """What a check finds; that it raised is a failure.
+def run_check(
+    subject: str, check: Check, seconds: float, *, if_timed_out: Status = "warning"
+) -> Finding:
+    """Run a check and return its finding; an exception is a failure.
 
     Args:
-        seconds: how long it may look.
-        if_late: what it is to be longer. A shared file system that is slow for a moment should not
-            end a run, and one that hangs is found by the training's watchdog.
+        subject: what is checked.
+        check: the check.
+        seconds: the time limit.
+        if_timed_out: the status of a check without an answer in time. A shared file system that is
+            slow for a moment should not end a run, and training's watchdog notices one that hangs.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
-    def look() -> None:
+    def run() -> None:
         try:
-            found.append(check())
+            findings.append(check())
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
-            found.append(Finding("FAILURE", what, f"{type(error).__name__}: {reason}"))
+            findings.append(Finding("FAILURE", subject, f"{type(error).__name__}: {reason}"))
 
-    # A thread, since a file system or driver that hangs cannot be interrupted, only left behind.
-    thread = threading.Thread(target=look, daemon=True, name=_NAME)
+    # In a thread, because a call into a file system or driver that hangs cannot be interrupted,
+    # only left behind.
+    thread = threading.Thread(target=run, daemon=True, name=_NAME)
     thread.start()
     thread.join(seconds)
-    if found:
-        return found[0]
-    text, remedy = f"no answer in {seconds:.0f} s", "look at what it waits for: disk, network"
-    return Finding(if_late, what, text, remedy, is_late=True)
+    if findings:
+        return findings[0]
+    text, remedy = f"no answer in {seconds:.0f} s", "find what it waits for: disk, network"
+    return Finding(if_timed_out, subject, text, remedy, has_timed_out=True)
 
 
-def is_one_left() -> bool:
-    """Whether a check still looks, after its time."""
+def is_a_check_running() -> bool:
+    """Whether a check still runs after its time limit."""
     return any(thread.name == _NAME for thread in threading.enumerate())

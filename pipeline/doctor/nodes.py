@@ -1,7 +1,8 @@
-"""The nodes of an allocation meet: who is there, with which code, and how fast they add up.
+"""Checks of an allocation's nodes together: which are present, whether all have one commit, and how
+fast their all-reduces are.
 
-Every wait is bounded and every node is told apart by name, so that a node that is broken or absent
-is what the log ends with, not a hang.
+Every wait has a time limit and every message names its node, so that the log ends with the name of
+a broken or absent node, and not with a hang.
 """
 
 import json
@@ -17,25 +18,26 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from longhaul.pipeline.doctor.bandwidth import (
-    SECONDS_OF_GLOO,
+    GLOO_CHECK_SECONDS,
     gloo_finding,
     gloo_rate,
     nccl_finding,
     nccl_rate,
 )
-from longhaul.pipeline.doctor.finding import SECONDS_OF_GPUS, Finding, find
+from longhaul.pipeline.doctor.finding import GPU_CHECK_SECONDS, Finding, run_check
 from longhaul.pipeline.system.programs import output_of
 
 SECONDS_TO_MEET = 180.0
-"""How long the first node waits for the others, and they for it.
+"""How long the first node waits for the others, and they wait for it.
 
-Their checks may take as much longer than its own where GPUs are cold and files come slowly.
+Their own checks may take that much longer than its own, when nobody has used their GPUs yet or
+files arrive slowly.
 """
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in a job step with one task a node, or with more, of a node."""
+    """Which task of which node this process is, in a job step with one or more tasks per node."""
 
     job: str
     node: int
@@ -48,19 +50,21 @@ class Place:
 
     @property
     def port(self) -> int:
-        # Below what the system gives out, and what Lightning takes (15000 and up).
+        # Below the ports that the system hands out, and those that Lightning uses (15000 and up).
         return 11_000 + int(self.job) % 4_000
 
 
-def place() -> Place | None:
-    """The place that Slurm's variables tell, None outside of a job step."""
+def find_place() -> Place | None:
+    """This process's place by Slurm's environment variables; None outside of a job step."""
     environment = os.environ
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
         return None
     nodes = environment["SLURM_STEP_NODELIST"]
     names = output_of("scontrol", "show", "hostnames", nodes)
     if names is None:
-        raise RuntimeError(f"scontrol show hostnames {nodes} fails, wanted the nodes' names")
+        raise RuntimeError(
+            f"scontrol show hostnames {nodes}: found a failure, wanted the nodes' names"
+        )
     return Place(
         job=environment["SLURM_JOB_ID"],
         node=int(environment["SLURM_NODEID"]),
@@ -69,51 +73,58 @@ def place() -> Place | None:
     )
 
 
-def meet(
-    here: Place, mine: Mapping[str, Any], tell: Callable[[Sequence[Finding]], None]
+def meet_other_nodes(
+    here: Place, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
 ) -> Sequence[Finding]:
-    """Tell the others of this node, and find how they are together; the first node speaks for all.
+    """Exchange reports with the other nodes, and check all of them together.
+
+    The first node shows the common findings.
 
     Args:
-        mine: of this node: `commit`, None where it is not known; `gpus`, how many; `failures`, what
-            failed of its machine; `unless_shared`, what did unless it fails on all nodes.
-        tell: is given what was found before any node leaves: srun may end all when one does.
+        here: this node.
+        own_report: about this node: `commit`, None if unknown; `gpus`, how many; `failures`, the
+            checks whose failure is its machine's; `unless_shared`, the checks whose failure is its
+            machine's unless all nodes have it.
+        show: called with the findings before any node exits, because srun may end all tasks when
+            one exits.
     """
     try:
         store = _open_store(here)
-        store.set(f"node/{here.node}", json.dumps(mine))
-        present = _present(store, here)
+        store.set(f"node/{here.node}", json.dumps(own_report))
+        present = _present_nodes(store, here)
     except (OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0][:200]
-        text = f"{here.names[0]}, the first node, cannot be met at port {here.port}: {reason}"
-        found = [Finding("FAILURE", "nodes", text, f"sbatch --exclude={here.names[0]}")]
-        tell(found)
-        return found
+        text = f"{here.names[0]}, the first node, cannot be reached at port {here.port}: {reason}"
+        findings = [Finding("FAILURE", "nodes", text, f"sbatch --exclude={here.names[0]}")]
+        show(findings)
+        return findings
     reports = {here.names[node]: json.loads(store.get(f"node/{node}")) for node in present}
     absent = [name for name in here.names if name not in reports]
-    # All find the same, so that they end with the same status; one tells it.
-    shared = list(_together(here, reports, absent))
+    # All nodes find the same, so that they exit with the same status; the first one shows it.
+    shared = list(_findings_from_reports(here, reports, absent))
     own: list[Finding] = []
     if not absent:
-        own = list(_add_up(store, here, all(report["gpus"] for report in reports.values())))
-    tell([*shared, *own] if here.node == 0 else own)
-    store.set(f"told/{here.node}", "")
+        own = list(
+            _all_reduce_findings(store, here, all(report["gpus"] for report in reports.values()))
+        )
+    show([*shared, *own] if here.node == 0 else own)
+    store.set(f"shown/{here.node}", "")
     try:
-        _wait_for(store, [f"told/{node}" for node in present], SECONDS_OF_GPUS)
-        # The first node's store ends with its process, so it leaves last.
+        _wait_for(store, [f"shown/{node}" for node in present], GPU_CHECK_SECONDS)
+        # The store ends with the first node's process, so that node exits last.
         store.set(f"left/{here.node}", "")
         if here.node == 0:
             _wait_for(store, [f"left/{node}" for node in present], 5)
     except RuntimeError:
-        pass  # It left before: all is said.
+        pass  # The first node has exited already: everything has been shown.
     return [*shared, *own]
 
 
 def _open_store(here: Place) -> Store:
-    """The first node's store, as soon as it is there."""
+    """The store on the first node, once that node has opened it."""
     deadline = time.monotonic() + SECONDS_TO_MEET
     while here.node > 0:
-        # torch's own waiting takes twice its limit and prints a page.
+        # torch's own wait takes twice its time limit and prints a page.
         try:
             socket.create_connection((here.names[0], here.port), timeout=5).close()
             break
@@ -130,34 +141,34 @@ def _open_store(here: Place) -> Store:
     )
 
 
-def _present(store: Store, here: Place) -> list[int]:
-    """The nodes that came in time, as the first node saw it."""
+def _present_nodes(store: Store, here: Place) -> list[int]:
+    """The nodes that reported in time, as the first node saw it."""
     if here.node == 0:
         keys = [f"node/{node}" for node in range(len(here.names))]
         present = [keys.index(key) for key in _wait_for(store, keys, SECONDS_TO_MEET)]
         store.set("present", json.dumps(present))
     else:
         store.wait(["present"], timedelta(seconds=SECONDS_TO_MEET + 5))
-    found: list[int] = json.loads(store.get("present"))
-    return found
+    nodes: list[int] = json.loads(store.get("present"))
+    return nodes
 
 
 def _wait_for(store: Store, keys: list[str], seconds: float) -> list[str]:
-    """Those of the keys that are there in time."""
+    """The keys that are set within the time limit."""
     deadline = time.monotonic() + seconds
     while True:
-        found = [key for key in keys if store.check([key])]
-        if len(found) == len(keys) or time.monotonic() > deadline:
-            return found
+        present = [key for key in keys if store.check([key])]
+        if len(present) == len(keys) or time.monotonic() > deadline:
+            return present
         time.sleep(0.05)
 
 
-def _together(
+def _findings_from_reports(
     here: Place, reports: Mapping[str, Mapping[str, Any]], absent: list[str]
 ) -> Iterator[Finding]:
-    """What the nodes' reports say: who is absent, who is bad, who has other code."""
+    """Which nodes are absent, bad, or on another commit, according to the nodes' reports."""
     if absent:
-        text = f"{', '.join(absent)} did not come in {SECONDS_TO_MEET:.0f} s"
+        text = f"{', '.join(absent)} did not report within {SECONDS_TO_MEET:.0f} s"
         yield Finding("FAILURE", "nodes", text, f"sbatch --exclude={','.join(absent)}")
     on_all = set.intersection(*(set(report["unless_shared"]) for report in reports.values()))
     bad = {}
@@ -167,9 +178,9 @@ def _together(
             bad[name] = ", ".join(failures)
     if bad:
         text = "; ".join(f"{name}: {failures}" for name, failures in bad.items())
-        yield Finding("FAILURE", "nodes", f"bad are {text}", f"sbatch --exclude={','.join(bad)}")
+        yield Finding("FAILURE", "nodes", f"bad nodes: {text}", f"sbatch --exclude={','.join(bad)}")
     if not absent and not bad:
-        yield Finding("ok", "nodes", f"all {len(here.names)} are here: {', '.join(here.names)}")
+        yield Finding("ok", "nodes", f"all {len(here.names)} are present: {', '.join(here.names)}")
     commits = {name: report["commit"] for name, report in reports.items() if report["commit"]}
     if len(set(commits.values())) > 1:
         common = Counter(commits.values()).most_common(1)[0][0]
@@ -178,7 +189,7 @@ def _together(
         yield Finding("FAILURE", "commits", text, "install the same commit on all nodes")
 
 
-def _add_up(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
+def _all_reduce_findings(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
     count = len(here.names)
 
     def gloo() -> Finding:
@@ -189,8 +200,8 @@ def _add_up(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
         rate = nccl_rate(PrefixStore("nccl", store), here.node, count)
         return nccl_finding(rate, f"of {count} nodes, one GPU each")
 
-    found = [find("gloo", gloo, SECONDS_OF_GLOO)]
+    findings = [run_check("gloo", gloo, GLOO_CHECK_SECONDS)]
     if has_gpus:
-        found.append(find("nccl", nccl, SECONDS_OF_GPUS, if_late="FAILURE"))
-    # All measure the same; a failure each node tells for itself.
-    yield from (one for one in found if here.node == 0 or one.status == "FAILURE")
+        findings.append(run_check("nccl", nccl, GPU_CHECK_SECONDS, if_timed_out="FAILURE"))
+    # All nodes measure the same rate, but each node shows its own failure.
+    yield from (one for one in findings if here.node == 0 or one.status == "FAILURE")

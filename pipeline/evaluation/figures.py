@@ -1,4 +1,4 @@
-"""Figures of one column: colours that all eyes tell apart, text that is legible in print."""
+"""Figures one column wide, legible in print and by colour-blind readers."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = (
 )
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, "#000000")
 
-_CHARACTERS_AN_INCH = 16
+_CHARACTERS_PER_INCH = 16
 _MOST_TICKS = 6  # numbers such as 65,536 that fit below a column
 
 
@@ -39,20 +39,20 @@ def figure(
     height: float = 2.6,
     vector: Path | None = None,
 ) -> "Iterator[Axes]":
-    """Axes to draw in, saved as PNG; the sizes are inches, a column of a paper.
+    """Axes to draw in; the figure is saved as a PNG when the context ends.
 
     Args:
         path: of the PNG.
-        title: as it is to be read.
-        width, height: inches.
-        vector: a `.pdf` or `.svg` to save it in as well.
+        title: plain text, in which dollars are no formulas.
+        width, height: inches; by default a column of a paper.
+        vector: path of a `.pdf` or `.svg` of the same figure; None means none.
     """
-    import matplotlib  # here, since it takes half a second that no other command should pay
+    import matplotlib  # here, since it takes half a second that other commands should not pay
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    # It tells every step of packing a font.
+    # It logs every step of embedding a font.
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     # Fonts of type 42: publishers refuse matplotlib's own choice, type 3.
     with plt.rc_context(
@@ -61,7 +61,7 @@ def figure(
         drawn, axes = plt.subplots(figsize=(width, height), dpi=300, layout="constrained")
         try:
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(as_text(textwrap.fill(title, round(_CHARACTERS_AN_INCH * width))))
+            axes.set_title(as_text(textwrap.fill(title, round(_CHARACTERS_PER_INCH * width))))
             yield axes
             for file in (path, vector):
                 if file is not None:
@@ -71,24 +71,24 @@ def figure(
 
 
 def as_text(text: str) -> str:
-    """Users' text, in which matplotlib would read formulas between dollars."""
+    """A user's text with dollars escaped, between which matplotlib would read formulas."""
     return text.replace("$", r"\$")
 
 
 def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
-    """A horizontal axis of lengths in tokens, doubling, with plain numbers.
+    """Make the horizontal axis one of tokens: logarithmic to base 2, with plain numbers.
 
     Args:
-        axes: in which everything has been drawn.
+        axes: with everything drawn already.
         label: with its unit.
-        ticks: where numbers are to stand, as far as there is room; by default powers of two.
+        ticks: where to write numbers, as far as there is room; by default at powers of two.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
     axes.set_xscale("log", base=2)
     if ticks:
         chosen = sorted(set(ticks))
-        # From the longest on, of which the figures tell most.
+        # Thinned out from the longest down, as long contexts matter most in these figures.
         axes.set_xticks(chosen[::-1][:: -(-len(chosen) // _MOST_TICKS)])
         axes.xaxis.set_minor_locator(NullLocator())
     else:
@@ -99,7 +99,7 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
 
 
 def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:
-    """Indices, from 0, of positions to draw, evenly on a log axis."""
+    """Indices, from 0, of at most `most` of T positions, evenly spaced on a logarithmic axis."""
     if most >= T:
         return torch.arange(T)
     spaced = torch.logspace(0, math.log10(T), most, dtype=torch.float64)
@@ -108,7 +108,7 @@ def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:
 
 
 def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Bounds of a share of which `right` in `count` were seen, at z standard deviations."""
+    """Wilson's interval of a share, after `right` out of `count`, at z standard deviations."""
     share, extra = right / count, z**2 / count
     centre = share + extra / 2
     spread = z * math.sqrt(share * (1 - share) / count + extra / (4 * count))

@@ -1,4 +1,4 @@
-"""Names that tell how results were measured: of folders, and of metrics."""
+"""Names of result folders and metrics, which say how the results were measured."""
 
 import hashlib
 import re
@@ -10,64 +10,64 @@ from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
-def scaling(trained: TrainedModel, options: Options) -> list[str]:
-    """How it was read, such as [context-4096, linear-4]; nothing where it was as in training."""
+def differences_from_training(trained: TrainedModel, options: Options) -> list[str]:
+    """How reading differs from training, such as [context-4096, linear-4]; empty if it does not."""
     positions, context = trained.positions, trained.config.data.context
-    found = [] if context == positions.context else [f"context-{context}"]
+    differences = [] if context == positions.context else [f"context-{context}"]
     if positions.name != "none":
-        found.append(f"{positions.name}-{positions.factor:g}")
+        differences.append(f"{positions.name}-{positions.factor:g}")
     if options.text:
-        found.append("text-" + _text_name(options.text))
-    return found
+        differences.append("text-" + _text_name(options.text))
+    return differences
 
 
 def _text_name(files: Sequence[Path]) -> str:
-    """The first file's name, how many others there are, and a digest of what is in them."""
+    """The first file's name, the number of other files, and a digest of the contents of all."""
     first, *others = files
     name = re.sub(r"[^\w.-]", "_", first.stem) + (f"_and_{len(others)}" if others else "")
-    parts = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
-    return f"{name}-{hashlib.sha256(parts).hexdigest()[:8]}"
+    digests = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
+    return f"{name}-{hashlib.sha256(digests).hexdigest()[:8]}"
 
 
 def metric_prefix(trained: TrainedModel, options: Options) -> str:
-    """What the names of a task's numbers begin with."""
-    return "/".join(["evaluation", *scaling(trained, options)])
+    """What the metric names of a task begin with."""
+    return "/".join(["evaluation", *differences_from_training(trained, options)])
 
 
 def label(trained: TrainedModel, options: Options) -> str:
-    """Checkpoint and positions, such as step-000000030-linear-4: results of each stay apart."""
-    return "-".join([trained.checkpoint.name, *scaling(trained, options)])
+    """Name of the results of a checkpoint read in one way, such as step-000000030-linear-4."""
+    return "-".join([trained.checkpoint.name, *differences_from_training(trained, options)])
 
 
 def results_folder(trained: TrainedModel, options: Options) -> Path:
-    """Where results so labelled lie."""
+    """The folder of the results that have this label."""
     return trained.folder.path / "evaluation" / label(trained, options)
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a label tells of how results were measured."""
+    """What a label says about how results were measured."""
 
     step: int
     """Of the checkpoint."""
 
     context: int | None
-    """Tokens of a window, None where it was as in training."""
+    """Tokens per window; None means as in training."""
 
     scaling: str
-    """Of rotary positions, such as linear-4, or empty."""
+    """Of rotary positions, such as linear-4; empty means none."""
 
     text: str
-    """Name and digest of the files, or empty for the validation shards."""
+    """Name and digest of the text files; empty means the validation shards."""
 
 
-def read_label(text: str) -> Label | None:
-    """What `label` put together; None for any other name."""
-    found = re.fullmatch(
+def parse_label(text: str) -> Label | None:
+    """The parts of a name that `label` made; None for any other name."""
+    match = re.fullmatch(
         r"step-(\d+)(?:-context-(\d+))?(?:-((?:linear|dynamic_ntk)-[\d.e+]+))?(?:-text-([\w.-]+))?",
         text,
     )
-    if found is None:
+    if match is None:
         return None
-    step, context, scaling, name = found.groups()
+    step, context, scaling, name = match.groups()
     return Label(int(step), None if context is None else int(context), scaling or "", name or "")

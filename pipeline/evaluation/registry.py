@@ -1,4 +1,4 @@
-"""The tasks of `longhaul evaluate`, by name. They run in this order."""
+"""The tasks of `longhaul evaluate` by name, in the order in which they run."""
 
 from collections.abc import Sequence
 
@@ -29,12 +29,13 @@ TASKS: dict[str, Task] = {
     ),
     "passkey": Task(
         "passkey",
-        "share of the keys, hidden in texts of up to --lengths tokens, that the model repeats",
+        "share of keys, hidden in texts of up to --lengths tokens, that the model retrieves",
         decided_by=("lengths", "prompts"),
     ),
     "recall": Task(
         "recall",
-        "share of values recalled from 4 to 128 key-value pairs, --prompts sequences of each size",
+        "share of values recalled from 4 to 128 key-value pairs, --prompts sequences per number of "
+        "pairs",
         decided_by=("text", "prompts"),
     ),
     "attention": Task(
@@ -54,7 +55,7 @@ TASKS: dict[str, Task] = {
 
 
 def check_tasks(names: Sequence[str], where: str) -> None:
-    """Raise ValueError, which names the key or option `where`, for a name that is no task."""
+    """Raise ValueError for a name that is no task; `where` is the config key or option with it."""
     for name in names:
         if name not in TASKS:
             raise ValueError(f"{where}: found {name!r}, wanted some of {','.join(TASKS)}")

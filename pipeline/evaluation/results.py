@@ -1,4 +1,4 @@
-"""What tasks found, in a folder: TASK.json each, and results.json with the values of all."""
+"""The folder with the results of tasks: TASK.json for each, results.json with all numbers."""
 
 import hashlib
 import json
@@ -6,84 +6,86 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
 
 class Results:
-    """One folder of results; its files are whole or not there."""
+    """A folder of results. Each of its files is complete or absent."""
 
-    def __init__(self, folder: Path, held_out: str) -> None:
-        """`held_out` tells the text that tasks read where options name none."""
+    def __init__(self, folder: Path, validation_text: str) -> None:
+        """`validation_text` identifies the text that tasks read when no --text is given."""
         self.folder = folder
-        self._held_out = held_out
+        self._validation_text = validation_text
         self.summary = folder / "results.json"
 
     def values(self) -> dict[str, float]:
-        """Of all tasks whose results are known."""
+        """The numbers of all tasks that have complete results."""
         records = map(_read, sorted(self.folder.glob("*.json")))
         return {
-            name: value for found in records if found for name, value in found["values"].items()
+            name: value for record in records if record for name, value in record["values"].items()
         }
 
-    def known(self, name: str, task: Task, options: Options) -> Measured | None:
-        """What a task found earlier under the same options; None if it did not, or files went."""
+    def stored(self, name: str, task: Task, options: Options) -> TaskResult | None:
+        """A task's result under the same options, if it is there with all its files."""
         path = self._record(name)
         if not path.exists():
             return None
         record = _read(path)
         if record is None:
-            logger.warning("%s is damaged: what it told is measured again", path)
+            logger.warning("%s is damaged: its task is measured again", path)
             return None
         files = tuple(self.folder / file for file in record["files"])
-        if record["options"] != self._deciding(task, options) or not all(map(Path.exists, files)):
+        if record["options"] != self._deciding_options(task, options) or not all(
+            map(Path.exists, files)
+        ):
             return None
-        return Measured(record["values"], files)
+        return TaskResult(record["values"], files)
 
-    def take(self, name: str, found: Measured) -> Measured:
-        """Put what a task found, files and all, in the place of what it found before."""
+    def store(self, name: str, result: TaskResult) -> TaskResult:
+        """Replace a task's files by new ones; only `mark_complete` makes them its result."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._record(name).unlink(missing_ok=True)
-        for file in found.files:
+        for file in result.files:
             write_atomically(self.folder / file.name, file.read_bytes())
-        _write(self.summary, self.values() | found.values)
-        return Measured(found.values, tuple(self.folder / file.name for file in found.files))
+        _write(self.summary, self.values() | result.values)
+        return TaskResult(result.values, tuple(self.folder / file.name for file in result.files))
 
-    def record(self, name: str, task: Task, options: Options, found: Measured) -> None:
-        """What was taken is known from now on."""
+    def mark_complete(self, name: str, task: Task, options: Options, result: TaskResult) -> None:
+        """Write TASK.json, from which on `stored` returns this result."""
         _write(
             self._record(name),
             {
-                "options": self._deciding(task, options),
-                "values": found.values,
-                "files": [file.name for file in found.files],
+                "options": self._deciding_options(task, options),
+                "values": result.values,
+                "files": [file.name for file in result.files],
             },
         )
         self.summarise()
 
     def summarise(self) -> None:
-        """Write results.json anew from what each task left."""
+        """Write results.json from the TASK.json of all tasks."""
         _write(self.summary, self.values())
 
     def _record(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
-    def _deciding(self, task: Task, options: Options) -> dict[str, Any]:
-        """The options that decide a task's result, as JSON has them; of files, what is in them."""
-        found: dict[str, Any] = {}
+    def _deciding_options(self, task: Task, options: Options) -> dict[str, Any]:
+        """The options that decide a task's result, as JSON; for files, digests of their content."""
+        deciding: dict[str, Any] = {}
         for name in task.decided_by:
             value = getattr(options, name)
             if name == "text":
                 value = [hashlib.sha256(path.read_bytes()).hexdigest() for path in value]
-                value = value or self._held_out
-            found[name] = list(value) if isinstance(value, tuple) else value
-        return found
+                value = value or self._validation_text
+            deciding[name] = list(value) if isinstance(value, tuple) else value
+        return deciding
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A task's record; None for any other file."""
+    """The content of a TASK.json; None for any other file, or a damaged one."""
     try:
         record = json.loads(path.read_bytes())
         is_record = isinstance(record["values"], dict) and isinstance(record["files"], list)

@@ -1,4 +1,4 @@
-"""Measures a checkpoint, on held-out text or on tasks made for it."""
+"""Measures a checkpoint on held-out text, or on synthetic tasks."""
 
 import dataclasses
 import hashlib
@@ -13,7 +13,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
@@ -28,23 +28,31 @@ from longhaul.pipeline.tracking.tracker import Tracker
 def evaluate_checkpoint(
     named: NamedModel, names: Sequence[str], options: Options, *, devices: int, again: bool
 ) -> None:
-    """Load a checkpoint on so many devices, a process each, and run the tasks together.
+    """Load a checkpoint in one process per device, and run the tasks in all of them together.
 
     Args:
-        again: repeat tasks whose results are known.
+        named: the checkpoint, and how its positions are scaled.
+        names: of the tasks.
+        options: of the tasks.
+        devices: number of processes.
+        again: repeat tasks that have results.
 
     Raises:
         ValueError: there is no such checkpoint, task or file, or an option is of no use.
         OSError: the checkpoint is damaged, or results could not be written.
-        RuntimeError: another of the processes failed.
+        RuntimeError: one of the other processes failed.
     """
+    if devices < 1:
+        raise ValueError(f"--devices: found {devices}, wanted 1 or more")
+    if options.context is not None and options.context < 1:
+        raise ValueError(f"--context: found {options.context}, wanted 1 or more")
     if torch.cuda.is_available() and devices > torch.cuda.device_count():
         raise ValueError(
             f"--devices: found {devices}, wanted at most {torch.cuda.device_count()}, the "
-            "GPUs that are here"
+            "number of GPUs"
         )
     check_tasks(names, "--tasks")
-    _check_read(names, options)
+    _check_options_are_read(names, options)
     for file in options.text:
         if not file.is_file():
             raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
@@ -52,13 +60,13 @@ def evaluate_checkpoint(
     measure_together(devices, _load_and_evaluate, named, names, options, again)
 
 
-def _check_read(names: Sequence[str], options: Options) -> None:
-    """ValueError for an option that the tasks do not read."""
+def _check_options_are_read(names: Sequence[str], options: Options) -> None:
+    """Raise ValueError for an option that the tasks do not read."""
     for field in dataclasses.fields(Options):
         if getattr(options, field.name) == field.default:
             continue
         others = [name for name in names if field.name not in TASKS[name].decided_by]
-        # The results of all tasks are named by the text and the context.
+        # Names of results contain the text and the context, so all tasks must read these two.
         if len(others) == len(names) or (others and field.name in ("text", "context")):
             option = "--" + field.name.replace("_", "-")
             raise ValueError(
@@ -71,7 +79,7 @@ def _load_and_evaluate(
 ) -> None:
     trained = dataclasses.replace(load_trained_model(*named), ranks=ranks)
     if "positions" in names:
-        _check_scaled(trained, options.context)
+        _check_scaling_shows(trained, options.context)
     if options.context is not None:
         config = with_context(trained.config, options.context)
         trained = dataclasses.replace(trained, config=config)
@@ -86,10 +94,10 @@ def evaluate(
     *,
     again: bool = False,
 ) -> None:
-    """Run the tasks; keep what each found, and show it in MLflow with the checkpoint, at once.
+    """Run the tasks; write the result of each to disk and to MLflow as soon as it is there.
 
-    All of `trained.ranks` call it alike. The first has the books; where the run is being trained,
-    `tracker` is its own.
+    All of `trained.ranks` call this with the same arguments. Only the first rank writes. During
+    training, `tracker` is the run's own.
     """
     ranks = trained.ranks
     if not ranks.is_first:
@@ -99,27 +107,27 @@ def evaluate(
                 with tempfile.TemporaryDirectory() as scratch:
                     TASKS[name].measure(trained, options, Path(scratch))
         return
-    results = Results(results_folder(trained, options), _held_out(trained.config))
+    results = Results(results_folder(trained, options), _validation_text_id(trained.config))
     wanted = {name: task for name, task in TASKS.items() if name in names}
-    known = {n: None if again else results.known(n, task, options) for n, task in wanted.items()}
-    ranks.gather([[name for name, found in known.items() if found is None]])
+    stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
+    ranks.gather([[name for name, result in stored.items() if result is None]])
     for name, task in wanted.items():
-        found = known[name]
-        if found is not None:
-            print(f"{name}: found earlier, and not repeated without --again")
-            results.summarise()  # which may be damaged, or not there
+        result = stored[name]
+        if result is not None:
+            print(f"{name}: results are already there; --again repeats it")
+            results.summarise()  # results.json may be damaged or absent
         else:
-            # What was found before stays until there is something else.
+            # The earlier result stays until there is a new one.
             with tempfile.TemporaryDirectory() as scratch:
-                found = results.take(name, task.measure(trained, options, Path(scratch)))
-            _log(trained, options, found, results.summary, tracker)
-            # Last: what is known is not logged again.
-            results.record(name, task, options, found)
-        _show(found)
+                result = results.store(name, task.measure(trained, options, Path(scratch)))
+            _log(trained, options, result, results.summary, tracker)
+            # Only after logging, since a complete result is not logged again.
+            results.mark_complete(name, task, options, result)
+        _show(result)
 
 
-def _held_out(config: RunConfig) -> str:
-    """Tells held-out texts apart: by their shards, and how much of them is read."""
+def _validation_text_id(config: RunConfig) -> str:
+    """What identifies the validation text: its shards, and how much of them is read."""
     if config.data.validation_manifest is None:
         return ""
     shards = load_manifest(config.data.validation_manifest).shards
@@ -127,17 +135,17 @@ def _held_out(config: RunConfig) -> str:
     return f"{config.data.validation_tokens} tokens of {digest}"
 
 
-def _show(found: Measured) -> None:
-    width = max(map(len, found.values), default=0)
-    for name, value in found.values.items():
-        unit = " nats a token" if "loss" in name.rpartition("/")[2] else ""
+def _show(result: TaskResult) -> None:
+    width = max(map(len, result.values), default=0)
+    for name, value in result.values.items():
+        unit = " nats per token" if "loss" in name.rpartition("/")[2] else ""
         print(f"{name:<{width}}  {value:.4f}{unit}")
-    for file in found.files:
+    for file in result.files:
         print(f"written: {file}")
 
 
-def _check_scaled(trained: TrainedModel, context: int | None) -> None:
-    """ValueError where windows are too short for what was asked of positions to show."""
+def _check_scaling_shows(trained: TrainedModel, context: int | None) -> None:
+    """Raise ValueError if windows are so short that dynamic_ntk would change nothing."""
     positions = trained.positions
     if positions.name == "dynamic_ntk" and (context or positions.context) <= positions.context:
         raise ValueError(
@@ -149,11 +157,11 @@ def _check_scaled(trained: TrainedModel, context: int | None) -> None:
 def _log(
     trained: TrainedModel,
     options: Options,
-    found: Measured,
+    result: TaskResult,
     summary: Path,
     tracker: Tracker | None,
 ) -> None:
-    """The results in MLflow: files with the run, numbers with the checkpoint they belong to."""
+    """Log files to the MLflow run, and numbers to the checkpoint that they belong to."""
     folder, tracking = trained.folder, trained.config.tracking
     own = tracker or Tracker(
         folder.path,
@@ -164,8 +172,8 @@ def _log(
     )
     if tracker is None:
         own.start()
-    own.log_checkpoint(trained.checkpoint, trained.step, found.values)
-    for file in (summary, *found.files):
+    own.log_checkpoint(trained.checkpoint, trained.step, result.values)
+    for file in (summary, *result.files):
         own.log_artifact(file, f"evaluation/{label(trained, options)}")
     if tracker is None:
         own.finish(None, timeout_s=60.0)

@@ -1,6 +1,6 @@
 """What a task of `longhaul evaluate` is given, and what it returns.
 
-Without torch, which takes seconds to import: the command's help is made of this.
+This module does not import torch, which takes seconds, because the command's help is made from it.
 """
 
 import importlib
@@ -13,62 +13,62 @@ if TYPE_CHECKING:
     from longhaul.pipeline.runs.trained_model import TrainedModel
 
 SHORTEST_PASSKEY = 256
-"""Tokens of the shortest passkey prompts."""
+"""Length of the shortest passkey prompts, in tokens."""
 
 PASSKEY_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the filler text that stand before the key."""
+"""Positions of the key: the share of the filler text that comes before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says to all tasks; each reads what concerns it."""
+    """The command line's options for all tasks; each task reads those that concern it."""
 
     text: tuple[Path, ...] = ()
     """Text files to measure on; none means the run's validation shards."""
 
     context: int | None = None
-    """Tokens of a window, about as many windows' tokens in all; None means as in training."""
+    """Tokens per window; None means as in training. The total number of tokens hardly changes."""
 
     contexts: tuple[int, ...] | None = None
-    """Lengths of windows, tokens, ascending; None means some around the training context."""
+    """Lengths of windows in tokens, ascending; None means lengths around the training context."""
 
     stride: int | None = None
-    """Tokens that a sliding window moves at a time; None means 256, or the shortest window."""
+    """Tokens by which a sliding window moves; None means 256, or the shortest window if shorter."""
 
     lengths: int | None = None
-    """Longest passkey prompt, tokens; None means four training contexts."""
+    """Length of the longest passkey prompt in tokens; None means four training contexts."""
 
     prompts: int = 20
-    """Passkey prompts a length; sequences of recall a size."""
+    """passkey: prompts per length; recall: sequences per number of pairs."""
 
     lm_eval_tasks: tuple[str, ...] = ("longhaul_pairs",)
-    """Names by which lm_eval knows its tasks; by default the one that longhaul brings."""
+    """Names of lm_eval's tasks; by default the one that longhaul brings."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Numbers by the names that MLflow shows, and the files that were written."""
+class TaskResult:
+    """The numbers of a task by their names in MLflow, and the files that it wrote."""
 
     values: dict[str, float]
     files: tuple[Path, ...] = ()
 
 
-Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], Measured]"
+Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], TaskResult]"
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to measure, by a module of longhaul.pipeline.evaluation.tasks."""
+    """The entry of one task in the registry."""
 
     module: str
-    """Its name there. Its function `measure` writes files into the folder that it is given."""
+    """Name of the task's module in longhaul.pipeline.evaluation.tasks, which has `measure`."""
 
     help: str
     is_shared: bool = True
-    """Done by all ranks, each with its share of the work; otherwise by the first rank alone."""
+    """Whether all ranks share the work; otherwise the first rank does all of it."""
 
     decided_by: tuple[str, ...] = ()
-    """The fields of Options that change its result."""
+    """The fields of Options that change the task's result."""
 
     @property
     def measure(self) -> Measure:

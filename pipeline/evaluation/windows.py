@@ -1,4 +1,4 @@
-"""Windows of tokens to measure on, and a model's losses on them in memory that does not grow."""
+"""Windows of tokens to measure on, and a model's losses on them in bounded memory."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
 def with_context(config: RunConfig, context: int) -> RunConfig:
-    """The config with windows of another length, about as many tokens at a time."""
+    """The config with windows of another length, and about as many tokens per micro-batch."""
     share = config.data.context / context
     data = dataclasses.replace(config.data, context=context)
     micro_batch = max(1, round(config.trainer.micro_batch * share))
-    # RunConfig itself would hold the windows against the size of an update.
+    # RunConfig checks that an update is a whole number of micro-batches.
     trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
     optim = dataclasses.replace(
         config.optim, tokens_per_update=context * micro_batch * trainer.world_size
@@ -32,14 +32,14 @@ def with_context(config: RunConfig, context: int) -> RunConfig:
 
 
 def shifted(target: Int[Tensor, "B T"], bos_id: int) -> Int[Tensor, "B T"]:
-    """What a model reads to tell these tokens: the bos id, and all but the last."""
+    """The input from which a model predicts these tokens: the bos id, then all but the last."""
     return torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
 
 
 class CutWindows:
-    """Batches of consecutive windows of tokens, as a run's loader makes them of shards.
+    """Batches of consecutive windows of given sequences, in the form of a run's validation batches.
 
-    What is left of a sequence after its last whole window is not read.
+    The tokens of a sequence after its last whole window are not read.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class CutWindows:
             yield {"input": tokens, "target": target, "index": samples}
 
 
-def held_out(config: RunConfig) -> BatchLoader:
-    """All validation samples of a run."""
+def validation_batches(config: RunConfig) -> BatchLoader:
+    """All validation samples of a run, in batches."""
     data = config.data
     if data.validation_manifest is None:
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
@@ -73,13 +73,13 @@ def held_out(config: RunConfig) -> BatchLoader:
 
 
 def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWindows | BatchLoader:
-    """All windows of the texts that the options name, or validation samples of the run.
+    """All windows of the texts that the options name, or of the run's validation samples.
 
-    Of these as many tokens as in training.
+    About as many validation tokens are read as in training, whatever the context.
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return held_out(config)
+        return validation_batches(config)
     manifest = load_manifest(config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     texts = []
@@ -87,7 +87,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
         tokens = torch.from_numpy(tokenizer.encode(_read(path)))
         if len(tokens) < context:
             raise ValueError(
-                f"--text: found {len(tokens)} tokens in {path}, wanted {context} or more, a window"
+                f"--text: found {len(tokens)} tokens in {path}, wanted {context} or more"
             )
         texts.append(tokens)
     return CutWindows(texts, context, manifest.bos_id, config.trainer.micro_batch)
@@ -96,7 +96,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
 def read_documents(
     trained: TrainedModel, options: Options, length: int
 ) -> list[Int[Tensor, "length"]]:
-    """The tokens of all windows of a length, to be read in more than one way."""
+    """All windows of a length in memory, so that they can be read in more than one way."""
     return [
         target
         for batch in read_windows(trained, options, length)
@@ -121,7 +121,13 @@ def read_losses(
     at_once: int | None = None,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Float[Tensor, "B T"]:
-    """Cross-entropy of every token, nats, `at_once` positions at a time through the state."""
+    """Cross-entropy of every token, in nats.
+
+    Args:
+        model, tokens, target, precision: what is measured, and how.
+        at_once: tokens to read at a time, carrying the state; None means the whole window.
+        progress: called with the number of tokens after each read.
+    """
     device = tokens.device.type
     with torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
         if at_once is None:

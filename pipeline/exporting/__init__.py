@@ -1,1 +1,4 @@
-"""What an exported folder holds, and how each part of it is written."""
+"""Writes a checkpoint as a Hugging Face folder: weights, model code, tokenizer and model card.
+
+`*_longhaul.py` are copied into the folder, where transformers runs them without longhaul.
+"""

@@ -1,4 +1,4 @@
-"""The model card: what was trained, on what, for how long, and what was measured."""
+"""The model card: the model, its data and training, and its evaluations."""
 
 import json
 from pathlib import Path
@@ -70,19 +70,41 @@ def write_card(
     """Write README.md.
 
     Args:
-        folder: the exported one.
-        run: whose evaluations of this checkpoint, and whose commit, are told.
+        folder: to write to.
+        run: has the evaluations of the checkpoint, and the commit.
         config: of the run.
         checkpoint: of the run.
-        progress: what the checkpoint says of its step and tokens.
+        progress: the step and tokens of the checkpoint.
         manifest: of the training data.
-        parameters: numbers in all weights.
+        parameters: number of elements in all weights.
     """
+    rows = _rows(run, config, checkpoint, progress, manifest)
+    text = _TEXT.format(
+        tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
+        name=config.name,
+        parameters=parameters,
+        bos=manifest.bos_id,
+        evaluation=_evaluation(run, checkpoint),
+        **{
+            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
+            for name, table in rows.items()
+        },
+    )
+    (folder / "README.md").write_text(text)
+
+
+def _rows(
+    run: RunFolder,
+    config: RunConfig,
+    checkpoint: Path,
+    progress: dict[str, Any],
+    manifest: Manifest,
+) -> dict[str, dict[str, object]]:
+    """The rows of the tables of model, data and training."""
     model, trainer, optim = config.model, config.trainer, config.optim
-    kinds = model.kinds
-    rows: dict[str, dict[str, object]] = {
+    return {
         "model": {
-            "variant": ", ".join(kinds),
+            "variant": ", ".join(model.kinds),
             **{
                 f"layer {layers}": ", ".join(f"{key} {value}" for key, value in options.items())
                 for layers, options in _variants(config).items()
@@ -107,18 +129,6 @@ def write_card(
             "commit": f"longhaul {_commit(run)}",
         },
     }
-    text = _TEXT.format(
-        tags=", ".join(kind.replace("_", "-") for kind in kinds),
-        name=config.name,
-        parameters=parameters,
-        bos=manifest.bos_id,
-        evaluation=_evaluation(run, checkpoint),
-        **{
-            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
-            for name, table in rows.items()
-        },
-    )
-    (folder / "README.md").write_text(text)
 
 
 def _variants(config: RunConfig) -> dict[str, dict[str, Any]]:
@@ -141,7 +151,7 @@ def _commit(run: RunFolder) -> str:
 
 
 def _evaluation(run: RunFolder, checkpoint: Path) -> str:
-    """A table of all numbers that evaluations of the checkpoint have found."""
+    """A table of all numbers that evaluations of the checkpoint have measured."""
     lines = []
     for file in sorted((run.path / "evaluation").glob(f"{checkpoint.name}*/results.json")):
         label = file.parent.name

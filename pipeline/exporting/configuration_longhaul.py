@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 
 class LonghaulConfig(PreTrainedConfig):
-    """Sizes, and the kind of attention and its options of every layer."""
+    """Sizes, and the attention kind and options of every layer."""
 
     model_type = "longhaul"
 
@@ -20,7 +20,7 @@ class LonghaulConfig(PreTrainedConfig):
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`attention` has a dict a layer: its `kind`, and the options that the kind has."""
+        """`attention` has one dict per layer: its `kind`, and that kind's options."""
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads

@@ -26,12 +26,12 @@ _SHARD_BYTES = 5_000_000_000
 def export(
     run_or_checkpoint: str | Path, destination: str | Path, *, shard_bytes: int = _SHARD_BYTES
 ) -> list[Path]:
-    """Write a checkpoint, or a run's newest, as a Hugging Face folder; it is there whole or not.
+    """Write a checkpoint, or a run's newest one, as a Hugging Face folder, complete or not at all.
 
     Args:
         run_or_checkpoint: the path of either.
-        destination: a folder that is not there yet, or empty.
-        shard_bytes: largest file of weights, unless a tensor is larger.
+        destination: a folder that does not exist yet, or is empty.
+        shard_bytes: most bytes per safetensors shard, unless a single tensor is larger.
 
     Returns:
         The files written.
@@ -58,17 +58,17 @@ def export(
 
 
 def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTensor]:
-    """Where the checkpoint has the tensors of such a model, in the model's order."""
-    found = saved_tensors(checkpoint, verify(checkpoint, only=("model",)), "model")
+    """The checkpoint's tensors, in the order of the model, after a check of their shapes."""
+    saved = saved_tensors(checkpoint, verify(checkpoint, only=("model",)), "model")
     wanted = _shapes(model)
-    for name in sorted(found.keys() | wanted.keys()):
-        shape = found[name].shape if name in found else None
+    for name in sorted(saved.keys() | wanted.keys()):
+        shape = saved[name].shape if name in saved else None
         if shape != wanted.get(name):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found shape {shape} for {name}, wanted "
                 f"{wanted.get(name)} as in its run's model"
             )
-    return {name: found[name] for name in wanted}
+    return {name: saved[name] for name in wanted}
 
 
 def _shapes(model: LanguageModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""The files that tell transformers what the model is, and the code that they name."""
+"""Writes config.json, generation_config.json and the model code that config.json names."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ _CODE = ("configuration_longhaul.py", "modeling_longhaul.py")
 
 
 def write_model_files(folder: Path, config: RunConfig, manifest: Manifest) -> None:
-    """Write config.json, generation_config.json, and the code that they name."""
+    """Write all of them into `folder`."""
     ids = {
         "bos_token_id": manifest.bos_id,
         "eos_token_id": manifest.eot_id,
@@ -31,16 +31,16 @@ def write_model_files(folder: Path, config: RunConfig, manifest: Manifest) -> No
         **shape,
         "attention": list(shape["attention"].values()),
         "num_hidden_layers": config.model.layers,
-        # In training; no kind is bound to it.
+        # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
         "tie_word_embeddings": True,
         "use_cache": True,
         **ids,
     }
     generation: dict[str, Any] = dict(ids)
-    # Rows of the embedding beyond the tokenizer's ids only fill it up.
-    if fillers := list(range(manifest.vocab_size, config.model.vocabulary)):
-        generation["suppress_tokens"] = fillers
+    # Rows of the embedding beyond the tokenizer's ids are padding, and must not be generated.
+    if padding := list(range(manifest.vocab_size, config.model.vocabulary)):
+        generation["suppress_tokens"] = padding
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     for name in _CODE:

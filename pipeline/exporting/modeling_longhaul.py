@@ -1,15 +1,15 @@
-"""A longhaul language model for transformers, in one file that needs torch and transformers alone.
+"""A longhaul language model for transformers, in one file that needs only torch and transformers.
 
-Residual blocks of GPT-2's shape around twelve kinds of causal attention. Three are a softmax over
-all earlier tokens, whose keys and values are kept. The others are power attention,
+Residual blocks of GPT-2's shape with one of twelve kinds of causal attention. Three kinds are a
+softmax over all earlier tokens, with a cache of keys and values. The others are power attention,
 
     y_t = sum_(i <= t) exp(G_t - G_i) (scale q_t . k_i)^p v_i     [ / the same sum without v_i ]
 
-with G the running sum of log gates. Since (a . b)^p = phi(a) . phi(b), the past is a matrix of
-constant size a head, sum_i exp(G_t - G_i) phi(k_i) v_i^T.
+with G the running sum of log gates. Since (a . b)^p = phi(a) . phi(b), the past of each head is a
+matrix of constant size, sum_i exp(G_t - G_i) phi(k_i) v_i^T.
 
-Shapes: B batch, T new tokens, S tokens with those kept, H heads, K width of a head, D model width.
-`mask` is False at tokens that only fill rows up, on any side: they leave nothing behind.
+Shapes: B batch, T new tokens, S all tokens with cached ones, H heads, K head width, D model width.
+`mask` is False at padding, on any side, which changes no output and no state.
 """
 
 import itertools
@@ -27,36 +27,36 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_longhaul import LonghaulConfig
 
 Options = dict[str, Any]
-Past = dict[str, Tensor]  # of one layer; the first dimension of all is B
+Past = dict[str, Tensor]  # state or cache of one layer; the first dimension of all is B
 Mixed = tuple[Tensor, Past]
 
-# Tokens mixed at a time: no T x T tensor, however long the input is.
+# Tokens mixed at a time, so that there is no T x T tensor, however long the input is.
 CHUNK = 128
-# Rows of a head's state above which keys and values are kept instead: high degrees of wide heads.
+# With more rows per head than this (high degrees, wide heads), keys and values are cached instead.
 LARGEST_STATE = 1 << 17
-# The log of a gate that keeps nothing: exp of it is 0 in float32, and sums of it stay finite.
+# The log of a gate that forgets all: its exp is 0 in float32, and sums of it stay finite.
 LOG_ZERO = -200.0
 
 
 def wide(x: Tensor) -> Tensor:
-    """At least float32: what is summed over tokens must not be rounded before."""
+    """x in float32 or wider, since sums over tokens must not begin with rounded values."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def exact(linear: nn.Linear, x: Tensor) -> Tensor:
+def exact(linear: nn.Linear, x: Tensor) -> Tensor:  # in float32 or wider, also under autocast
     x = wide(x)
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x, linear.weight.to(x), None if linear.bias is None else linear.bias.to(x))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_j, x_(j + K / 2)) by angles with these cosines and sines."""
+    """Rotate the pairs (x_j, x_(j + K / 2)) by angles with these cosines and sines."""
     first, second = x.to(cos).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x)
 
 
 class Attention(nn.Module):
-    """forward(x, mask, past) takes and gives (B, T, D), and what is past then."""
+    """forward(x, mask, past) maps x (B, T, D) to an output (B, T, D) and the new past."""
 
     def __init__(self, options: Options, width: int, num_heads: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def phases(self, rotation: Tensor, x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, T, 1, width / 2) of a rotation (B, T) in tokens, float64."""
+        """Cosines and sines (B, T, 1, width / 2) of rotations (B, T), in tokens, float64."""
         longest = self.options.get("longest_document")
         first, base = (1.0, longest) if longest else (0.5 / math.pi, self.options["rotary_base"])
         pairs = torch.arange(width // 2, dtype=torch.float64, device=x.device)
@@ -101,7 +101,7 @@ class SoftmaxAttention(Attention):
         return q, k, v
 
     def bias(self, distance: Tensor) -> Tensor:
-        """What is added to the logits of tokens so far apart: (B, T, S) to (B, 1 or H, T, S)."""
+        """The bias of logits at these distances: (B, T, S) to (B, 1 or H, T, S)."""
         if self.kind != "alibi":
             return torch.zeros_like(distance)[:, None]
         n = 1 << (self.num_heads.bit_length() - 1)
@@ -110,7 +110,7 @@ class SoftmaxAttention(Attention):
         return -distance[:, None] * distance.new_tensor(slopes[: self.num_heads])[:, None, None]
 
     def forward(self, x: Tensor, mask: Tensor, past: Past) -> Mixed:
-        # Positions count from 1. What fills rows up is kept with 0, and nothing attends to it.
+        # Positions count from 1. Padding is cached with position 0, and no token attends to it.
         before = past["position"].amax(dim=1, keepdim=True) if past else 0.0
         position = mask.cumsum(dim=1).double() + before
         q, k, v = self.project(x, position)
@@ -121,7 +121,7 @@ class SoftmaxAttention(Attention):
         position, past_tokens, outputs = kept["position"], k.shape[2] - q.shape[1], []
         index = torch.arange(k.shape[2], device=x.device)
         for now in index[past_tokens:].split(CHUNK):
-            # A token that fills up sees itself, since a softmax over nothing would be NaN.
+            # Padding sees itself, since a softmax over nothing would be NaN.
             seen = (index < now[:, None]) & (position > 0)[:, None] | (index == now[:, None])
             bias = self.bias((position[:, now, None] - position[:, None]).to(q.dtype))
             bias = bias.masked_fill(~seen[:, None], -math.inf)
@@ -131,9 +131,9 @@ class SoftmaxAttention(Attention):
 
 
 @lru_cache(maxsize=16)
-@torch.inference_mode(False)  # What generation has cached must serve training, too.
+@torch.inference_mode(False)  # Tensors cached by generation must also work in training.
 def symmetric_power(width: int, degree: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Coordinates (p, P) of all products of p of them, and the root of how often each occurs."""
+    """Coordinates (p, P) of all products of p of them, and roots of how often each occurs."""
     chosen = list(itertools.combinations_with_replacement(range(width), degree))
     repeats = [math.prod(map(math.factorial, Counter(one).values())) for one in chosen]
     orders = math.factorial(degree) / torch.tensor(repeats, dtype=torch.float64)
@@ -152,7 +152,7 @@ def features(x: Tensor, degree: int) -> Tensor:
 
 
 def power_weights(q: Tensor, k: Tensor, G_q: Tensor, G_k: Tensor, degree: int) -> Tensor:
-    """exp(G_t - G_i) (q_t . k_i)^p for the last tokens t of those of k, 0 for later i."""
+    """exp(G_t - G_i) (q_t . k_i)^p, 0 for i > t; the queries are those of the last tokens of k."""
     T, S = q.shape[-2], k.shape[-2]
     future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(S - T + 1)
     log_decay = (G_q[..., :, None] - G_k[..., None, :]).to(q.dtype).masked_fill(future, -math.inf)
@@ -160,16 +160,16 @@ def power_weights(q: Tensor, k: Tensor, G_q: Tensor, G_k: Tensor, degree: int) -
 
 
 class Read(NamedTuple):
-    """One of the power attentions whose sum, with factors `row`, the output of the heads is."""
+    """One of several power attentions; the output is their sum, each times its factor `row`."""
 
     k: Tensor  # (B, T, H, K)
     v: Tensor  # (B, T, H, V)
-    log_g: Tensor | None = None  # (B, T, H), no decay
-    row: Tensor | None = None  # (B, T, H, 1 or V), one
+    log_g: Tensor | None = None  # (B, T, H); None means no decay
+    row: Tensor | None = None  # (B, T, H, 1 or V); None means 1
 
 
 class DeviationLogit(nn.Module):
-    """s_i = -u_i . m_i / sqrt(K), with u = W x and m_i its mean so far, smoothed with a prior."""
+    """s_i = -u_i . m_i / sqrt(K), with u = W x and m_i the mean of u so far, mixed with a prior."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -190,9 +190,9 @@ class PowerAttention(Attention):
     """The kinds of linear cost: each is a choice of queries, keys, values, gates and reads.
 
     linear: a feature map. retention: fixed decays. sympow: degree p, normalised; _gated with a
-    learned gate a head, _rotary with a learned speed of rotation, conformal_ with both. complex:
-    [real, imaginary] vectors, two reads. cartan: cosines of q and k, gates that are a softmax over
-    logits of the keys, learned, or both. zeros: the softmax less the first terms of its expansion.
+    learned gate per head, _rotary with a learned rotation rate, conformal_ with both. complex:
+    [real, imaginary] vectors, two reads. cartan: cosines of q and k, with gates that are learned, a
+    softmax over logits of the keys, or both. zeros: a softmax minus the first terms of its series.
     """
 
     def __init__(self, options: Options, width: int, num_heads: int, layer: int) -> None:
@@ -200,7 +200,7 @@ class PowerAttention(Attention):
         kind, option, H = self.kind, options.get, num_heads
         self.key_dim = self.value_dim = self.head_dim
         self.is_channels = not option("bilinear", True)
-        if self.is_channels:  # keys of width 1, and of each channel a value R_i k_i v_i in R^2
+        if self.is_channels:  # keys of width 1, and one value R_i k_i v_i in R^2 per channel
             self.key_dim, self.value_dim = 1, 2 * self.head_dim
         self.degree = option("degree", 1)
         self.scale = 1.0 if kind in ("cartan", "zeros") else self.key_dim**-0.5
@@ -234,14 +234,14 @@ class PowerAttention(Attention):
             self.initial_state = nn.ParameterDict({n: torch.empty(s) for n, s in sizes.items()})
 
     def begin(self, x: Tensor) -> Past:
-        """What precedes the first token: learned keys and values, before all positions."""
+        """The past before the first token: learned keys and values, or nothing."""
         H, state = self.num_heads, self.initial_state
         if state is None:
             key, value = (x.new_zeros(1, 0, H, size) for size in (self.key_dim, self.value_dim))
         else:
             key, value = (state[name].transpose(0, 1)[None] for name in ("key", "value"))
         reads = self.split(self.mapped(key), value)
-        # They compete in the softmax of zeros; its means are those of real tokens.
+        # In zeros they take part in the softmax, but its means are over real tokens only.
         k, v, G = self.stack(reads + [Read(key, 0 * value)] * len(self.moments))
         kept = {"k": k, "v": v, "G": G}
         if self.keeps_state:
@@ -272,7 +272,7 @@ class PowerAttention(Attention):
         return self.out(y), kept | {name: one[:, -1] for name, one in after.items()}
 
     def project(self, x: Tensor, mask: Tensor, past: Past) -> tuple[Tensor, list[Read], Past]:
-        """Queries, reads, and what is carried on, as it is after every token."""
+        """Queries, reads, and the running values of the past after every token."""
         D, H = x.shape[-1], self.num_heads
         sizes = (2 * D, 2 * D, D) if self.is_channels else (D, D, D)
         q, k, v = (one.unflatten(-1, (H, -1)) for one in self.qkv(x).split(sizes, dim=-1))
@@ -282,7 +282,7 @@ class PowerAttention(Attention):
         if self.kind in ("cartan", "zeros") and not self.is_channels:
             q, k = F.normalize(wide(q), dim=-1), F.normalize(wide(k), dim=-1)
         rate = 1.0 if self.rate is None else 1 + exact(self.rate, x)[..., 0].tanh()
-        # Positions, counted from 1, unless the speed of rotation is learned.
+        # Without a learned rotation rate these are positions, counted from 1.
         after = {"rotation": past["rotation"][:, None] + (rate * mask.double()).cumsum(dim=1)}
         if self.kind != "linear":
             cos, sin = self.phases(after["rotation"], x, q.shape[-1])
@@ -318,20 +318,20 @@ class PowerAttention(Attention):
         return q, reads, after
 
     def mapped(self, x: Tensor) -> Tensor:
-        """Features of a query or key where there is a feature map."""
+        """x after the feature map, if there is one."""
         if self.options.get("feature_map") == "elu":  # elu(x) + 1
             return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
         return x.relu() if self.options.get("feature_map") == "relu" else x
 
     def split(self, k: Tensor, v: Tensor) -> list[Read]:
-        """The reads of a product of complex numbers, or the one read."""
+        """The two reads of a complex product, or the single read of other kinds."""
         if self.kind != "complex":
             return [Read(k, v)]
         (k_re, k_im), (v_re, v_im) = k.chunk(2, dim=-1), v.chunk(2, dim=-1)
         return [Read(k, v), Read(torch.cat([k_im, -k_re], -1), torch.cat([-v_im, v_re], -1))]
 
     def stack(self, reads: list[Read]) -> tuple[Tensor, Tensor, Tensor]:
-        """k, v and log gates of all reads, side by side as heads: (B, RH, T, ...)."""
+        """k, v and log gates of all R reads, stacked as R H heads: (B, RH, T, ...)."""
         k, v = (wide(torch.cat([read[i] for read in reads], dim=2)).transpose(1, 2) for i in (0, 1))
         if self.normalize:  # the sum of the weights is one more column
             v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)
@@ -340,14 +340,14 @@ class PowerAttention(Attention):
         return k, v, torch.cat(log_g, dim=2).transpose(1, 2)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, past: Past) -> Mixed:
-        """The op, (B, RH, T, ...), and the state that it leaves behind."""
+        """Power attention (B, RH, T, ...), and the state after the last token."""
         outputs, state = [], past["state"]
         chunks = (one.split(CHUNK, dim=2) for one in (q, k, v, log_g))
         for q, k, v, log_g in zip(*chunks, strict=True):
             G = log_g.cumsum(dim=-1)
             inside = power_weights(q, k, G, G, self.degree) @ v
             before = features(q, self.degree) @ state * G.exp().to(q)[..., None]
-            # Below a few roundings of the largest possible sum of weights it is noise.
+            # A sum below a few roundings of the largest possible sum is noise.
             bound = q.norm(dim=-1) ** self.degree * state[..., -1].norm(dim=-1, keepdim=True)
             outputs.append(self.divided(inside + before, bound if self.degree > 1 else 0 * bound))
             to_end, decay = (G[..., -1:] - G).exp().to(q), G[..., -1].exp().to(q)
@@ -356,7 +356,7 @@ class PowerAttention(Attention):
         return torch.cat(outputs, dim=2), {"state": state}
 
     def mix_all(self, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor, past: Past) -> Mixed:
-        """The same from the keys of all tokens, whose G are counted from the last token kept."""
+        """The same from cached keys and values; their G is cached relative to the last token."""
         G, outputs = log_g.cumsum(dim=-1), []
         kept = {"k": k, "v": v, "G": G}
         kept = {name: torch.cat([past[name], new], dim=2) for name, new in kept.items()}
@@ -369,31 +369,31 @@ class PowerAttention(Attention):
         return torch.cat(outputs, dim=2), kept | {"G": kept["G"] - G[..., -1:]}
 
     def divided(self, sums: Tensor, bound: Tensor) -> Tensor:
-        """Sums of weighted values by the sum of the weights, where the kind asks for that."""
+        """Sums of weighted values divided by the sum of weights, if the kind is normalised."""
         if not self.normalize:
             return sums
         floor = (4 * torch.finfo(sums.dtype).eps * bound).clamp(min=1e-30)
         return sums[..., :-1] / torch.maximum(sums[..., -1], floor)[..., None]
 
     def add_terms(self, width: int, keeps_mean: bool) -> None:
-        """What zeros takes off the softmax: terms of order n, polynomials in s_i of degree n, read
-        as running means of s_i^m v_i, which may fade, with factors that follow t.
+        """Prepare what zeros subtracts from the softmax: terms of order n, polynomials in s_i of
+        degree n. They are running means of s_i^m v_i, which may fade, times factors of token t.
         """
         orders, H = range(3 if self.options["second_order"] else 2), self.num_heads
         names = [str(n) for n in orders if n or keeps_mean]
         self.sigma = nn.ModuleDict({n: nn.Linear(width, H, bias=False) for n in (*names, "h")})
         fading = orders if self.options["ordered"] else ()
         self.fading = nn.ModuleList(nn.Linear(width, H) for _ in fading)
-        # Which gates fade a term, its order, its factor and its sign.
+        # For each term: the gates that fade it, its order, its factor and its sign.
         self.terms = [(None, int(name), name, 1) for name in names]
         self.terms += [(n if fading else None, n, "h", -1) for n in orders]
         self.moments = list(dict.fromkeys((c, m) for c, n, *_ in self.terms for m in range(n + 1)))
 
     def subtract(self, softmax: Read, x: Tensor, v: Tensor, s: Tensor, after: Past) -> list[Read]:
-        """The reads of zeros: the softmax's, and those of its terms, one a gate and power of s."""
+        """The reads of zeros: the softmax, and one per gate and power of s in its terms."""
         count = after["rotation"].clamp(min=1)[..., None]
         sigma = {name: exact(one, x) for name, one in self.sigma.items()}
-        # Without an initial state a first token would weigh itself with 0, but for rounding.
+        # Without an initial state the first token's weight of itself is 0, except for rounding.
         later = 1 if self.initial_state is not None else count > 1
         sigma = {n: one.tanh() if n == "0" else one.sigmoid() * later for n, one in sigma.items()}
         mean, square = ((after[name] / count).to(s) for name in ("sum_s", "sum_s2"))
@@ -432,7 +432,7 @@ class Block(nn.Module):
 
 
 class LonghaulCache:
-    """What the tokens so far have left behind in every layer."""
+    """The past of every layer after the tokens so far."""
 
     is_compileable = False
 
@@ -449,12 +449,12 @@ class LonghaulCache:
 
 
 class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
-    """Embedding, norm, blocks, norm, and logits with the embedding's own matrix."""
+    """Embedding, norm, blocks, norm, and logits with the tied embedding matrix."""
 
     config_class = LonghaulConfig
     _no_split_modules = ("Block",)
     _is_stateful = True  # a state cannot be cut back to fewer tokens
-    _supports_default_dynamic_cache = classmethod(lambda cls: False)  # but LonghaulCache
+    _supports_default_dynamic_cache = classmethod(lambda cls: False)  # it uses LonghaulCache
     _input_embed_layer = "embedding"
     _tied_weights_keys = {"lm_head.weight": "embedding.weight"}  # noqa: RUF012
     accepts_loss_kwargs = False  # the loss is a mean, whatever Trainer counts
@@ -481,10 +481,10 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits after each of (B, T) tokens, which follow those in past_key_values if given.
 
-        Of attention_mask the last T columns are read. labels are the tokens, or -100.
+        Only the last T columns of attention_mask are read. labels are tokens, or -100.
         """
         if kwargs.get("position_ids") is not None:
-            raise ValueError("position_ids: found some, wanted none, they follow attention_mask")
+            raise ValueError("position_ids: found some, wanted none: attention_mask implies them")
         T = input_ids.shape[1]
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -T:]
         cache = LonghaulCache(len(self.blocks)) if past_key_values is None else past_key_values

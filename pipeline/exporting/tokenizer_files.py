@@ -1,4 +1,4 @@
-"""Writes a tokenizer such that transformers' AutoTokenizer gives the ids that longhaul's gives."""
+"""Writes a tokenizer so that transformers' AutoTokenizer gives the same ids as longhaul's."""
 
 import json
 import shutil
@@ -7,24 +7,24 @@ from typing import Any
 
 from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, gpt2_files
 
-_ESCAPING = "tokenization_longhaul.py"
+_ESCAPING_CODE = "tokenization_longhaul.py"
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json, its config, and code where text is escaped first."""
+    """Write tokenizer.json and its config, and the code that escapes text if that is needed."""
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
     }
     if isinstance(tokenizer, FileTokenizer):
-        content = _plain(tokenizer.content)
-        # A token that the file has not added would from now on be looked for in every text.
+        content = _without_additions(tokenizer.content)
+        # Only added tokens may be special: transformers would look for any other one in every text.
         added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
     else:
-        content = _bytes() if tokenizer.name == "bytes" else _gpt2()
+        content = _byte_tokenizer() if tokenizer.name == "bytes" else _gpt2_tokenizer()
         added = {tokenizer.eot_id: END_OF_TEXT}
-        # No part of a text is taken as special, as in training.
+        # Special tokens in a text are read as plain text, as in training.
         config["split_special_tokens"] = True
     for role, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eot_id)):
         if token in added:
@@ -34,23 +34,23 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     if tokenizer.name == "longcrawl64":
         config["tokenizer_class"] = "LonghaulTokenizer"
         config["auto_map"] = {"AutoTokenizer": [None, "tokenization_longhaul.LonghaulTokenizer"]}
-        shutil.copyfile(Path(__file__).with_name(_ESCAPING), folder / _ESCAPING)
+        shutil.copyfile(Path(__file__).with_name(_ESCAPING_CODE), folder / _ESCAPING_CODE)
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def _plain(content: bytes) -> dict[str, Any]:
-    """A tokenizer.json that puts nothing in front or after, and neither cuts nor fills texts up."""
+def _without_additions(content: bytes) -> dict[str, Any]:
+    """A tokenizer.json that neither adds tokens around texts, nor truncates or pads them."""
     values: dict[str, Any] = json.loads(content)
     return values | {"post_processor": None, "truncation": None, "padding": None}
 
 
-def _bytes() -> dict[str, Any]:
-    """Every byte a token, 0 to 255."""
-    return _byte_level({char: byte for byte, char in enumerate(_characters())}, [], False)
+def _byte_tokenizer() -> dict[str, Any]:
+    """One token per byte, with ids 0 to 255."""
+    return _byte_level({char: byte for byte, char in enumerate(_byte_characters())}, [], False)
 
 
-def _gpt2() -> dict[str, Any]:
+def _gpt2_tokenizer() -> dict[str, Any]:
     files = gpt2_files()
     lines = files["vocab.bpe"].read_text(encoding="utf-8").splitlines()[1:]
     vocabulary = json.loads(files["encoder.json"].read_text(encoding="utf-8"))
@@ -61,7 +61,7 @@ def _gpt2() -> dict[str, Any]:
 def _byte_level(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], splits_words: bool
 ) -> dict[str, Any]:
-    # Imported here: slow, and needed by exports only.
+    # Imported here: slow, and only exports need it.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
@@ -74,8 +74,8 @@ def _byte_level(
     return content
 
 
-def _characters() -> list[str]:
-    """The printable characters by which byte-level vocabularies write the bytes 0 to 255."""
+def _byte_characters() -> list[str]:
+    """The printable characters that stand for the bytes 0 to 255 in byte-level vocabularies."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

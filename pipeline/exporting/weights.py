@@ -1,7 +1,7 @@
-"""Moves the weights of a checkpoint into safetensors shards, a few megabytes at a time.
+"""Copies the weights of a checkpoint into safetensors shards, a few megabytes at a time.
 
-A checkpoint's files are safetensors too, so that a tensor's bytes are copied as they lie there,
-from however many ranks they came: nothing is unpickled, and no tensor is ever whole in memory.
+A checkpoint's files are safetensors too, so a tensor's bytes are copied unchanged, from the shards
+of any number of ranks: nothing is unpickled, and no tensor is ever in memory as a whole.
 """
 
 import itertools
@@ -22,53 +22,56 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """A block of a tensor, as one rank has written it."""
+class _RankShard:
+    """One rank's shard of a tensor: a block of it in a file of the checkpoint."""
 
     file: Path
-    start: int  # bytes
+    start: int  # byte in the file at which the block begins
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 @dataclass
 class SavedTensor:
-    """Where a tensor's numbers lie in a checkpoint."""
+    """Where the bytes of a tensor are in a checkpoint."""
 
     dtype: str  # as safetensors writes it
-    pieces: list[_Piece] = field(default_factory=list)
+    rank_shards: list[_RankShard] = field(default_factory=list)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        ends = [[o + n for o, n in zip(p.offset, p.shape, strict=True)] for p in self.pieces]
+        ends = [
+            [o + n for o, n in zip(shard.offset, shard.shape, strict=True)]
+            for shard in self.rank_shards
+        ]
         return tuple(map(max, zip(*ends, strict=True)))
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
-    def runs(self) -> Iterator[tuple[Path, int, int, int]]:
-        """Ranges of bytes that lie together: file, start there, start in the whole, length."""
+    def byte_ranges(self) -> Iterator[tuple[Path, int, int, int]]:
+        """Contiguous ranges of bytes: file, start in the file, start in the tensor, length."""
         item, whole = _ITEM_BYTES[self.dtype], self.shape
         strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
-        for piece in self.pieces:
-            # Dimensions from `last` on lie together, all after it being whole.
+        for shard in self.rank_shards:
+            # Dimensions from `last` on are contiguous, since all after `last` are complete.
             last = len(whole) - 1
-            while last > 0 and piece.shape[last] == whole[last]:
+            while last > 0 and shard.shape[last] == whole[last]:
                 last -= 1
-            length = math.prod(piece.shape[last:]) * item
-            rows = itertools.product(*map(range, piece.shape[:last]))
+            length = math.prod(shard.shape[last:]) * item
+            rows = itertools.product(*map(range, shard.shape[:last]))
             for number, row in enumerate(rows):
-                at = [o + r for o, r in zip(piece.offset, (*row, 0), strict=False)]
+                at = [o + r for o, r in zip(shard.offset, (*row, 0), strict=False)]
                 target = sum(a * stride for a, stride in zip(at, strides, strict=False))
-                yield piece.file, piece.start + number * length, target, length
+                yield shard.file, shard.start + number * length, target, length
 
 
 def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[str, SavedTensor]:
-    """The tensors of a group, by their names in it, in those files of a checkpoint.
+    """The tensors of a group in these files of a checkpoint, by their names within the group.
 
     Raises:
-        CheckpointError: a tensor is not all there, or is of no known type.
+        CheckpointError: a tensor is incomplete, or has an unknown type.
     """
     tensors: dict[str, SavedTensor] = {}
     for file in sorted(files):
@@ -81,9 +84,9 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             offset = tuple(placed[name]["saved_offsets"]) or (0,) * len(shape)
             tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry["dtype"]))
             begin = start + entry["data_offsets"][0]
-            tensor.pieces.append(_Piece(checkpoint / file, begin, offset, shape))
+            tensor.rank_shards.append(_RankShard(checkpoint / file, begin, offset, shape))
     for name, tensor in tensors.items():
-        found = sum(math.prod(piece.shape) for piece in tensor.pieces)
+        found = sum(math.prod(shard.shape) for shard in tensor.rank_shards)
         if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "
@@ -93,7 +96,7 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
 
 
 def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: int) -> list[Path]:
-    """Write the tensors in their order, in files of at most `shard_bytes` unless one is larger.
+    """Write the tensors in order, in files of at most `shard_bytes` unless one tensor is larger.
 
     Raises:
         OSError: a file could not be written.
@@ -138,14 +141,14 @@ def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
 def _blocks(
     header: Mapping[str, Any], tensors: Mapping[str, SavedTensor], begin: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Bytes of all tensors, and where each goes in the shard."""
+    """Blocks of bytes of all tensors, and the position of each in the shard."""
     by_file: dict[Path, list[tuple[int, int, int]]] = defaultdict(list)
     for name, tensor in tensors.items():
-        for file, source, target, length in tensor.runs():
+        for file, source, target, length in tensor.byte_ranges():
             by_file[file].append((source, begin + header[name]["data_offsets"][0] + target, length))
-    for file, runs in by_file.items():
+    for file, ranges in by_file.items():
         with file.open("rb") as opened:
-            for source, target, length in runs:
+            for source, target, length in ranges:
                 opened.seek(source)
                 for done in range(0, length, _BLOCK_BYTES):
                     yield _read(opened, min(_BLOCK_BYTES, length - done)), target + done
@@ -161,7 +164,7 @@ def _read(file: BinaryIO, size: int) -> bytes:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, and where their bytes begin."""
+    """The header of a safetensors file, and where the bytes of its tensors begin."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(size))

@@ -1,4 +1,4 @@
-"""Sequences continued token by token: read in pieces through the state, then recurrent steps."""
+"""Continues sequences: prompts are read in pieces through the state, tokens by recurrent steps."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 
-# Longer windows are read in pieces of so many tokens where a state carries the past.
+# Longer windows are read in pieces of this many tokens if a state carries the past.
 TOKENS_AT_ONCE = 4096
 
 
 def tokens_at_once(model: LanguageModel, T: int) -> int | None:
-    """Tokens of a window of T to read at a time, carrying the state; None: all of them.
+    """How many of a window's T tokens to read at a time, carrying the state; None means all.
 
-    All of them where a layer keeps no state of fixed size, where its state would cost more than
-    pairs of tokens do, and where its positions depend on the window's length.
+    All are read at once if a layer has no state of fixed size, if its state would cost more than
+    attention over pairs of tokens, or if its positions depend on the window's length.
     """
     if T <= TOKENS_AT_ONCE:
         return None
@@ -37,41 +37,41 @@ def tokens_at_once(model: LanguageModel, T: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen by its logits."""
+    """How the next token is chosen from logits."""
 
     vocabulary: int
-    """The tokenizer's ids; rows of logits beyond them only pad the embedding."""
+    """Number of the tokenizer's ids; logits beyond them belong to padding of the embedding."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0 takes the likeliest token."""
+    """Logits are divided by this; 0 chooses the likeliest token."""
 
     top_k: int | None = None
-    """Only the k likeliest tokens, and those as likely as the k-th; None means all."""
+    """Choose only among the k likeliest tokens, and any as likely as the k-th; None means all."""
 
     top_p: float | None = None
-    """Of those only the likeliest ones until their probabilities sum to p or more."""
+    """Choose only among the likeliest of those, whose probabilities sum to p or just more."""
 
     def probabilities(self, logits: Float[Tensor, "B R"]) -> Float[Tensor, "B V"]:
-        """Of every token to be the next one; the temperature is above 0."""
+        """The probability of each next token; the temperature must be above 0."""
         logits = logits[:, : self.vocabulary]
         if self.top_k is not None and self.top_k < self.vocabulary:
             kth = logits.topk(self.top_k, dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < kth, -torch.inf)
-        # Without the difference, small temperatures would make logits infinite.
+        # The maximum is subtracted, since small temperatures would make logits infinite.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
-        found: Tensor = logits.softmax(dim=-1)
+        probabilities: Tensor = logits.softmax(dim=-1)
         if self.top_p is None:
-            return found
-        ordered, token = found.sort(dim=-1, descending=True, stable=True)
+            return probabilities
+        ordered, token = probabilities.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
         ordered = ordered.masked_fill(before >= self.top_p, 0.0)
-        found = torch.zeros_like(found).scatter(-1, token, ordered)
-        return found / found.sum(dim=-1, keepdim=True)
+        probabilities = torch.zeros_like(probabilities).scatter(-1, token, ordered)
+        return probabilities / probabilities.sum(dim=-1, keepdim=True)
 
     def choose(
         self, logits: Float[Tensor, "B R"], generators: Sequence[torch.Generator | None]
     ) -> Int[Tensor, "B"]:
-        """A token a row, each drawn with a generator of its own."""
+        """One token per row, each drawn with the row's own generator."""
         if self.temperature == 0:
             return logits[:, : self.vocabulary].argmax(dim=-1)
         drawn = [
@@ -83,22 +83,22 @@ class Sampling:
 
 @dataclass
 class Session:
-    """One sequence: all of its tokens but the last ones are in the state."""
+    """A sequence that is being continued: the state has read all its tokens but the last ones."""
 
     unread: list[int]
-    """Tokens that follow what the state has seen."""
+    """The last tokens, which the state has not read."""
 
     state: list[Any] | None = None
-    """As the model keeps it, of one row; None before the first token."""
+    """The model's state, of one row; None before the first token."""
 
     generator: torch.Generator | None = None
-    """What tokens are drawn with."""
+    """Draws the tokens; None means torch's global generator."""
 
     is_done: bool = False
-    """Whoever takes the tokens sets it: no more are wanted."""
+    """Set by the consumer of `decode` when it wants no more tokens of this sequence."""
 
     def read(self, model: LanguageModel) -> Float[Tensor, "1 R"]:
-        """Logits of the next token; what was unread is in the state now."""
+        """Read the unread tokens into the state; return logits of the next token."""
         tokens = torch.tensor([self.unread], device=next(model.parameters()).device)  # (1, T)
         for part in tokens.split(tokens_at_once(model, tokens.shape[1]) or tokens.shape[1], dim=1):
             logits, self.state = model.prefill(part, self.state)
@@ -109,13 +109,14 @@ class Session:
 def decode(
     model: LanguageModel, sessions: Sequence[Session], *, num_tokens: int, sampling: Sampling
 ) -> Iterator[tuple[int, int]]:
-    """Continue sequences of any lengths, each as it would be alone.
+    """Continue sequences of any lengths, each with the same result as alone.
 
-    All are read first, one after the other. Those whose states have one shape then share their
-    steps: of kinds of linear cost all do, where keys and values are kept those of equal length.
+    First all are read, one after the other. Then sequences whose states have the same shape are
+    decoded as one batch: with a state of fixed size all sequences, with a cache of keys and values
+    those of equal length.
 
     Yields:
-        The index of a session, and its next token, which is unread until the one after it.
+        The index of a session, and its next token. The token stays in `unread` until the next step.
     """
     logits = [session.read(model) for session in sessions]
     alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
@@ -124,32 +125,32 @@ def decode(
     for group in alike.values():
         members = [sessions[index] for index in group]
         together = torch.cat([logits[index] for index in group])
-        for row, token in _decode_alike(model, members, together, num_tokens, sampling):
+        for row, token in _decode_batch(model, members, together, num_tokens, sampling):
             yield group[row], token
 
 
-def _decode_alike(
+def _decode_batch(
     model: LanguageModel,
     sessions: list[Session],
     logits: Float[Tensor, "B R"],
     num_tokens: int,
     sampling: Sampling,
 ) -> Iterator[tuple[int, int]]:
-    """`decode` of sessions that were read, whose states have one shape."""
+    """`decode` for sessions that have been read and whose states have the same shape."""
     rows = list(range(len(sessions)))
     state = pytree.tree_map(lambda *parts: torch.cat(parts), *(one.state for one in sessions))
     for session in sessions:
-        session.state = None  # until it leaves: it is in the batch's
+        session.state = None  # The batch's state holds it until the session leaves the batch.
     for count in range(num_tokens):
         if count:
             going = [place for place, row in enumerate(rows) if not sessions[row].is_done]
             if len(going) < len(rows):
                 for place, row in enumerate(rows):
                     if sessions[row].is_done:
-                        sessions[row].state = _copied(state, place)
+                        sessions[row].state = _copy_row(state, place)
                 if not going:
                     return
-                state = _rows(state, torch.tensor(going, device=logits.device))
+                state = _select_rows(state, torch.tensor(going, device=logits.device))
                 rows = [rows[place] for place in going]
             last = [sessions[row].unread.pop() for row in rows]
             logits, state = model.step(torch.tensor(last, device=logits.device), state)
@@ -158,15 +159,15 @@ def _decode_alike(
             sessions[row].unread.append(token)
         yield from zip(rows, chosen, strict=True)
     for place, row in enumerate(rows):
-        sessions[row].state = _copied(state, place)
+        sessions[row].state = _copy_row(state, place)
 
 
-def _rows(state: list[Any], rows: Int[Tensor, "rows"]) -> list[Any]:
-    found: list[Any] = pytree.tree_map(lambda part: part[rows], state)
-    return found
+def _select_rows(state: list[Any], rows: Int[Tensor, "rows"]) -> list[Any]:
+    selected: list[Any] = pytree.tree_map(lambda leaf: leaf[rows], state)
+    return selected
 
 
-def _copied(state: list[Any], place: int) -> list[Any]:
-    """One row, which does not keep the batch's memory."""
-    found: list[Any] = pytree.tree_map(lambda part: part[place : place + 1].clone(), state)
-    return found
+def _copy_row(state: list[Any], place: int) -> list[Any]:
+    """A copy of one row, which does not keep the batch's memory alive."""
+    row: list[Any] = pytree.tree_map(lambda leaf: leaf[place : place + 1].clone(), state)
+    return row

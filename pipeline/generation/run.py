@@ -1,7 +1,6 @@
 """Continues prompts and prints the texts as they grow."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -9,51 +8,43 @@ from longhaul.datamodules.decoding import StoppingDecoder
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
-from longhaul.pipeline.generation.sessions import load_session, origin, save_session
+from longhaul.pipeline.generation.options import GenerationOptions
+from longhaul.pipeline.generation.session_files import load_session, origin, save_session
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
-def generate(
-    trained: TrainedModel,
-    prompts: Sequence[str],
-    *,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop: Sequence[str],
-    state: Path | None,
-    save_state: Path | None,
-) -> None:
-    """Print each prompt and its continuation; `longhaul generate --help` explains the arguments.
+def generate(trained: TrainedModel, options: GenerationOptions) -> None:
+    """Print each prompt and its continuation.
 
     Raises:
         ValueError: the saved state is damaged or of another model, or there is no manifest.
         OSError: the state could not be written.
     """
-    of = origin(trained)  # now, since a run that goes on deletes old checkpoints
+    # Read at once, since a run that is still trained deletes its old checkpoints.
+    model_origin = origin(trained)
+    prompts = options.prompts or [""]
     manifest = load_manifest(trained.config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     start = Session([manifest.bos_id])
-    if state is not None:
-        start = load_session(state, trained.model, of)
+    if options.state is not None:
+        start = load_session(options.state, trained.model, model_origin)
     sessions = [
         Session(
             [*start.unread, *tokenizer.encode(prompt).tolist()],
             start.state,
-            torch.Generator(trained.device).manual_seed(seed),
+            torch.Generator(trained.device).manual_seed(options.seed),
         )
         for prompt in prompts
     ]
     sampling = Sampling(
         vocabulary=manifest.vocab_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
     )
     printer = _Printer(prompts)
-    texts = [StoppingDecoder(tokenizer.stream_decoder(), stop) for _ in prompts]
+    texts = [StoppingDecoder(tokenizer.stream_decoder(), options.stop) for _ in prompts]
+    num_tokens = options.num_tokens
     for index, token in decode(trained.model, sessions, num_tokens=num_tokens, sampling=sampling):
         session, text = sessions[index], texts[index]
         session.is_done = token == tokenizer.eot_id
@@ -63,14 +54,15 @@ def generate(
     for index, text in enumerate(texts):
         printer.add(index, text.flush())
         printer.end(index)
-    if save_state is not None:
-        save_session(save_state, sessions[0], of)
+    if options.save_state is not None:
+        save_session(options.save_state, sessions[0], model_origin)
 
 
 class _Printer:
-    """Prints texts that grow together, one after the other: the first one whole as it comes.
+    """Prints texts that grow at the same time, one after the other.
 
-    Nothing is printed before the first addition, when it is known that the model can continue.
+    The text whose turn it is gets printed as it grows; later texts are kept until their turn.
+    Nothing is printed before the first addition, which shows that the model can continue at all.
     """
 
     def __init__(self, prompts: Sequence[str]) -> None:
@@ -88,6 +80,6 @@ class _Printer:
             self._waiting[index] = ""
 
     def end(self, index: int) -> None:
-        """End of the text whose turn it is."""
+        """End the line of the text whose turn it is, and begin the next text's turn."""
         print(flush=True)
         self._turn += 1

@@ -1,30 +1,32 @@
-"""Whether a run fits its devices: a table of what a rank holds and sends, and one verdict."""
+"""Whether a run fits its devices: a table of a rank's memory and traffic, and one verdict."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.pipeline.planning.live_tensors import PARTS
-from longhaul.pipeline.planning.memory import Choice, Plan, Planner
+from longhaul.pipeline.planning.memory import MemorySettings, Plan, Planner
+from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
 from longhaul.pipeline.terminal.numbers import digits, in_bytes
 
-# Left to the device's context, to buffers of NCCL and to the allocator's rounding.
+# Kept free for the device's context, NCCL's buffers and the allocator's rounding.
 _RESERVED_BYTES = 2 * 10**9
 
 
-def find(device: str | None) -> Device:
-    """The device that is asked for; ValueError names those there are."""
-    found = None if device is None else find_device(device)
-    if found is None:
+def device_option(name: str | None) -> Device:
+    """The device of --device. Raises ValueError, with all known names, for any other name."""
+    device = None if name is None else find_device(name)
+    if device is None:
         keys = ", ".join(sorted(one.key for one in DEVICES))
-        what = "missing with --gpus" if device is None else f"found {device!r}"
-        raise ValueError(f"--device: {what}, wanted one of {keys}")
-    return found
+        found = "found none with --gpus" if name is None else f"found {name!r}"
+        raise ValueError(f"--device: {found}, wanted one of {keys}")
+    return device
 
 
-def on_ranks(path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None) -> RunConfig:
-    """The run that a path and overrides give, on so many ranks in place of its own number."""
+def with_num_gpus(
+    path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None
+) -> RunConfig:
+    """The run of a path and overrides, on `gpus` ranks instead of its own number; None keeps it."""
     if gpus is None:
         return run
     if gpus < 1:
@@ -41,32 +43,32 @@ def on_ranks(path: str, overrides: Sequence[str], run: RunConfig, gpus: int | No
         raise ValueError(f"--gpus: found {gpus}: {error}") from None
 
 
-def own_choice(config: RunConfig) -> Choice:
-    """What the config itself says."""
+def configured_settings(config: RunConfig) -> MemorySettings:
+    """The settings in the config itself."""
     trainer = config.trainer
     strategy = trainer.strategy
-    return Choice(
+    return MemorySettings(
         strategy=strategy,
         stage=trainer.deepspeed_stage if strategy == "deepspeed" else None,
         checkpointing=trainer.activation_checkpointing,
     )
 
 
-def rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
-    """A row for every strategy and mode of checkpointing, below the names of the columns."""
-    table = [["strategy", "checkpointing", *PARTS, "total", "sent", device.name]]
-    for choice in _choices(config):
-        plan = planner.plan(choice)
-        parts = [_gigabytes(getattr(plan, part)) for part in PARTS]
+def memory_rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
+    """The column names, then one row per strategy and mode of checkpointing."""
+    table = [["strategy", "checkpointing", *CATEGORIES, "total", "sent", device.name]]
+    for settings in _all_settings(config):
+        plan = planner.plan(settings)
+        gigabytes = [_gigabytes(getattr(plan, category)) for category in CATEGORIES]
         verdict = "fits" if fits(plan, device) else "does not fit"
         table.append(
             [
-                choice.name,
-                _checkpointing(choice),
-                *parts,
+                settings.name,
+                _checkpointing(settings),
+                *gigabytes,
                 _gigabytes(plan.total),
                 _gigabytes(plan.sent),
-                f"{verdict} {_room(device)}",
+                f"{verdict} {_device_memory(device)}",
             ]
         )
     return table
@@ -77,17 +79,17 @@ def fits(plan: Plan, device: Device) -> bool:
 
 
 def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
-    """One line: the config as it is fits, or the smallest change with which it would."""
-    own = own_choice(config)
+    """One line: the config fits, or the smallest change of it that would fit."""
+    own = configured_settings(config)
     plan = planner.plan(own)
     as_it_is = f"As configured ({own.name}, checkpointing {_checkpointing(own)}, micro-batch "
-    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_room(device)}"
+    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_device_memory(device)}"
     if fits(plan, device):
         return f"{as_it_is}, fits."
-    for change, choice, micro_batches in _changes(config, own):
-        found = _largest_that_fits(planner, choice, micro_batches, device)
-        if found is not None:
-            size, plan = found
+    for change, settings, micro_batches in _changes(config, own):
+        fitting = _largest_that_fits(planner, settings, micro_batches, device)
+        if fitting is not None:
+            size, plan = fitting
             if size != config.trainer.micro_batch:
                 change.append(f"trainer.micro_batch={size}")
             return (
@@ -97,8 +99,8 @@ def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
     return f"{as_it_is}, does not fit, and no strategy or micro-batch here would."
 
 
-def _choices(config: RunConfig) -> Iterator[Choice]:
-    own = own_choice(config)
+def _all_settings(config: RunConfig) -> Iterator[MemorySettings]:
+    own = configured_settings(config)
     modes = sorted({0, 1, own.checkpointing})
     strategies: list[tuple[str, int | None]] = [("single", None)]
     if config.trainer.world_size > 1:
@@ -106,11 +108,13 @@ def _choices(config: RunConfig) -> Iterator[Choice]:
         strategies += [("deepspeed", stage) for stage in (1, 2, 3)]
     for strategy, stage in strategies:
         for mode in modes:
-            yield Choice(strategy=strategy, stage=stage, checkpointing=mode)
+            yield MemorySettings(strategy=strategy, stage=stage, checkpointing=mode)
 
 
-def _changes(config: RunConfig, own: Choice) -> Iterator[tuple[list[str], Choice, Sequence[int]]]:
-    """Changes from small to large: settings, what they choose, and micro-batches to try."""
+def _changes(
+    config: RunConfig, own: MemorySettings
+) -> Iterator[tuple[list[str], MemorySettings, Sequence[int]]]:
+    """Changes from small to large: config values, the settings they make, micro-batches to try."""
     as_it_is = [config.trainer.micro_batch]
     smaller = _micro_batches(config)
     recomputed = dataclasses.replace(own, checkpointing=1)
@@ -119,7 +123,7 @@ def _changes(config: RunConfig, own: Choice) -> Iterator[tuple[list[str], Choice
     yield [checkpointing], recomputed, as_it_is
     yield [checkpointing], recomputed, smaller
     if config.trainer.world_size > 1 and own.strategy in ("single", "ddp"):
-        sharded = Choice(strategy="fsdp", checkpointing=own.checkpointing)
+        sharded = MemorySettings(strategy="fsdp", checkpointing=own.checkpointing)
         change = ["trainer.strategy=fsdp"]
         yield list(change), sharded, as_it_is
         change.append(checkpointing)
@@ -129,32 +133,33 @@ def _changes(config: RunConfig, own: Choice) -> Iterator[tuple[list[str], Choice
 
 
 def _micro_batches(config: RunConfig) -> list[int]:
-    """Smaller micro-batches that leave the size of an update as it is."""
+    """Smaller micro-batches that keep the size of an update."""
     samples = config.samples_per_update // config.trainer.world_size
     return [size for size in range(1, config.trainer.micro_batch) if samples % size == 0]
 
 
 def _largest_that_fits(
-    planner: Planner, choice: Choice, sizes: Sequence[int], device: Device
+    planner: Planner, settings: MemorySettings, sizes: Sequence[int], device: Device
 ) -> tuple[int, Plan] | None:
-    """By bisection: memory grows with the micro-batch."""
-    found = None
+    """The largest micro-batch that fits, by bisection, since memory grows with the micro-batch."""
+    largest = None
     low, high = 0, len(sizes)
     while low < high:
         middle = (low + high) // 2
-        plan = planner.plan(choice, sizes[middle])
+        plan = planner.plan(settings, sizes[middle])
         if fits(plan, device):
-            found, low = (sizes[middle], plan), middle + 1
+            largest, low = (sizes[middle], plan), middle + 1
         else:
             high = middle
-    return found
+    return largest
 
 
-def _checkpointing(choice: Choice) -> str:
-    return {0: "none", 1: "every block"}.get(choice.checkpointing, f"1 in {choice.checkpointing}")
+def _checkpointing(settings: MemorySettings) -> str:
+    every = settings.checkpointing
+    return {0: "none", 1: "every block"}.get(every, f"1 in {every}")
 
 
-def _room(device: Device) -> str:
+def _device_memory(device: Device) -> str:
     return f"{device.memory_bytes // 10**9} GB"
 
 

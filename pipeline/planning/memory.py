@@ -1,7 +1,8 @@
-"""Memory and communication of a rank under each strategy: one update, traced without its numbers.
+"""Memory and communication of a rank under each strategy, from tracing one update without data.
 
-The real model takes the real step on tensors that have shapes and no data, so that what is counted
-is what the code does. DeepSpeed cannot be traced so: its states follow from its documentation.
+The real model makes a real update on tensors that have shapes but no data, so that the numbers
+follow the code. DeepSpeed cannot be traced like that: `_deepspeed` has the formulas of its
+documentation.
 """
 
 import dataclasses
@@ -21,21 +22,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer
-from longhaul.pipeline.planning.live_tensors import PARTS, LiveMemory
+from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace
 from longhaul.pipeline.training.blocks import prepare_blocks, shard
 
-# What Lightning's DeepSpeedStrategy sets, in numbers, and DeepSpeed's own default for stage 3.
+# Numbers of elements: in the buckets that Lightning's DeepSpeedStrategy sets, and in the live
+# parameters of stage 3 by DeepSpeed's own default.
 _DEEPSPEED_BUCKET = 200_000_000
 _DEEPSPEED_LIVE = 1_000_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choice:
-    """How a model is spread over the ranks and what it keeps for the backward pass."""
+class MemorySettings:
+    """The settings that decide a rank's memory, besides the model and the micro-batch."""
 
     strategy: str  # single | ddp | fsdp | deepspeed
-    stage: int | None = None  # of deepspeed
+    stage: int | None = None  # of DeepSpeed
     checkpointing: int = 0  # every n-th block is recomputed; 0: none
 
     @property
@@ -45,75 +47,75 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A rank's bytes where an update needs most, and the bytes that it sends in an update."""
+    """A rank's bytes at the peak of an update, and the bytes that it sends per update."""
 
     parameters: int
     gradients: int
     optimizer: int
-    activations: int  # and gradients on their way
+    activations: int  # including gradients of activations
     copies: int  # of parameters: gathered, cast to 16 bits; and buffers of collectives
-    workspace: int  # inside of an op: logits, states, features
+    workspace: int  # inside of ops: logits, states, features
     sent: float
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, part) for part in PARTS)
+        return sum(getattr(self, category) for category in CATEGORIES)
 
 
 class Planner:
-    """Plans of one config on devices of one kind; what was traced once is not traced again."""
+    """Makes the plans of one config on one type of device, and traces each case only once."""
 
     def __init__(self, config: RunConfig, backend: Backend = "triton") -> None:
         self._config = config
         self._workspace = OpWorkspace(backend)
         self._traced: dict[tuple[int, int, bool], _Traced] = {}
 
-    def plan(self, choice: Choice, micro_batch: int | None = None) -> Plan:
-        """What a rank needs with a choice, and with another micro-batch than the config's."""
+    def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
+        """The plan of a rank with these settings; `micro_batch` None means the config's."""
         config = self._config
         if micro_batch is not None:
             trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
             config = dataclasses.replace(config, trainer=trainer)
         ranks = config.trainer.world_size
-        traced = self._trace(config, choice)
-        if choice.strategy == "deepspeed":
-            return _deepspeed(config, choice, traced)
-        if choice.strategy == "single":
+        traced = self._trace(config, settings)
+        if settings.strategy == "deepspeed":
+            return _deepspeed(config, settings, traced)
+        if settings.strategy == "single":
             return Plan(**traced.peak, sent=0.0)
         others = (ranks - 1) / ranks
-        if choice.strategy == "ddp":
-            # Gradients live in the buckets that are all-reduced (gradient_as_bucket_view), and
-            # these are there from the start to the end.
+        if settings.strategy == "ddp":
+            # Gradients are views of the buckets that are all-reduced (gradient_as_bucket_view), and
+            # the buckets exist from start to end.
             peak = traced.peak_besides_gradients | {"gradients": traced.gradients}
             return Plan(**peak, sent=2 * others * traced.gradients)
         return Plan(**traced.peak, sent=others * traced.communicated)
 
-    def _trace(self, config: RunConfig, choice: Choice) -> "_Traced":
-        is_sharded = choice.strategy == "fsdp"
-        key = config.trainer.micro_batch, choice.checkpointing, is_sharded
+    def _trace(self, config: RunConfig, settings: MemorySettings) -> "_Traced":
+        is_sharded = settings.strategy == "fsdp"
+        key = config.trainer.micro_batch, settings.checkpointing, is_sharded
         if key not in self._traced:
             self._traced[key] = _trace_update(
-                config, choice.checkpointing, self._workspace, is_sharded=is_sharded
+                config, settings.checkpointing, self._workspace, is_sharded=is_sharded
             )
         return self._traced[key]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Traced:
-    """Bytes by part where most is alive, and where most besides gradients is."""
+    """Bytes by category: at the peak, and at the peak of everything but gradients."""
 
     peak: dict[str, int]
     peak_besides_gradients: dict[str, int]
     gradients: int  # of all trained parameters
-    trained: int  # numbers in them
-    communicated: int  # collectives of an update, whole tensors, all ranks' parts
+    trained: int  # number of their elements
+    communicated: int  # bytes of an update's collectives, as whole tensors
 
 
 def _trace_update(
     config: RunConfig, checkpointing: int, workspace: OpWorkspace, *, is_sharded: bool
 ) -> _Traced:
-    """An update of a run that has begun: the optimizer has its moments."""
-    live = LiveMemory(workspace)
+    """Trace an update that is not the run's first: the optimizer already has its moments."""
+    tracker = MemoryTracker(workspace)
     with _fake_ranks(config.trainer.world_size if is_sharded else 1) as mesh:
         with torch.device("meta"):
             model = LanguageModel(config.model)
@@ -122,33 +124,33 @@ def _trace_update(
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         prepare_blocks(model, checkpoint_every=checkpointing, compiled=False)
         if mesh is not None:
-            # On fake tensors this would take minutes for 1,024 ranks; on `meta` ones it does not.
+            # On meta tensors, since on fake tensors this takes minutes for 1,024 ranks.
             shard(model, mesh, MixedPrecisionPolicy())
-        with FakeTensorMode(allow_non_fake_inputs=True), live:
-            live.part = "parameters"
+        with FakeTensorMode(allow_non_fake_inputs=True), tracker:
+            tracker.category = "parameters"
             model.to_empty(device="cpu")
             for parameter in model.parameters() if mesh is None else ():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(
-                        lambda one: live.belongs(one.grad, "gradients")
+                        lambda one: tracker.assign(one.grad, "gradients")
                     )
             optimizer = build_optimizer(model, config.optim)
-            _fill_optimizer(optimizer, live)
-            live.restart()
-            inner, last = _update(config, model, optimizer, live)
+            _create_optimizer_state(optimizer, tracker)
+            tracker.reset_peak()
+            inner, last = _update(config, model, optimizer, tracker)
     communicated = (config.accumulation - 1) * inner + last
     return _Traced(
-        peak=live.peak,
-        peak_besides_gradients=live.peak_besides_gradients,
+        peak=tracker.peak,
+        peak_besides_gradients=tracker.peak_besides_gradients,
         gradients=gradients,
         trained=trained,
         communicated=communicated,
     )
 
 
-def _fill_optimizer(optimizer: torch.optim.Optimizer, live: LiveMemory) -> None:
-    """Let it make its moments, as the first update of a run does."""
-    live.part = "optimizer"
+def _create_optimizer_state(optimizer: torch.optim.Optimizer, tracker: MemoryTracker) -> None:
+    """Let the optimizer create its moments, as in the first update of a run."""
+    tracker.category = "optimizer"
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
@@ -157,43 +159,49 @@ def _fill_optimizer(optimizer: torch.optim.Optimizer, live: LiveMemory) -> None:
 
 
 def _update(
-    config: RunConfig, model: LanguageModel, optimizer: torch.optim.Optimizer, live: LiveMemory
+    config: RunConfig,
+    model: LanguageModel,
+    optimizer: torch.optim.Optimizer,
+    tracker: MemoryTracker,
 ) -> tuple[int, int]:
-    """As Pretraining takes it; bytes communicated in a micro-batch before the last, and in it.
+    """Make an update like Pretraining does.
 
-    A third micro-batch finds the memory as the second does.
+    At most two micro-batches are traced, since a third needs the same memory as the second.
+
+    Returns:
+        Bytes communicated in each micro-batch but the last, and in the last.
     """
-    live.part = "activations"
+    tracker.category = "activations"
     micro_batches = min(config.accumulation, 2)
     communicated = []
     is_mixed = config.trainer.precision == "bf16-mixed"
-    # Lightning runs all of the step below autocast, so that weights in 16 bits live to its end.
+    # Lightning runs the whole step inside autocast, so 16-bit copies of weights live to its end.
     with torch.autocast("cpu", torch.bfloat16) if is_mixed else nullcontext():
         for micro_batch in range(micro_batches):
             is_last = micro_batch == micro_batches - 1
             if isinstance(model, FSDPModule):
                 cast(FSDPModule, model).set_requires_gradient_sync(is_last)
-            before = live.communicated_bytes
+            before = tracker.communicated_bytes
             tokens, target = torch.zeros(
                 2, config.trainer.micro_batch, config.data.context, dtype=torch.int64
             )
             model.loss(tokens, target).backward()
             del tokens, target
             if not is_last:
-                # What FSDP holds back is whole gradients, which no parameter shows.
-                live.rename("activations", "gradients")
-            communicated.append(live.communicated_bytes - before)
+                # FSDP keeps unsharded gradients here, which are no parameter's `.grad`.
+                tracker.reassign("activations", "gradients")
+            communicated.append(tracker.communicated_bytes - before)
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)
-        live.part = "optimizer"
+        tracker.category = "optimizer"
         optimizer.step()
         optimizer.zero_grad()
-    live.part = "activations"
+    tracker.category = "activations"
     return communicated[0] if micro_batches > 1 else 0, communicated[-1]
 
 
 @contextmanager
 def _fake_ranks(count: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of this rank and others that are not there; None for one."""
+    """A mesh of this rank and of simulated others; None for a single rank."""
     if count == 1:
         yield None
         return
@@ -204,20 +212,20 @@ def _fake_ranks(count: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def _deepspeed(config: RunConfig, choice: Choice, traced: _Traced) -> Plan:
+def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> Plan:
     """Activations as traced, the rest by the formulas of the ZeRO paper and DeepSpeed's docs.
 
-    Parameters and gradients are in the precision of the forward pass, and an optimizer's share is
-    a float32 copy of the parameters and two moments, 12 bytes a parameter.
+    Parameters and gradients have the precision of the forward pass. The optimizer has a float32
+    copy of the parameters and two moments, 12 bytes per parameter.
     """
-    ranks, stage, size = config.trainer.world_size, choice.stage, traced.trained
+    ranks, stage, size = config.trainer.world_size, settings.stage, traced.trained
     frozen = traced.peak["parameters"] - 4 * size
     width = 2 if config.trainer.precision == "bf16-mixed" else 4
     whole = width * size
     bucket = width * min(size, _DEEPSPEED_BUCKET)
     # overlap_comm, which Lightning turns on, reduces one bucket while it fills another.
     buffers = 2 * bucket if stage in (1, 2) else bucket + width * min(size, _DEEPSPEED_LIVE)
-    # Stage 1 reduces once an update, 2 and 3 after each micro-batch; 3 also gathers twice for each.
+    # Stage 1 reduces once per update, 2 and 3 after each micro-batch; 3 gathers twice for each.
     passes = {1: 2, 2: config.accumulation + 1, 3: 3 * config.accumulation}[stage or 0]
     return Plan(
         parameters=frozen + (math.ceil(whole / ranks) if stage == 3 else whole),

@@ -1,4 +1,4 @@
-"""Memory that custom ops take inside, where tracing on tensors without data does not look."""
+"""Memory that custom ops allocate inside, which tracing on tensors without data does not see."""
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -13,21 +13,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form
 from longhaul.kernels.power.torch import backend as chunked
-from longhaul.pipeline.planning.live_tensors import LiveMemory
+from longhaul.pipeline.planning.memory_tracker import MemoryTracker
 
 Backend = Literal["torch", "triton"]
 
 
 class OpWorkspace:
-    """Bytes that an op takes while it runs, its results included, by the backend that runs it.
+    """Bytes that an op needs while it runs, including its results, for one backend.
 
-    The power op's own code is run, on tensors of the `meta` device: it allocates what it would
-    allocate, and Triton's kernels are not launched. What is known of a call is kept.
+    The power op's own code runs on `meta` tensors: it makes its usual allocations, and Triton's
+    kernels are not launched. The result for each call is cached.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend if find_spec("triton") is not None else "torch"
-        self._known: dict[Any, int] = {}
+        self._cached: dict[Any, int] = {}
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         name = op.name()
@@ -36,11 +36,11 @@ class OpWorkspace:
         if not name.startswith("longhaul::power_"):
             return 0
         key = (name, tuple(map(_shape, args)), tuple(sorted(map(str, kwargs.items()))))
-        if key not in self._known:
-            # Tables that launchers keep for later calls must not be fake tensors.
+        if key not in self._cached:
+            # Launchers cache tables for later calls, which must not be fake tensors.
             with unset_fake_temporarily():
-                self._known[key] = self._power_bytes(name, args, dict(kwargs))
-        return self._known[key]
+                self._cached[key] = self._power_bytes(name, args, dict(kwargs))
+        return self._cached[key]
 
     def _power_bytes(self, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> int:
         inputs = [
@@ -53,18 +53,18 @@ class OpWorkspace:
         settings.pop("backend")
         call = self._call(inputs[0], inputs[2], settings)
         run, skipping = self._implementation(call, inputs)
-        live = LiveMemory()
-        live.belongs(inputs, "activations")
-        given = sum(live.now.values())
-        with torch.no_grad(), skipping, live:
+        tracker = MemoryTracker()
+        tracker.assign(inputs, "activations")
+        given = sum(tracker.now.values())
+        with torch.no_grad(), skipping, tracker:
             if name == "longhaul::power_forward":
                 run.forward(call, *inputs)
             else:
                 run.backward(call, _saved(call, inputs), *inputs[12:], needs)
-        return sum(live.peak.values()) - given
+        return sum(tracker.peak.values()) - given
 
     def _call(self, q: Tensor, v: Tensor, settings: dict[str, Any]) -> PowerCall:
-        """The call as it would be on a device that the backend serves: a trace is on the CPU's."""
+        """The call as made on the backend's own device; the traced call was made for the CPU."""
         sizes = q.shape[1], q.shape[3], v.shape[3], settings["degree"]
         if settings["chunk_size"] == choose_chunk_size(*sizes, "torch"):
             settings["chunk_size"] = choose_chunk_size(*sizes, self._backend)
@@ -75,7 +75,7 @@ class OpWorkspace:
         self, call: PowerCall, inputs: list[Any]
     ) -> tuple[ModuleType, AbstractContextManager[object]]:
         if self._backend == "triton":
-            # Triton takes long to import, and may not be there.
+            # Imported here: Triton is optional, and slow to import.
             from longhaul.kernels.offline import skipping
             from longhaul.kernels.power import triton
 
@@ -86,7 +86,7 @@ class OpWorkspace:
 
 
 def _saved(call: PowerCall, inputs: list[Any]) -> Saved:
-    """What the op's own backward makes of its tensors: absent ones are empty there."""
+    """The saved tensors as the op's backward sees them: unused ones are empty in its arguments."""
     kept = inputs[:12]
     if not call.output_final_state:
         kept[8] = kept[9] = None
@@ -96,11 +96,12 @@ def _saved(call: PowerCall, inputs: list[Any]) -> Saved:
 
 
 def _loss_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """What linear_cross_entropy takes on a GPU: its chunk of logits, and the two gradients.
+    """Bytes of linear_cross_entropy on a GPU: a chunk of logits, and the two gradients.
 
-    Its documentation, with the defaults "compact" and "aspect_ratio:2": half as many rows as make
-    the logits as large as the input, up to a power of two. They are float32, with a copy in 16 bits
-    for the products if the input is in 16 bits, and two arrays as wide as the input beside them.
+    By its documentation, with the defaults "compact" and "aspect_ratio:2", a chunk has half as many
+    rows as would make the logits as large as the input, rounded up to a power of two. Logits are
+    float32, with a 16-bit copy for the matrix products if the input has 16 bits. Two more arrays
+    are as wide as the input.
     """
     rows, width = hidden.shape
     vocabulary = weight.shape[0]

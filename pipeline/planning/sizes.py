@@ -1,4 +1,4 @@
-"""Sizes of models and of their states."""
+"""Sizes of models and of the states of their attention layers."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,22 @@ import torch
 from longhaul.modules.attention import Attention
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 
-HALF = torch.bfloat16  # in which states and caches are compared, as the papers do
+HALF = torch.bfloat16  # states and caches are compared in it, as in the papers
 
 
-def without_memory(config: LanguageModelConfig) -> LanguageModel:
-    """The model without its numbers: milliseconds and no memory, whatever its size."""
+def build_on_meta(config: LanguageModelConfig) -> LanguageModel:
+    """The model on the meta device: built in milliseconds without memory, whatever its size."""
     with torch.device("meta"):
         return LanguageModel(config)
 
 
-def attentions(model: LanguageModel) -> list[Attention]:
-    """The attention of every layer, in order."""
+def attention_layers(model: LanguageModel) -> list[Attention]:
+    """The attention modules of all layers, in order."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 def state_bytes(layers: Sequence[Attention], T: int) -> int:
-    """A sequence's states in half precision, without padding; caches after T tokens."""
+    """Bytes of a sequence's states in half precision without padding; of caches after T tokens."""
     sizes = ((layer, layer.state_size()) for layer in layers)
     return sum(
         layer.allocated_bytes(T, HALF) if size is None else size * HALF.itemsize
@@ -31,5 +31,5 @@ def state_bytes(layers: Sequence[Attention], T: int) -> int:
 
 
 def allocated_bytes(layers: Sequence[Attention], T: int) -> int:
-    """A sequence's states as allocated after T tokens in half precision."""
+    """Bytes allocated for one sequence's states after T tokens, in half precision."""
     return sum(layer.allocated_bytes(T, HALF) for layer in layers)

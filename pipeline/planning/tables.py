@@ -1,4 +1,4 @@
-"""The tables of `longhaul plan`: what a model is made of and costs, from its config alone."""
+"""The tables of `longhaul plan`: parameters, FLOPs, states and memory, from a config alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.attention import AttentionConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
 from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.pipeline.planning.fit import find, on_ranks, rows, verdict
+from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.planning.sizes import (
     HALF,
     allocated_bytes,
-    attentions,
+    attention_layers,
+    build_on_meta,
     state_bytes,
-    without_memory,
 )
 from longhaul.pipeline.system.devices import Device
 from longhaul.pipeline.terminal.numbers import amount, digits, in_bytes
@@ -40,13 +40,15 @@ def print_plan(
     run = load_run_config(path, overrides)
     fit = None
     if gpus is not None or device is not None:
-        fit = on_ranks(path, overrides, run, gpus), find(device)
+        fit = with_num_gpus(path, overrides, run, gpus), device_option(device)
     contexts = contexts or [run.data.context]
     models = [run.model]
     if kinds is not None:
         models = [load_run_config(path, overrides, kind=kind).model for kind in kinds]
-    print("FLOPs: forward, a token, in the form that a GPU takes. State: a sequence's, in half")
-    print("precision without padding, and as it is allocated.\n")
+    print(
+        "FLOPs: of the forward pass per token, in the form used on a GPU. State: of one sequence,"
+    )
+    print("in half precision, without padding and as allocated.\n")
     print_table(_costs(models, contexts))
     symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
     if symmetric:
@@ -58,25 +60,29 @@ def print_plan(
 
 def _print_fit(config: RunConfig, device: Device) -> None:
     ranks = config.trainer.world_size
-    print(f"\nGB of one of {ranks} ranks where an update needs most, and GB that it sends")
-    print("in an update. Copies: parameters that are gathered or cast, buffers of collectives;")
-    print("workspace: inside of an op, if one runs then. All is traced from the step itself, but")
     print(
-        "for DeepSpeed, where activations and workspace are, and the rest is computed.\n",
+        f"\nGB of one of {ranks} ranks at the peak of an update, and GB that it sends per update."
+    )
+    print(
+        "Copies: gathered or cast parameters, buffers of collectives. Workspace: inside of an op,"
+    )
+    print("if one runs at the peak. All numbers are traced from the update itself, except with")
+    print(
+        "DeepSpeed: there only activations and workspace are traced, the rest is computed.\n",
         flush=True,
     )
     planner = Planner(config)
-    print_table(rows(config, device, planner))
+    print_table(memory_rows(config, device, planner))
     print(f"\n{verdict(config, device, planner)}")
 
 
 def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> list[list[str]]:
-    """A row for every kind and context, below the names of the columns."""
+    """The column names, then one row per kind and context."""
     names = ["kind", "context", "parameters", "FLOPs in weights", "in mixing", "ratio"]
     rows = [[*names, "state", "allocated", "form on GPU", "on CPU"]]
     for config in models:
-        model = without_memory(config)
-        layers = attentions(model)
+        model = build_on_meta(config)
+        layers = attention_layers(model)
         weights = model.weight_flops()
         for T in contexts:
             mixing = model.mixing_flops(T, "triton")
@@ -100,14 +106,16 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
 
 
 def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
-    """A row for every degree, below the names of the columns."""
+    """The column names, then one row per degree."""
     rows = [["degree", "symmetric power", "tensor power", "allocated"]]
     for degree in _DEGREES:
         others = {key: _of_degree(other, degree) for key, other in config.layer_attention.items()}
         model = dataclasses.replace(
             config, attention=_of_degree(config.attention, degree), layer_attention=others
         )
-        layers = [layer for layer in attentions(without_memory(model)) if isinstance(layer, Sympow)]
+        layers = [
+            layer for layer in attention_layers(build_on_meta(model)) if isinstance(layer, Sympow)
+        ]
         rows.append(
             [
                 f"{degree}",

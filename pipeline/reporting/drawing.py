@@ -1,4 +1,4 @@
-"""A figure as data, and its files: PNG, PDF, and the CSV below it."""
+"""Figures and tables as data, and the files drawn from them: PNG, PDF and CSV."""
 
 import csv
 import math
@@ -20,23 +20,23 @@ YAxis = Literal["linear", "from zero", "share", "log"]
 
 _MOST_MARKERS = 8
 _TRAINED = "training context"
-_COLUMN_CHARACTERS = 54  # of a legend
+_LEGEND_CHARACTERS = 54  # that fit in a line of the legend
 _LINE_INCHES = 0.135
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line, or some points."""
+    """One line, or a set of points."""
 
     label: str
     look: Look
     x: Sequence[float]
     y: Sequence[float]
     is_finished: bool = True
-    """Whether the runs behind it are; otherwise markers are hollow, and lines are thin."""
+    """Whether its run is finished; otherwise markers are hollow and lines are thin."""
 
     line: str = "-"
-    """matplotlib's name of its style; empty for points alone."""
+    """matplotlib's name of the line style; empty draws points only."""
 
     band: tuple[Sequence[float], Sequence[float]] | None = None
     """Lower and upper bounds of y."""
@@ -44,37 +44,37 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure of a column's width."""
+    """A figure one column wide."""
 
     name: str
-    """Of its files, without a suffix."""
+    """Name of its files, without a suffix."""
 
     title: str
     caption: str
-    """What a reader must know to read it."""
+    """What a reader must know to understand it."""
 
     x_label: str
     y_label: str
     series: Sequence[Series]
     columns: Sequence[str]
     rows: Sequence[Row]
-    """Of its CSV, below the columns."""
+    """Rows of the CSV file, below the column names."""
 
     x_axis: Literal["context", "tokens", "bytes"]
-    """context: doubling, numbers at x_ticks; tokens: those trained on; bytes: tenfold."""
+    """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; bytes: base 10."""
 
     x_ticks: Sequence[int] = ()
     y_axis: YAxis = "linear"
     y_range: tuple[float, float] | None = None
-    """Where the vertical axis begins and ends, whatever lies above it."""
+    """Where the vertical axis begins and ends; values outside are cut off."""
 
     trained_at: int | None = None
-    """Training context, marked where it is among what is drawn."""
+    """Training context to mark with a vertical line; None means no mark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Numbers better read than drawn; its CSV has the same cells."""
+    """A table on the page; its CSV file has the same cells."""
 
     name: str
     title: str
@@ -94,8 +94,8 @@ def draw(drawing: Figure, folder: Path) -> None:
     """Write NAME.png, NAME.pdf and NAME.csv."""
     write_csv(folder / f"{drawing.name}.csv", drawing.columns, drawing.rows)
     labels = {one.label for one in drawing.series} | {_TRAINED}
-    columns = 2 if max(map(len, labels)) <= _COLUMN_CHARACTERS // 2 else 1
-    num_lines = sum(_in_lines(label).count("\n") + 1 for label in labels)
+    columns = 2 if max(map(len, labels)) <= _LEGEND_CHARACTERS // 2 else 1
+    num_lines = sum(_wrapped(label).count("\n") + 1 for label in labels)
     height = 2.4 + _LINE_INCHES * (1 - (-num_lines // columns))
     png, pdf = (folder / f"{drawing.name}.{suffix}" for suffix in ("png", "pdf"))
     with figure(png, drawing.title, height=height, vector=pdf) as axes:
@@ -104,7 +104,7 @@ def draw(drawing: Figure, folder: Path) -> None:
         if drawing.trained_at is not None:
             axes.axvline(drawing.trained_at, color="black", linestyle=":", label=_TRAINED, zorder=0)
         _axes(axes, drawing)
-        # Of runs that differ in their seed alone, one entry.
+        # Runs that differ only in their seed share one entry of the legend.
         handles, names = axes.get_legend_handles_labels()
         entries = dict(zip(names, handles, strict=True))
         axes.figure.legend(
@@ -113,7 +113,7 @@ def draw(drawing: Figure, folder: Path) -> None:
             loc="outside lower center",
             ncols=columns,
             frameon=False,
-            handlelength=3.2,  # dashes are told apart by three of them
+            handlelength=3.2,  # three dashes are enough to recognise a line style
         )
 
 
@@ -130,12 +130,12 @@ def _plot(axes: "Axes", one: Series) -> None:
         markersize=4,
         markerfacecolor=one.look.colour if one.is_finished else "white",
         markevery=-(-len(one.x) // _MOST_MARKERS),
-        label=as_text(_in_lines(one.label)),
+        label=as_text(_wrapped(one.label)),
     )
 
 
-def _in_lines(label: str) -> str:
-    return textwrap.fill(label, _COLUMN_CHARACTERS)
+def _wrapped(label: str) -> str:
+    return textwrap.fill(label, _LEGEND_CHARACTERS)
 
 
 def _axes(axes: "Axes", drawing: Figure) -> None:
@@ -164,7 +164,7 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         return
     axes.set_xscale("log")
     values = [x for one in drawing.series for x in one.x]
-    # Points of one state, or nearly, would stand on an axis without a number.
+    # If all states have about the same size, a narrow axis would show no number at all.
     low, high = min(values), max(values)
     middle = math.sqrt(low * high)
     axes.set_xlim(min(low / 1.5, middle / 4), max(high * 1.5, middle * 4))

@@ -1,4 +1,4 @@
-"""Writes an MLflow experiment as figures, tables and one page."""
+"""Writes the report of an MLflow experiment: a folder of figures, tables and one page."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -8,12 +8,12 @@ from longhaul.pipeline.reporting import evaluations, training
 from longhaul.pipeline.reporting.drawing import Figure, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
-from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
 logger = logging.getLogger(__name__)
 
-_FIGURES: dict[str, tuple[Callable[[Named], Iterable[Figure]], str]] = {
+_FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Loss against training context": (training.loss_against_context, "no run was validated"),
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
@@ -27,17 +27,19 @@ _FIGURES: dict[str, tuple[Callable[[Named], Iterable[Figure]], str]] = {
         evaluations.perplexity,
         "longhaul evaluate RUN --tasks perplexity",
     ),
-    "Passkeys told": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
+    "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
 }
-"""Each with what to say where there is none, or the command that would measure it."""
+"""For each title: the function that makes its figures, and the text that is shown if it makes none:
+the reason, or the command that would measure it.
+"""
 
 
 def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
-    """Write figures, tables and index.html into a folder, which is there whole or not at all.
+    """Write figures, tables and index.html into a folder, which is complete or absent.
 
     Args:
         experiment: its name in MLflow.
-        destination: a folder that is not there yet, or empty.
+        destination: a folder that does not exist yet, or is empty.
         uri: `sqlite:///FILE`, or the address of a server.
 
     Returns:
@@ -53,12 +55,12 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
     runs, unread = read_runs(uri, experiment)
     for line in unread:
         logger.warning("left out: run %s", line)
-    named = Named(runs)
+    named = NamedRuns(runs)
     figures, left_out = list[Figure](), [f"Run {line}" for line in unread]
     for title, (make, reason) in _FIGURES.items():
-        found = list(make(named))
-        figures += found
-        if not found:
+        made = list(make(named))
+        figures += made
+        if not made:
             left_out.append(f"{title}: {reason}")
     tables = list(evaluations.ntk_tables(named))
     if not tables:
@@ -76,12 +78,12 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
     return sorted(Path(destination).iterdir())
 
 
-def write_runs(path: Path, named: Named) -> None:
-    """CSV with a row for each run."""
+def write_runs(path: Path, named: NamedRuns) -> None:
+    """CSV with one row per run."""
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
     rows = [
         [
-            *named.cells(run),
+            *named.leading_cells(run),
             run.tokens,
             run.final_loss,
             run.speed,
@@ -92,4 +94,4 @@ def write_runs(path: Path, named: Named) -> None:
         ]
         for run in named.runs
     ]
-    write_csv(path, [*CELLS, *columns, "commit", "hardware"], rows)
+    write_csv(path, [*LEADING_COLUMNS, *columns, "commit", "hardware"], rows)

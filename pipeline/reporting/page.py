@@ -1,4 +1,4 @@
-"""One HTML page with everything in it: no script, and nothing that is loaded from elsewhere."""
+"""One HTML page that contains everything: no script, and nothing is loaded from elsewhere."""
 
 import base64
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from longhaul.pipeline.reporting.drawing import Figure, Table
 from longhaul.pipeline.reporting.runs import Run
-from longhaul.pipeline.reporting.variants import Named
+from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
@@ -42,7 +42,7 @@ RUN_COLUMNS = (
     "status",
     "training context",
     "tokens",
-    "validation loss (nats a token)",
+    "validation loss (nats per token)",
     "tokens/s",
     "parameters",
     "state",
@@ -54,20 +54,19 @@ def write_page(
     folder: Path,
     experiment: str,
     uri: str,
-    named: Named,
+    named: NamedRuns,
     figures: Sequence[Figure],
     tables: Sequence[Table],
     left_out: Sequence[str],
 ) -> None:
-    """Write index.html; the files of figures and tables are in the folder already."""
+    """Write index.html. The files of figures and tables must be in the folder already."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     finished = sum(run.is_finished for run in named.runs)
     parts = [
         f"<h1>{escape(experiment)}</h1>",
         f"<p>{len(named.runs)} runs, {finished} finished, read from "
         f"{escape(without_secrets(uri))} on {when} by longhaul report.",
-        "Runs that are not finished have hollow markers and say so; their numbers are those so "
-        "far.</p>",
+        "Unfinished runs have hollow markers and a label; their numbers are those so far.</p>",
         "<h2>Runs</h2>",
         _runs(named),
         "<h2>Figures</h2>",
@@ -85,16 +84,16 @@ def write_page(
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # Browsers would ask the server for an icon.
+        # Otherwise browsers would ask the server for an icon.
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(experiment)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
     )
     page = head + "\n".join(parts) + "\n</body>\n</html>\n"
-    # Names may hold halves of surrogate pairs, which no file can.
+    # Names may contain halves of surrogate pairs, which UTF-8 cannot encode.
     (folder / "index.html").write_bytes(page.encode(errors="replace"))
 
 
-def _runs(named: Named) -> str:
+def _runs(named: NamedRuns) -> str:
     rows = []
     for run in named.runs:
         cells = [
@@ -107,15 +106,17 @@ def _runs(named: Named) -> str:
             _number(run.speed, "{:,.0f}"),
             amount(run.num_parameters),
             in_bytes(run.state_bytes),
-            re.sub(r"(?<=^.{10})[0-9a-f]+", "", run.commit),  # a hash's beginning, and -dirty
+            re.sub(
+                r"(?<=^.{10})[0-9a-f]+", "", run.commit
+            ),  # keeps 10 digits of the hash, and -dirty
         ]
         css = "" if run.is_finished else ' class="unfinished"'
         rows.append(f"<tr{css}>{_cells(cells)}</tr>")
     head = _cells(RUN_COLUMNS, "th")
     note = (
-        '<p class="note">Tokens: trained on. Validation loss: the last. Tokens/s: of all devices, '
-        "the median of all updates. State: a sequence's, in half precision, after as many tokens "
-        "as in training.</p>"
+        '<p class="note">Tokens: trained so far. Validation loss: the last one. Tokens/s: of all '
+        "devices, median of all updates. State: of one sequence, in half precision, after as many "
+        "tokens as in training.</p>"
     )
     body = "\n".join(rows)
     return f'{note}\n<div class="wide"><table>\n<tr>{head}</tr>\n{body}</table></div>'
@@ -143,7 +144,7 @@ def _table(folder: Path, table: Table) -> str:
 
 
 def _files(folder: Path, name: str, *suffixes: str) -> str:
-    """Links that hold the files themselves, so that a page alone has them too."""
+    """Links that contain the files themselves, so that the page alone is enough."""
     kinds = {"pdf": "application/pdf", "csv": "text/csv"}
     return ", ".join(
         f'<a download="{name}.{suffix}" '

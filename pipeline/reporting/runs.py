@@ -1,4 +1,4 @@
-"""The runs of an MLflow experiment, with what training and evaluation have put there."""
+"""Reads the runs of an MLflow experiment: their configs, losses, speeds and evaluations."""
 
 import csv
 import json
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
-from longhaul.pipeline.evaluation.labels import Label, read_label
-from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.evaluation.labels import Label, parse_label
+from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -32,10 +32,10 @@ TASKS = {
     "perplexity": {"window", "stride", "perplexity"},
     "passkey": {"length", "prompts", "right"},
 }
-"""Of `longhaul evaluate`, those whose tables are read, and the columns that are needed."""
+"""The tasks of `longhaul evaluate` whose tables are read, and the columns that they must have."""
 
 _NAMES_SHOWN = 20
-_NOT_A_NUMBER = 1e300  # MLflow's databases keep an infinity as the largest float
+_NOT_A_NUMBER = 1e300  # MLflow's databases store infinity as the largest float
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The table of one task."""
+    """The table that one task wrote."""
 
     label: Label
     rows: list[dict[str, str]]
@@ -57,30 +57,30 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """One training run."""
 
     run_id: str
     name: str
     status: str
-    """As MLflow has it: FINISHED, RUNNING, FAILED, KILLED, ..."""
+    """MLflow's status: FINISHED, RUNNING, FAILED, KILLED, ..."""
 
     commit: str
     hardware: str
     config: RunConfig
     config_text: str
     losses: list[Point]
-    """Of training, nats a token, by step."""
+    """Training losses in nats per token, by step."""
 
     validation: list[Point]
     speed: float
-    """Median tokens a second of all its devices; NaN before the first update."""
+    """Median tokens per second of all its devices together; NaN before the first update."""
 
     num_parameters: int
     state_bytes: int
-    """A sequence's states in half precision; caches after as many tokens as in training."""
+    """States of one sequence in half precision; for caches, after as many tokens as in training."""
 
     evaluations: dict[str, list[Evaluated]]
-    """By task: the newest for each scaling of positions and each text."""
+    """By task: the newest result for each scaling of positions and each text."""
 
     @property
     def is_finished(self) -> bool:
@@ -92,49 +92,49 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Trained so far."""
+        """Tokens trained on so far."""
         return self.losses[-1].tokens if self.losses else 0
 
     @property
     def final_loss(self) -> float:
-        """The last validation's, nats a token; NaN before the first."""
+        """Loss of the last validation in nats per token; NaN before the first."""
         return self.validation[-1].value if self.validation else float("nan")
 
 
 def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
-    """All runs of an experiment, and a line for each that cannot be read.
+    """All runs of an experiment, and a message for each run that cannot be read.
 
     Raises:
-        ValueError: there is no such store or experiment, or no run of it has finished.
+        ValueError: there is no such store or experiment, or none of its runs has finished.
         RuntimeError: MLflow cannot be reached.
     """
-    uri = _existing(uri)
+    uri = _checked_uri(uri)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     load_mlflow(uri)
     runs, unread = [], []
-    with _reached(uri):
+    with _unreachable_as_runtime_error(uri):
         from mlflow.tracking import MlflowClient  # See load_mlflow.
 
         client = MlflowClient(uri)
-        found = _trainings(client, _experiment_id(client, experiment))
-        _refuse_without_finished(experiment, [str(run.info.status) for run in found])
-        logger.info("reading %d runs", len(found))
-        for run in tqdm(found, unit=" runs", disable=None, delay=5, leave=False):
+        mlflow_runs = _training_runs(client, _experiment_id(client, experiment))
+        _check_any_finished(experiment, [str(run.info.status) for run in mlflow_runs])
+        logger.info("reading %d runs", len(mlflow_runs))
+        for run in tqdm(mlflow_runs, unit=" runs", disable=None, delay=5, leave=False):
             try:
                 runs.append(_read(client, run))
             except _Unreadable as error:
                 unread.append(without_secrets(f"{run.info.run_name}: {error}"))
-    _refuse_without_finished(experiment, [run.status for run in runs])
+    _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
 
 
 class _Unreadable(Exception):
-    """A run lacks what a report cannot do without."""
+    """A run lacks something that the report needs."""
 
 
 @contextmanager
-def _reached(uri: str) -> Iterator[None]:
+def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError):
@@ -144,8 +144,8 @@ def _reached(uri: str) -> Iterator[None]:
         raise RuntimeError(f"--uri: {address} cannot be read: {reason}") from error
 
 
-def _existing(uri: str) -> str:
-    """The absolute uri; ValueError for a database that MLflow would make."""
+def _checked_uri(uri: str) -> str:
+    """The absolute URI. Raises ValueError for a missing database, which MLflow would create."""
     uri = absolute_uri(uri)
     path = uri.removeprefix("sqlite:///")
     if path != uri and not Path(path).is_file():
@@ -163,18 +163,18 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     raise ValueError(f"EXPERIMENT: found {name!r}, wanted one of {names}{more}")
 
 
-def _trainings(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
-    """Without the parents of sweeps, which only hold others."""
-    found: list[MlflowRun] = []
+def _training_runs(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
+    """All training runs of an experiment, without parents of sweeps, which only group runs."""
+    runs: list[MlflowRun] = []
     token = None
     while token is None or token:
         page = client.search_runs([experiment_id], page_token=token)
-        found += [run for run in page if "longhaul.attention" in run.data.tags]
+        runs += [run for run in page if "longhaul.attention" in run.data.tags]
         token = page.token or ""
-    return found
+    return runs
 
 
-def _refuse_without_finished(experiment: str, statuses: Sequence[str]) -> None:
+def _check_any_finished(experiment: str, statuses: Sequence[str]) -> None:
     if "FINISHED" in statuses:
         return
     counts = {status: statuses.count(status) for status in sorted(set(statuses))}
@@ -192,7 +192,7 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         config, text = _config(fetch, Path(folder))
         evaluations = _evaluations(client, run_id, fetch, config.data.context)
         hardware = _hardware(fetch)
-    model = without_memory(config.model)
+    model = build_on_meta(config.model)
     metrics = run.data.metrics
     speeds = _history(client, run_id, "train/tokens_per_second", metrics)
     return Run(
@@ -207,7 +207,7 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         validation=_points(client, run_id, "validation/loss", metrics, config),
         speed=statistics.median([value for _, value in speeds]) if speeds else float("nan"),
         num_parameters=model.num_parameters(),
-        state_bytes=state_bytes(attentions(model), config.data.context),
+        state_bytes=state_bytes(attention_layers(model), config.data.context),
         evaluations=evaluations,
     )
 
@@ -226,7 +226,7 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
 def _hardware(fetch: Callable[[str], str]) -> str:
     try:
         found = json.loads(fetch("environment.json"))
-    except Exception:  # What it is needed for, a note below a figure, is not worth a run.
+    except Exception:  # Only a note below a figure needs it, so the run is kept without.
         return "unknown"
     return str((found.get("accelerators") or [found.get("processor")])[0] or "unknown")
 
@@ -234,7 +234,7 @@ def _hardware(fetch: Callable[[str], str]) -> str:
 def _history(
     client: "MlflowClient", run_id: str, name: str, metrics: Mapping[str, float]
 ) -> list[tuple[int, float]]:
-    """Step and value, by step."""
+    """All steps and values of a metric, by step."""
     if name not in metrics:
         return []
     found = {one.step: float(one.value) for one in client.get_metric_history(run_id, name)}
@@ -248,10 +248,10 @@ def _points(
     metrics: Mapping[str, float],
     config: RunConfig,
 ) -> list[Point]:
-    # Every update takes as many tokens, which a resumed run cannot change.
-    each = config.optim.tokens_per_update
+    # All updates have the same number of tokens; a resumed run cannot change it.
+    tokens_per_update = config.optim.tokens_per_update
     return [
-        Point(step, step * each, value if abs(value) < _NOT_A_NUMBER else float("nan"))
+        Point(step, step * tokens_per_update, value if abs(value) < _NOT_A_NUMBER else float("nan"))
         for step, value in _history(client, run_id, name, metrics)
     ]
 
@@ -261,11 +261,11 @@ def _evaluations(
 ) -> dict[str, list[Evaluated]]:
     newest: dict[tuple[str, str, str], tuple[Label, str]] = {}
 
-    def age(label: Label) -> tuple[int, int]:
+    def recency(label: Label) -> tuple[int, int]:
         return label.step, label.context or context
 
     for folder in client.list_artifacts(run_id, "evaluation"):
-        label = read_label(Path(folder.path).name)
+        label = parse_label(Path(folder.path).name)
         if label is None:
             continue
         files = {Path(file.path).name for file in client.list_artifacts(run_id, folder.path)}
@@ -273,8 +273,8 @@ def _evaluations(
             if f"{task}.csv" not in files:
                 continue
             key = task, label.scaling, label.text
-            # Of the newest checkpoint that which read the longest windows.
-            if key not in newest or age(label) > age(newest[key][0]):
+            # The newest checkpoint, and of its results the one with the longest windows.
+            if key not in newest or recency(label) > recency(newest[key][0]):
                 newest[key] = label, f"{folder.path}/{task}.csv"
     tables: dict[str, list[Evaluated]] = {task: [] for task in TASKS}
     for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):

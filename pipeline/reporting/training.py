@@ -1,4 +1,4 @@
-"""Figures of what training logged: loss, speed, size of states."""
+"""Figures of what training logged: loss, speed and state size."""
 
 import math
 from collections import defaultdict
@@ -7,17 +7,17 @@ from statistics import fmean
 
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
 from longhaul.pipeline.reporting.runs import Point, Run
-from longhaul.pipeline.reporting.variants import CELLS, Named
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
-_POINTS = 400
-"""Of one curve: a column has room for no more."""
+_MOST_POINTS = 400
+"""Most points of one curve; a column has no room for more."""
 
-_SETTLED = 0.05
-"""Share of the tokens after which losses decide how far the axis goes up."""
+_EARLY_SHARE = 0.05
+"""Share of the tokens, from the start, whose high losses do not extend the axis."""
 
 
-def loss_against_tokens(named: Named) -> Iterator[Figure]:
-    """One figure for each training context."""
+def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
+    """One figure per training context."""
     for context in named.contexts:
         series, rows = [], list[Row]()
         curves = [(run, _thinned(run.losses)) for run in named.at(context) if run.losses]
@@ -34,7 +34,8 @@ def loss_against_tokens(named: Named) -> Iterator[Figure]:
                 )
             )
             rows += [
-                [*named.cells(run), p.step, p.tokens, updates, p.value] for p, updates in points
+                [*named.leading_cells(run), p.step, p.tokens, updates, p.value]
+                for p, updates in points
             ]
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
@@ -42,19 +43,19 @@ def loss_against_tokens(named: Named) -> Iterator[Figure]:
             title=f"Training loss, context {context:,}",
             caption="The loss of every recorded update."
             if updates == 1
-            else f"Means of up to {updates:,} recorded updates; where all of them were not finite, "
-            "the line is broken.",
+            else f"Means of up to {updates:,} recorded updates; the line has gaps where none of "
+            "them was finite.",
             x_label="tokens trained on",
-            y_label="training loss (nats a token)",
+            y_label="training loss (nats per token)",
             series=series,
-            columns=[*CELLS, "step", "tokens", "updates", "loss_nats"],
+            columns=[*LEADING_COLUMNS, "step", "tokens", "updates", "loss_nats"],
             rows=rows,
             x_axis="tokens",
             y_range=_settled_range([points for _, points in curves]),
         )
 
 
-def loss_against_context(named: Named) -> Iterator[Figure]:
+def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
     """Figure 1 of the conformal-sympow paper."""
     runs = [run for run in named.runs if math.isfinite(run.final_loss)]
     if not runs:
@@ -64,17 +65,19 @@ def loss_against_context(named: Named) -> Iterator[Figure]:
         title="Validation loss against training context",
         caption=_budgets(runs),
         x_label="training context (tokens)",
-        y_label="validation loss (nats a token)",
+        y_label="validation loss (nats per token)",
         series=_lines(named, [(run, run.context, run.final_loss) for run in runs]),
-        columns=[*CELLS, "tokens", "validation_loss_nats"],
-        rows=[[*named.cells(run), run.validation[-1].tokens, run.final_loss] for run in runs],
+        columns=[*LEADING_COLUMNS, "tokens", "validation_loss_nats"],
+        rows=[
+            [*named.leading_cells(run), run.validation[-1].tokens, run.final_loss] for run in runs
+        ],
         x_axis="context",
         x_ticks=[run.context for run in runs],
     )
 
 
-def speed_against_context(named: Named) -> Iterator[Figure]:
-    """Of whole training runs, a device."""
+def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
+    """Tokens per second and device, over whole training runs."""
     runs = [run for run in named.runs if math.isfinite(run.speed)]
     if not runs:
         return
@@ -82,17 +85,22 @@ def speed_against_context(named: Named) -> Iterator[Figure]:
     hardware = sorted({run.hardware for run in runs})
     where = f"All on {hardware[0]}."
     if len(hardware) > 1:
-        where = f"On different machines, which are not to be compared: {', '.join(hardware)}."
+        where = f"Not comparable, since machines differ: {', '.join(hardware)}."
     yield Figure(
         name="speed_against_context",
         title="Speed of training",
-        caption=f"Tokens a second of a run, the median of its updates, by its devices. {where}",
+        caption=f"Median tokens per second of a run's updates, divided by its devices. {where}",
         x_label="training context (tokens)",
-        y_label="speed (tokens/s a device)",
+        y_label="speed (tokens/s per device)",
         series=_lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
-        columns=[*CELLS, "hardware", "devices", "tokens_per_second_a_device"],
+        columns=[*LEADING_COLUMNS, "hardware", "devices", "tokens_per_second_a_device"],
         rows=[
-            [*named.cells(run), run.hardware, run.config.trainer.world_size, speeds[run.run_id]]
+            [
+                *named.leading_cells(run),
+                run.hardware,
+                run.config.trainer.world_size,
+                speeds[run.run_id],
+            ]
             for run in runs
         ],
         x_axis="context",
@@ -101,19 +109,19 @@ def speed_against_context(named: Named) -> Iterator[Figure]:
     )
 
 
-def loss_against_state(named: Named) -> Iterator[Figure]:
-    """One figure for each training context: losses at other contexts are of other text."""
+def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
+    """One figure per training context, since losses at different contexts are of different text."""
     for context in named.contexts:
         runs = [run for run in named.at(context) if math.isfinite(run.final_loss)]
         if not runs:
             continue
         yield Figure(
             name=f"loss_against_state_{context:06d}",
-            title=f"Validation loss against state, context {context:,}",
-            caption="States of a sequence in all layers, in half precision without padding; "
-            f"keys and values after {context:,} tokens. {_budgets(runs)}",
-            x_label="size of the state",
-            y_label="validation loss (nats a token)",
+            title=f"Validation loss against state size, context {context:,}",
+            caption="State size of a sequence in all layers, in half precision without padding; "
+            f"for keys and values, after {context:,} tokens. {_budgets(runs)}",
+            x_label="state size",
+            y_label="validation loss (nats per token)",
             series=[
                 Series(
                     named.label(run),
@@ -125,10 +133,16 @@ def loss_against_state(named: Named) -> Iterator[Figure]:
                 )
                 for run in runs
             ],
-            columns=[*CELLS, "tokens", "state_bytes", "parameters", "validation_loss_nats"],
+            columns=[
+                *LEADING_COLUMNS,
+                "tokens",
+                "state_bytes",
+                "parameters",
+                "validation_loss_nats",
+            ],
             rows=[
                 [
-                    *named.cells(run),
+                    *named.leading_cells(run),
                     run.validation[-1].tokens,
                     run.state_bytes,
                     run.num_parameters,
@@ -140,8 +154,8 @@ def loss_against_state(named: Named) -> Iterator[Figure]:
         )
 
 
-def _lines(named: Named, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
-    """All points; those of one finished variant are joined through their means."""
+def _lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
+    """All points; a line joins the means of each finished variant."""
     series = []
     for label in sorted({named.label(run) for run, _, _ in points}):
         own = [point for point in points if named.label(point[0]) == label]
@@ -153,28 +167,28 @@ def _lines(named: Named, points: Sequence[tuple[Run, float, float]]) -> list[Ser
             means: dict[float, list[float]] = defaultdict(list)
             for _, at, value in own:
                 means[at].append(value)
-            found = sorted((at, fmean(values)) for at, values in means.items())
-            series.append(Series(label, look, [at for at, _ in found], [m for _, m in found]))
+            line = sorted((at, fmean(values)) for at, values in means.items())
+            series.append(Series(label, look, [at for at, _ in line], [m for _, m in line]))
     return series
 
 
 def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:
-    """Means of equally many successive points, at the last of them, and how many were finite."""
-    size = -(-len(points) // _POINTS)
-    found = []
+    """Means over groups of successive points, placed at a group's last point, and finite counts."""
+    size = -(-len(points) // _MOST_POINTS)
+    thinned = []
     for start in range(0, len(points), size):
-        part = points[start : start + size]
-        values = [point.value for point in part if math.isfinite(point.value)]
+        group = points[start : start + size]
+        values = [point.value for point in group if math.isfinite(point.value)]
         mean = fmean(values) if values else math.nan
-        found.append((Point(part[-1].step, part[-1].tokens, mean), len(values)))
-    return found
+        thinned.append((Point(group[-1].step, group[-1].tokens, mean), len(values)))
+    return thinned
 
 
 def _settled_range(
     curves: Sequence[Sequence[tuple[Point, int]]],
 ) -> tuple[float, float] | None:
-    """Of losses, without the first updates, which would flatten the others."""
-    settled = _SETTLED * max(points[-1][0].tokens for points in curves)
+    """The range of losses without the first updates, whose high losses would flatten the rest."""
+    settled = _EARLY_SHARE * max(points[-1][0].tokens for points in curves)
     values = [
         point.value
         for points in curves
@@ -191,4 +205,4 @@ def _budgets(runs: Sequence[Run]) -> str:
     budgets = sorted({run.validation[-1].tokens for run in runs})
     if len(budgets) == 1:
         return f"After {budgets[0]:,} tokens."
-    return f"Not all after equally many tokens: {budgets[0]:,} to {budgets[-1]:,}."
+    return f"After different numbers of tokens: {budgets[0]:,} to {budgets[-1]:,}."

@@ -1,4 +1,4 @@
-"""What a run is called in figures, and how it looks: the same in all of them."""
+"""The name, colour and marker of each run, the same in all figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.pipeline.evaluation.figures import COLOURS
 from longhaul.pipeline.reporting.runs import Run
 
-# What makes runs of one kind different variants: what decides their numbers, but for the context,
-# which is an axis, and the seed.
+# Runs of one kind are different variants if any of these settings differ. The context is not among
+# them, since it is an axis of figures, nor is the seed.
 _DECISIVE = (
     "model.",
     "optim.",
@@ -19,25 +19,26 @@ _DECISIVE = (
     "trainer.start_from",
     "trainer.train_only",
 )
+# Settings below those that do not change results.
 _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
-CELLS = ("run", "run_id", "status", "variant", "training_context")
-"""Columns that every CSV of runs begins with."""
+LEADING_COLUMNS = ("run", "run_id", "status", "variant", "training_context")
+"""The first columns of every CSV of runs."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and marker: either alone tells variants apart, up to seven."""
+    """Colour and marker of a variant; up to seven variants differ in both."""
 
     colour: str
     marker: str
 
 
-class Named:
-    """Runs with the names and looks that they have in all figures."""
+class NamedRuns:
+    """Runs with their names, colours and markers in all figures."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = list(runs)
@@ -59,31 +60,31 @@ class Named:
         return self._looks[self.variant(run)]
 
     def label(self, run: Run) -> str:
-        """Of a legend: who did not finish is marked."""
+        """The label in legends, which marks unfinished runs."""
         mark = "" if run.is_finished else f" ({run.status.lower()})"
         return self.variant(run) + mark
 
-    def cells(self, run: Run) -> list[str | int]:
-        """What stands in the columns CELLS."""
+    def leading_cells(self, run: Run) -> list[str | int]:
+        """The values of LEADING_COLUMNS."""
         return [run.name, run.run_id, run.status, self.variant(run), run.context]
 
 
 def name_variants(configs: Sequence[RunConfig]) -> list[str]:
-    """Kind and degree of each run, and in what else it differs from others of that kind."""
+    """Each run's kind and degree, and the settings in which it differs from others of that kind."""
     kinds = [_kind(config) for config in configs]
     options = [_options(config) for config in configs]
     names = []
     for kind, own in zip(kinds, options, strict=True):
-        alike = [other for name, other in zip(kinds, options, strict=True) if name == kind]
-        keys = dict.fromkeys(key for other in alike for key in other)
-        differing = [key for key in keys if len({str(other.get(key)) for other in alike}) > 1]
+        same_kind = [other for name, other in zip(kinds, options, strict=True) if name == kind]
+        keys = dict.fromkeys(key for other in same_kind for key in other)
+        differing = [key for key in keys if len({str(other.get(key)) for other in same_kind}) > 1]
         parts = [f"{key.rpartition('.')[2]}={_shown(own.get(key))}" for key in differing]
         names.append(", ".join([kind, *parts]))
     return names
 
 
 def looks(variants: Iterable[str]) -> dict[str, Look]:
-    """A look for each variant, in alphabetical order."""
+    """A look for each variant, assigned in alphabetical order."""
     return {
         name: Look(COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)])
         for index, name in enumerate(sorted(set(variants)))

@@ -56,7 +56,7 @@ _IMPORTED = [
     "longhaul.pipeline.training.run",
     "longhaul.pipeline.evaluation.run",
     "longhaul.pipeline.generation.run",
-    "longhaul.pipeline.commands.prepare",
+    "longhaul.pipeline.preparation.run",
     "matplotlib.pyplot",
     "mlflow.tracking",
     "mlflow.store.tracking.sqlalchemy_store",

@@ -10,7 +10,7 @@ import pytest
 
 _CODE = """
 import os, sys
-from longhaul.pipeline.doctor import machine, nodes, run
+from longhaul.pipeline.doctor import machine_checks, nodes, run_checks
 from longhaul.pipeline.cli import main
 node = os.uname().nodename
 {change}
@@ -40,7 +40,7 @@ def test_both_nodes_are_heard_and_add_up(cluster: Any) -> None:
     for node in ("node1", "node2"):
         lines = [line for line in done.stdout.splitlines() if line.startswith(f"{node}: ")]
         assert {line.split()[2] for line in lines} >= {"torch", "gpu", "disk", "gloo", "time"}
-    assert "all 2 are here: node1, node2" in done.stdout
+    assert "all 2 are present: node1, node2" in done.stdout
     assert "node1: ok       gloo      all-reduce of 2 nodes: " in done.stdout
 
 
@@ -64,32 +64,32 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     done = _doctor(cluster, change="if node == 'node2': os.chdir('/proc')", options=options)
     assert done.returncode in (69, 143), f"{done.stdout}\n{done.stderr}"
     assert _failures(done.stdout) == ["node2: disk", "node1: nodes"]
-    assert "bad are node2: disk; sbatch --exclude=node2" in done.stdout
+    assert "bad nodes: node2: disk; sbatch --exclude=node2" in done.stdout
 
 
 @pytest.mark.wide
 def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
     change = """
-manifest = run.load_manifest
+manifest = run_checks.load_manifest
 def load_manifest(location):
     if node == 'node2':
         raise FileNotFoundError(f"{location}: no such manifest")
     return manifest(location)
-run.load_manifest = load_manifest
+run_checks.load_manifest = load_manifest
 """
     both = ("trainer.nodes=2", "trainer.strategy=fsdp", "data.validation_manifest=null")
     done = _doctor(cluster, "run/demo.yaml", *both, f"data.manifest={corpus}", change=change)
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
     assert _failures(done.stdout) == ["node2: shards", "node1: nodes"]
-    assert "bad are node2: shards; sbatch --exclude=node2" in done.stdout
+    assert "bad nodes: node2: shards; sbatch --exclude=node2" in done.stdout
 
 
 @pytest.mark.wide
 def test_a_node_whose_git_is_slow_is_no_node_with_other_code(cluster: Any) -> None:
-    change = "if node == 'node2': machine.source_commit = lambda: None"
-    done = _doctor(cluster, change=f"{change}\nmachine.source_checkout = lambda: '/'")
+    change = "if node == 'node2': machine_checks.source_commit = lambda: None"
+    done = _doctor(cluster, change=f"{change}\nmachine_checks.source_checkout = lambda: '/'")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "node2: warning  commit    git does not tell" in done.stdout
+    assert "node2: warning  commit    git gives no answer" in done.stdout
 
 
 @pytest.mark.wide
@@ -99,13 +99,13 @@ def test_a_step_of_one_node_tells_of_the_others(cluster: Any) -> None:
     both = ("trainer.nodes=2", "trainer.strategy=fsdp")
     command = ["salloc", "--nodes=2", *step, sys.executable, "-P", "-c", _CODE.format(change="")]
     done = cluster.run(*command, "run/demo.yaml", *both, check=False, seconds=90)
-    assert "checked are only 1 of the allocation's 2; srun --overlap --nodes=2 " in done.stdout
-    assert "2 nodes, as trainer.nodes has it" in done.stdout, done.stderr
+    assert "only 1 of the allocation's 2 nodes were checked; srun --overlap" in done.stdout
+    assert "2 nodes, as trainer.nodes says" in done.stdout, done.stderr
 
 
 @pytest.mark.wide
 def test_a_node_with_other_code_is_named(cluster: Any) -> None:
-    done = _doctor(cluster, change="machine.source_commit = lambda: f'commit-of-{node}'")
+    done = _doctor(cluster, change="machine_checks.source_commit = lambda: f'commit-of-{node}'")
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
     assert _failures(done.stdout) == ["node1: commits"]
     assert "node2 has commit-of-node2, the others commit-of-node1" in done.stdout
@@ -130,5 +130,5 @@ def test_without_srun_one_node_is_checked_and_the_rest_are_told_of(
     job = cluster.submit("--nodes=2", f"--output={tmp_path}/out", f"--wrap={command}")
     cluster.wait(job, "COMPLETED")
     output = cluster.output(job)
-    assert "checked are only 1 of the allocation's 2; srun --overlap --nodes=2 " in output
+    assert "only 1 of the allocation's 2 nodes were checked; srun --overlap --nodes=2 " in output
     assert "\nok       time " in output

@@ -63,7 +63,7 @@ def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
     [
         (['name="a%jb"'], "wanted a folder without % and"),
         (["name='a\\b'"], "wanted a folder without % and"),
-        (['slurm.account="a\\ntouch b"'], "wanted printable characters alone"),
+        (['slurm.account="a\\ntouch b"'], "wanted printable characters only"),
         (["slurm.time=720"], "slurm.time: found the number 720, wanted days too"),
         (
             ["slurm.time=0-00:01"],

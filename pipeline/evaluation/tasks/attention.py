@@ -15,38 +15,38 @@ from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 LONGEST = 1024
-"""Tokens of text: a layer's matrices have as many rows and columns."""
+"""Most tokens of text that are read; mixing matrices have that many rows and columns."""
 
 
 class HeadReport(NamedTuple):
-    """What one mixing matrix of a layer shows; the sizes of its weights, from the middle on."""
+    """Statistics of one mixing matrix, from absolute weights in the last half of its rows."""
 
     layer: int
     matrix: int
-    """Of the layer: its head, or its channel where every channel has one."""
+    """Index within the layer: its head, or its channel if every channel has a matrix."""
     largest: float
     """Largest weight."""
     first_token_share: float
-    """Mean over tokens of the share of all weight that lies on the first token."""
+    """Share of the weight that is on the first token, mean over tokens."""
     kurtosis: float
     """Fourth moment over the square of the second, both about the mean: 3 for a Gaussian."""
     half_life: float
-    """Tokens after which the mean log gate has halved a memory; inf without a gate, or none."""
+    """Tokens after which the mean log gate has halved a memory; inf without decay."""
     rotation: float
-    """Mean of beta, tokens of fixed rotation a token; 1 where it is fixed, NaN without any."""
+    """Mean of beta, the rate of rotation relative to a fixed one (1); NaN without rotation."""
     rotation_spread: float
     """Standard deviation of beta over the text."""
 
 
 def weight_statistics(weights: Shaped[Tensor, "T T"]) -> tuple[float, float, float]:
-    """Largest weight, share on the first token, and kurtosis, of the last half of the rows.
+    """Largest weight, share on the first token, and kurtosis, in the last half of the rows.
 
-    The first rows have so few tokens to look at that all their weights are large.
+    The first rows have so few earlier tokens that all their weights are large.
     """
     sizes = weights.abs().double().tril()[weights.shape[0] // 2 :]
     least = torch.finfo(torch.float64).tiny
@@ -58,8 +58,8 @@ def weight_statistics(weights: Shaped[Tensor, "T T"]) -> tuple[float, float, flo
 
 
 def half_life(log_g: Float[Tensor, "T"]) -> float:
-    """Tokens after which gates as they are on average leave half of what was there."""
-    # Before the first token nothing was there, and the gates of softmaxes over keys are zero.
+    """Tokens after which gates of the mean log gate leave half of a memory."""
+    # Without the first token: nothing precedes it, and there a softmax over keys has gate zero.
     mean = log_g[1:].double().mean().item()
     return math.inf if mean == 0 else math.log(0.5) / mean
 
@@ -68,11 +68,11 @@ def half_life(log_g: Float[Tensor, "T"]) -> float:
 def attention_inputs(
     model: LanguageModel, tokens: Int[Tensor, "1 T"]
 ) -> list[Float[Tensor, "1 T D"]]:
-    """What the attention of each layer is given."""
-    found: list[Tensor] = []
+    """The input of each layer's attention."""
+    inputs: list[Tensor] = []
     handles = [
         cast(Block, block).attention_norm.register_forward_hook(
-            lambda module, given, out: found.append(out)
+            lambda module, given, out: inputs.append(out)
         )
         for block in model.blocks
     ]
@@ -81,18 +81,18 @@ def attention_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return inputs
 
 
 @torch.no_grad()
 def report_layer(
     attention: Attention, x: Float[Tensor, "1 T D"], layer: int
 ) -> tuple[list[HeadReport], Shaped[Tensor, "W T T"]]:
-    """The statistics of every mixing matrix of a layer, and the matrices."""
+    """Statistics of every mixing matrix of a layer, and the matrices."""
     weights = attention.weights(x)[0]
     gates: Tensor | None = None
     if isinstance(attention, PowerAttention):
-        # Of several reads the first that forgets.
+        # The gates of the first sum that has any.
         gated = [one.log_g for one in attention.operands(x).sums if one.log_g is not None]
         gates = gated[0][0] if gated else None  # (T, H)
     rate = getattr(attention, "rate", None)
@@ -106,7 +106,7 @@ def report_layer(
             layer,
             number,
             *weight_statistics(matrix),
-            # Kinds with a matrix for each channel have the gates of the channel's head.
+            # If each channel has a matrix, all matrices of a head share its gate.
             half_life=lives[number * attention.num_heads // len(weights)],
             rotation=fixed if beta is None else beta.mean().item(),
             rotation_spread=0.0 if beta is None else beta.std().item(),
@@ -116,7 +116,7 @@ def report_layer(
     return reports, weights
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     context = min(trained.config.data.context, LONGEST)
     batch = next(iter(read_windows(trained, options, context)))
     tokens = batch["input"][:1].to(trained.device)
@@ -146,15 +146,15 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     lives = [report.half_life for report in reports if math.isfinite(report.half_life)]
     if lives:
         values[f"{prefix}/attention_longest_half_life"] = max(lives)
-    return Measured(values, (table, picture, memory))
+    return TaskResult(values, (table, picture, memory))
 
 
 def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
-    """PNG of each layer's weights, the mean over heads of their sizes, on a log scale."""
+    """PNG of each layer's absolute weights, mean over heads, on a logarithmic scale."""
     columns = min(4, len(maps))
     rows = -(-len(maps) // columns)
     T = maps[0].shape[0]
-    # One picture of all: layers side by side, rows of them below each other.
+    # All layers are one picture, in rows of up to four.
     canvas = torch.full((rows * T, columns * T), math.nan)
     for layer, weights in enumerate(maps):
         row, column = divmod(layer, columns)
@@ -176,7 +176,7 @@ def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
 
 
 def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int) -> None:
-    """PNG of every head's half-life, and of how fast its layer turns."""
+    """PNG of every head's half-life, and of its layer's rotation rate."""
     with figure(path, title) as axes:
         gated = [report for report in reports if math.isfinite(report.half_life)]
         lives = [report.half_life for report in gated]
@@ -186,10 +186,10 @@ def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int)
         axes.set_xticks(sorted({report.layer for report in reports}))
         axes.set_xlabel("layer")
         axes.set_ylabel("half-life (tokens)")
-        turning = axes.twinx()
-        turning.spines["top"].set_visible(False)
+        rotation_axes = axes.twinx()
+        rotation_axes.spines["top"].set_visible(False)
         layers = {report.layer: report for report in reports if not math.isnan(report.rotation)}
-        turning.errorbar(
+        rotation_axes.errorbar(
             [layer + 0.2 for layer in layers],  # beside the half-lives
             [report.rotation for report in layers.values()],
             [report.rotation_spread for report in layers.values()],
@@ -197,8 +197,8 @@ def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int)
             color=ORANGE,
             label="rotation rate β",
         )
-        turning.set_ylim(-0.05, 2.05)
-        turning.set_ylabel("rotation rate β (tokens a token)")
+        rotation_axes.set_ylim(-0.05, 2.05)
+        rotation_axes.set_ylabel("rotation rate β (fixed = 1)")
         axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
 
 

@@ -12,16 +12,16 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.loaders import open_store
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 LARGEST_VOCABULARY = 4096
-"""A dense table of counts; beyond this it would not fit, nor would most pairs be seen."""
+"""Above this, the dense table of counts would not fit, and most pairs would never be seen."""
 
 
 class Bigram:
-    """p(b | a) = (count(a, b) + s p(b)) / (count(a) + s), with p(b) counted too and s = 1."""
+    """p(b | a) = (count(a, b) + s p(b)) / (count(a) + s), with p(b) from counts too, and s = 1."""
 
     def __init__(self, vocabulary: int) -> None:
         if vocabulary > LARGEST_VOCABULARY:
@@ -31,7 +31,7 @@ class Bigram:
         self.counts = np.zeros((vocabulary, vocabulary), dtype=np.int64)
 
     def add(self, tokens: np.ndarray) -> None:
-        """Count the pairs of one run of text."""
+        """Count the pairs of one contiguous text."""
         vocabulary = len(self.counts)
         pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
         self.counts += np.bincount(pairs, minlength=vocabulary**2).reshape(self.counts.shape)
@@ -45,7 +45,7 @@ class Bigram:
 
 
 def count_bigrams(data: DataConfig) -> Bigram:
-    """The model of all training documents."""
+    """The bigram model of all training documents."""
     manifest = load_manifest(data.manifest)
     bigram = Bigram(manifest.vocab_size)
     store = open_store(data, manifest)
@@ -57,7 +57,7 @@ def count_bigrams(data: DataConfig) -> Bigram:
 
 
 def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
-    """Mean loss over the same validation samples a model is measured on, nats a token."""
+    """Mean loss in nats per token, over the same validation samples that a model is measured on."""
     table = bigram.log_probabilities()
     total, count = 0.0, 0
     for batch in batches:
@@ -68,7 +68,7 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
     return total / count
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     bigram = count_bigrams(trained.config.data)
     loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
-    return Measured({f"{metric_prefix(trained, options)}/bigram_loss": loss})
+    return TaskResult({f"{metric_prefix(trained, options)}/bigram_loss": loss})

@@ -1,4 +1,4 @@
-"""Passkey retrieval: a number hidden in a long, repetitive text, to be told at its end.
+"""Passkey retrieval: a number hidden in a long, repetitive text, asked for at its end.
 
 Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023).
 """
@@ -18,7 +18,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Measured, Options
+from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options, TaskResult
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, Sampling, Session, decode
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -37,10 +37,10 @@ _QUESTION = "What is the pass key?"
 
 @dataclass(frozen=True)
 class Prompt:
-    """One text with a key in it."""
+    """A text that contains a key."""
 
     length: int
-    """The length asked for, tokens; `ids` are a little more."""
+    """The requested length in tokens; `ids` has a few more."""
 
     depth: float
     key: str
@@ -49,25 +49,26 @@ class Prompt:
 
 
 Answer = Callable[[Sequence[Prompt]], list[str]]
-"""What a model says after each of some prompts of equally many tokens."""
+"""A model's answers to prompts that have the same number of tokens."""
 
 
 def passkey_text(key: str, fillers: int, before: int) -> str:
-    """The prompt with so many repeated fillers, and so many of them before the key."""
+    """The prompt with `fillers` copies of the filler text, `before` of them before the key."""
     lines = [_FILLER] * fillers
     lines.insert(before, _KEY_LINE.format(key=key))
     return "\n".join([_TASK_LINE, *lines, _QUESTION])
 
 
 def make_prompt(tokenizer: Tokenizer, length: int, depth: float, key: str) -> Prompt:
-    """With the fewest fillers that make the prompt longer than `length` tokens."""
+    """The prompt with the fewest fillers that make it longer than `length` tokens."""
 
     def build(fillers: int) -> tuple[str, Ids]:
         text = passkey_text(key, fillers, round(depth * fillers))
         return text, tokenizer.encode(text)
 
     none, some = (len(build(fillers)[1]) for fillers in (0, 8))
-    # What a filler takes may differ by its neighbours: from just below the estimate upwards.
+    # A filler's number of tokens may depend on its neighbours, so the search starts a little below
+    # the estimate and goes up.
     fillers = max(0, int((length - none) / ((some - none) / 8)) - 2)
     text, ids = build(fillers)
     while len(ids) <= length:
@@ -77,7 +78,7 @@ def make_prompt(tokenizer: Tokenizer, length: int, depth: float, key: str) -> Pr
 
 
 def make_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[Prompt]:
-    """The same ones every time: keys from 10,000 to 99,999, depths in turn."""
+    """The same prompts on every call: keys from 10,000 to 99,999, each depth in turn."""
     draw = random.Random(f"passkey {length}")
     keys = [str(draw.randint(10_000, 99_999)) for _ in range(count)]
     depths = itertools.cycle(PASSKEY_DEPTHS)
@@ -85,25 +86,25 @@ def make_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[Prompt]:
 
 
 def is_right(key: str, answer: str) -> bool:
-    """Whether the key stands in the answer, as a number of its own."""
+    """Whether the answer contains the key as a whole number."""
     return re.search(rf"(?<!\d){key}(?!\d)", answer) is not None
 
 
 def score(prompts: Sequence[Prompt], answers: Sequence[str]) -> dict[tuple[int, float], list[bool]]:
-    """Right or wrong, by length and depth."""
-    found: dict[tuple[int, float], list[bool]] = defaultdict(list)
+    """Whether each answer is right, by length and depth."""
+    scores: dict[tuple[int, float], list[bool]] = defaultdict(list)
     for prompt, answer in zip(prompts, answers, strict=True):
-        found[prompt.length, prompt.depth].append(is_right(prompt.key, answer))
-    return dict(found)
+        scores[prompt.length, prompt.depth].append(is_right(prompt.key, answer))
+    return dict(scores)
 
 
 def ask(prompts: Sequence[Prompt], answer: Answer) -> list[str]:
-    """Answers in the order of the prompts; those of equally many tokens are asked together."""
-    found: dict[int, str] = {}
+    """Answers in the order of the prompts. Prompts with the same number of tokens form batches."""
+    answers: dict[int, str] = {}
     for group in _batches(prompts):
         for index, text in zip(group, answer([prompts[i] for i in group]), strict=True):
-            found[index] = text
-    return [found[index] for index in range(len(prompts))]
+            answers[index] = text
+    return [answers[index] for index in range(len(prompts))]
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
@@ -115,14 +116,15 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
         yield from (indices[i : i + at_once] for i in range(0, len(indices), at_once))
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     longest = options.lengths or max(SHORTEST_PASSKEY, 4 * trained.positions.context)
     lengths = [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
     if not lengths:
         raise ValueError(f"--lengths: found {longest}, wanted {SHORTEST_PASSKEY} or more")
     if options.prompts < len(PASSKEY_DEPTHS):
         raise ValueError(
-            f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, one a depth"
+            f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, "
+            "one per depth"
         )
     manifest = load_manifest(trained.config.data.manifest)
     tokenizer = tokenizer_of(manifest)
@@ -130,63 +132,63 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
 
     def answer(group: Sequence[Prompt]) -> list[str]:
         sessions = [Session([manifest.bos_id, *prompt.ids.tolist()]) for prompt in group]
-        found: list[list[int]] = [[] for _ in group]
+        answers: list[list[int]] = [[] for _ in group]
         device = trained.device.type
         is_rounded = trained.config.trainer.precision == "bf16-mixed"
         with torch.autocast(device, dtype=torch.bfloat16, enabled=is_rounded):
             for index, token in decode(
                 trained.model, sessions, num_tokens=ANSWER_TOKENS, sampling=sampling
             ):
-                found[index].append(token)
+                answers[index].append(token)
         progress.add(sum(len(prompt.ids) + 1 + ANSWER_TOKENS for prompt in group))
-        return [tokenizer.decode(ids) for ids in found]
+        return [tokenizer.decode(ids) for ids in answers]
 
-    found: dict[tuple[int, float], list[bool]] = {}
+    scores: dict[tuple[int, float], list[bool]] = {}
     total = sum(length + ANSWER_TOKENS for length in lengths) * options.prompts
     with trained.ranks.progress(total, "passkey") as progress:
         for length in lengths:
             prompts = make_prompts(tokenizer, length, options.prompts)
             answers = ask(list(trained.ranks.share(prompts)), answer)
-            found |= score(prompts, trained.ranks.gather(answers))
+            scores |= score(prompts, trained.ranks.gather(answers))
     table = folder / "passkey.csv"
-    write_table(table, found)
+    write_table(table, scores)
     curve, depths = folder / "passkey.png", folder / "passkey_depth.png"
     title = f"{trained.config.name}, {label(trained, options)}"
-    draw_curve(curve, found, title, trained.positions.context)
-    draw_depths(depths, found, title)
+    draw_curve(curve, scores, title, trained.positions.context)
+    draw_depths(depths, scores, title)
     prefix = metric_prefix(trained, options)
     values = {
         f"{prefix}/passkey_{length:06d}": right / count
-        for length, (right, count) in by_length(found).items()
+        for length, (right, count) in by_length(scores).items()
     }
-    return Measured(values, (table, curve, depths))
+    return TaskResult(values, (table, curve, depths))
 
 
-def by_length(found: dict[tuple[int, float], list[bool]]) -> dict[int, tuple[int, int]]:
-    """Right answers and prompts of each length, at all depths."""
-    lengths = sorted({length for length, _ in found})
+def by_length(scores: dict[tuple[int, float], list[bool]]) -> dict[int, tuple[int, int]]:
+    """The numbers of right answers and of prompts at each length, over all depths."""
+    lengths = sorted({length for length, _ in scores})
     sums = {}
     for length in lengths:
-        answers = [right for (of, _), some in found.items() if of == length for right in some]
+        answers = [right for key, some in scores.items() if key[0] == length for right in some]
         sums[length] = sum(answers), len(answers)
     return sums
 
 
-def write_table(path: Path, found: dict[tuple[int, float], list[bool]]) -> None:
+def write_table(path: Path, scores: dict[tuple[int, float], list[bool]]) -> None:
     """CSV with a row for each length and depth."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["length", "depth", "prompts", "right", "accuracy"])
-        for (length, depth), answers in sorted(found.items()):
+        for (length, depth), answers in sorted(scores.items()):
             accuracy = f"{sum(answers) / len(answers):.4f}"
             writer.writerow([length, depth, len(answers), sum(answers), accuracy])
 
 
 def draw_curve(
-    path: Path, found: dict[tuple[int, float], list[bool]], title: str, trained_at: int
+    path: Path, scores: dict[tuple[int, float], list[bool]], title: str, trained_at: int
 ) -> None:
     """PNG of accuracy against length, with Wilson's interval of 95 %."""
-    sums = by_length(found)
+    sums = by_length(scores)
     lengths = list(sums)
     shares = [right / count for right, count in sums.values()]
     low, high = zip(*(wilson_interval(*sums[length]) for length in lengths), strict=True)
@@ -196,19 +198,19 @@ def draw_curve(
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
         axes.set_ylim(-0.02, 1.02)
         tokens_axis(axes, "length of the prompt (tokens)", lengths)
-        axes.set_ylabel("passkeys told (share)")
+        axes.set_ylabel("passkeys retrieved (share)")
         axes.legend(frameon=False)
 
 
-def draw_depths(path: Path, found: dict[tuple[int, float], list[bool]], title: str) -> None:
+def draw_depths(path: Path, scores: dict[tuple[int, float], list[bool]], title: str) -> None:
     """PNG of accuracy by length and depth."""
-    lengths = sorted({length for length, _ in found})
+    lengths = sorted({length for length, _ in scores})
     shares = [
-        [sum(found[length, depth]) / len(found[length, depth]) for length in lengths]
+        [sum(scores[length, depth]) / len(scores[length, depth]) for length in lengths]
         for depth in PASSKEY_DEPTHS
     ]
     with figure(path, title) as axes:
-        # cividis is read alike with and without colour vision.
+        # The colours of cividis look alike with and without colour blindness.
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.tick_params(axis="x", rotation=45 if len(lengths) > 5 else 0)
@@ -217,4 +219,4 @@ def draw_depths(path: Path, found: dict[tuple[int, float], list[bool]], title: s
         )
         axes.set_xlabel("length of the prompt (tokens)")
         axes.set_ylabel("depth of the key (%)")
-        axes.figure.colorbar(image, ax=axes, label="passkeys told (share)")
+        axes.figure.colorbar(image, ax=axes, label="passkeys retrieved (share)")

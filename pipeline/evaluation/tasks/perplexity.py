@@ -13,18 +13,18 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_documents, read_losses, shifted
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int]]:
-    """Ends of the windows over a document, and how many of the last tokens of each are scored.
+    """The end of each window over a document, and how many of its last tokens are scored.
 
-    The first window scores all its tokens; every other one ends a stride later, or at the end of
-    the document, and scores what no earlier one has. So each token is scored once, and beyond the
-    first window with at least window - stride tokens before it.
+    The first window scores all its tokens. Every later window ends a stride further, or at the end
+    of the document, and scores the tokens that no earlier window has scored. So each token is
+    scored once, and after the first window with at least window - stride tokens before it.
     """
     scored = 0
     for end in range(window, length + stride, stride):
@@ -45,11 +45,11 @@ def sliding_loss(
     precision: str,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Sum of the losses of a document's tokens, nats; bos_id precedes every window."""
+    """Sum of the losses of a document's tokens in nats; every window begins with bos_id."""
     T = document.shape[1]
     total = 0.0
     pieces = list(sliding_windows(T, window, stride))
-    # All windows have the same length: as many go side by side as fit into one reading.
+    # All windows have the same length, so as many as fit are read in one batch.
     side_by_side = max(1, TOKENS_AT_ONCE // window)
     for start in range(0, len(pieces), side_by_side):
         group = pieces[start : start + side_by_side]
@@ -62,7 +62,7 @@ def sliding_loss(
     return total
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     trained_at = trained.positions.context
     windows = options.contexts or tuple(trained_at * 2**power for power in range(3))
     stride = min(256, *windows) if options.stride is None else options.stride
@@ -77,7 +77,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
     losses: dict[int, float] = {}
     with trained.ranks.progress(work * len(documents), "perplexity") as progress:
         for window in windows:
-            of_documents = [
+            document_losses = [
                 sliding_loss(
                     trained.model,
                     document[None].to(trained.device),
@@ -89,7 +89,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
                 )
                 for document in trained.ranks.share(documents)
             ]
-            total = sum(trained.ranks.gather(of_documents))
+            total = sum(trained.ranks.gather(document_losses))
             losses[window] = total / (length * len(documents))
     table, picture = folder / "perplexity.csv", folder / "perplexity.png"
     with table.open("w", newline="") as file:
@@ -104,8 +104,8 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         axes.plot(list(losses), values, "o-", color=BLUE)
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
         tokens_axis(axes, f"sliding window (tokens), stride {stride}", list(losses))
-        axes.set_ylabel("perplexity (a token)")
+        axes.set_ylabel("perplexity (per token)")
         axes.legend(frameon=False)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/perplexity_{w:06d}": math.exp(loss) for w, loss in losses.items()}
-    return Measured(named, (table, picture))
+    return TaskResult(named, (table, picture))

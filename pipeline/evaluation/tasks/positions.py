@@ -21,25 +21,25 @@ from longhaul.pipeline.evaluation.figures import (
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix, results_folder
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options
+from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 _DOTS = 2000
-"""Positions drawn at most: a column has fewer dots than this."""
+"""Most positions that are drawn; a column is narrower than this many dots."""
 
 
 class PositionLoss(Metric):
-    """Mean cross-entropy at each of T positions, nats; sums in float64, exact across ranks."""
+    """Mean cross-entropy at each of T positions, in nats; sums in float64, exact across ranks."""
 
     full_state_update = False
     loss_sum: Float64[Tensor, "T"]
     square_sum: Float64[Tensor, "T"]
     samples: Tensor
 
-    def __init__(self, context: int, **how: Any) -> None:
-        super().__init__(**how)
+    def __init__(self, context: int, **metric_options: Any) -> None:
+        super().__init__(**metric_options)
         zeros = torch.zeros(context, dtype=torch.float64)
         self.add_state("loss_sum", zeros, dist_reduce_fx="sum")
         self.add_state("square_sum", zeros.clone(), dist_reduce_fx="sum")
@@ -53,13 +53,13 @@ class PositionLoss(Metric):
         self.samples += losses.shape[0]
 
     def compute(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"], int]:
-        """Mean loss at each position over the samples of all ranks, its standard error, and n."""
+        """Mean loss at each position over all ranks' samples, standard errors, and sample count."""
         mean = self.loss_sum / self.samples
         variance = (self.square_sum / self.samples - mean.square()).clamp_min(0)
         return mean, (variance / (self.samples - 1).clamp_min(1)).sqrt(), int(self.samples)
 
     def by_position(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"], int]:
-        """As `compute`, of which Metric makes numbers without a dimension where T is 1."""
+        """Like `compute`, but always with shape (T,): for T = 1 Metric drops the dimension."""
         mean, error, samples = self.compute()
         return mean.view(-1), error.view(-1), samples
 
@@ -75,16 +75,16 @@ def measure_positions(
     *,
     is_shared: bool = True,
 ) -> PositionLoss:
-    """Loss of each position over validation batches; padding samples (index -1) do not count.
+    """Loss at each position over validation batches; padding samples (index -1) do not count.
 
-    at_once and progress are those of `read_losses`. What is computed is of all ranks, or, where it
-    is not shared, of this one.
+    `at_once` and `progress` are those of `read_losses`. With `is_shared` the metric's `compute` is
+    over the samples of all ranks, otherwise over those of this rank.
     """
     metric = PositionLoss(context, sync_on_compute=is_shared).to(device)
     was_training = model.training
     model.eval()
     for batch in batches:
-        # Padding as well: ranks that share a model's parameters must read it equally often.
+        # Padding is read as well: ranks with sharded parameters must call the model equally often.
         tokens = batch["input"].to(device, non_blocking=True)
         target = batch["target"].to(device, non_blocking=True)
         losses = read_losses(model, tokens, target, precision, at_once, progress)
@@ -94,24 +94,24 @@ def measure_positions(
 
 
 def summarise(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
-    """The whole loss, and the loss at positions 1, 2, 4, ... by the names of metrics."""
+    """The mean loss, and the loss at positions 1, 2, 4, ..., by metric names."""
     at = {f"{prefix}/loss_at_{p:06d}": mean[p - 1].item() for p in _powers(len(mean))}
     return {f"{prefix}/loss": mean.mean().item(), **at}
 
 
 def average_prefixes(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
-    """The mean loss of positions 1 to 1, 2, 4, ... by the names of metrics."""
+    """The mean losses of positions 1 to 1, 1 to 2, 1 to 4, ..., by metric names."""
     return {f"{prefix}/loss_up_to_{p:06d}": mean[:p].mean().item() for p in _powers(len(mean))}
 
 
 def write_table(path: Path, metric: PositionLoss) -> None:
     """CSV with a row for each position, counted from 1."""
     mean, error, samples = metric.by_position()
-    columns = [column.cpu() for column in (mean, _average_before(mean), error)]
+    columns = [column.cpu() for column in (mean, _mean_up_to_here(mean), error)]
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["position", "loss_nats", "mean_up_to_here", "standard_error", "samples"])
-        # Lists of a million floats would take more than the model does.
+        # Row by row, since lists of a million floats would take more memory than the model.
         for position in range(len(mean)):
             row = [f"{column[position].item():.6f}" for column in columns]
             writer.writerow([position + 1, *row, samples])
@@ -122,9 +122,9 @@ def draw(
 ) -> None:
     """PNG of the loss against position, with a band of two standard errors over documents.
 
-    Single positions are noisy at small sample counts, so the line is the mean over windows that
-    grow with the position (an eighth of it); the band is that of single positions. Dots are means
-    of all positions up to there.
+    Single positions are noisy with few samples, so the line is a mean over windows whose width is
+    an eighth of the position. The band belongs to single positions. Dots are means over all
+    positions up to theirs.
     """
     mean, error = (values.cpu() for values in metric.by_position()[:2])
     shown = shown_positions(len(mean), _DOTS)
@@ -143,11 +143,11 @@ def draw(
         if baseline is not None:
             axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
         tokens_axis(axes, "position in the context (tokens)")
-        axes.set_ylabel("loss (nats a token)")
+        axes.set_ylabel("loss (nats per token)")
         axes.legend(frameon=False)
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     config = trained.config
     context = config.data.context
     batches = read_windows(trained, options, context)
@@ -177,14 +177,14 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> Measured:
         .get(f"{prefix}/bigram_loss"),
     )
     values = summarise(mean, prefix) | average_prefixes(mean, prefix)
-    return Measured(values, (table, picture))
+    return TaskResult(values, (table, picture))
 
 
 def _powers(T: int) -> list[int]:
     return [2**k for k in range(T.bit_length())]
 
 
-def _average_before(mean: Float64[Tensor, "T"]) -> Float64[Tensor, "T"]:
+def _mean_up_to_here(mean: Float64[Tensor, "T"]) -> Float64[Tensor, "T"]:
     return mean.cumsum(0) / torch.arange(1, len(mean) + 1, device=mean.device)
 
 

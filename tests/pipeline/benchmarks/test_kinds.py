@@ -146,7 +146,7 @@ def test_a_run_that_fails_is_a_row(
     ("override", "message"),
     [
         ("data.manifest=nowhere", "nowhere"),
-        ("trainer.strategy=ddp", "trainer.strategy: found ddp, wanted single, for which"),
+        ("trainer.strategy=ddp", "trainer.strategy: found ddp, wanted single: the bare loop"),
         ("model.attention.kind=sofmax", "model.attention.kind: found 'sofmax', wanted one of"),
     ],
 )
@@ -173,10 +173,10 @@ def test_what_cannot_be_measured_is_one_line(
         (["--kinds", "softmax:bas=1"], "model.attention.bas: unknown key, the nearest known one"),
         (["--kinds", "softmax:"], "command line: found 'model.attention.', wanted key.sub=value"),
         (["--updates", "0"], "--updates: found 0, wanted 1 or more"),
-        (["name=x"], "name: found 'name=x', wanted none, since every row has its own"),
+        (["name=x"], "name: found 'name=x', wanted no value, since every row has its own"),
         (["model.attention.kind=alibi"], "model.attention.kind: found 'model.attention.kind=alib"),
         (["data.manifest=nowhere", "--kinds", "softmax"], "nowhere"),
-        (["name=x", "--kinds"], "name: found 'name=x', wanted none, since every row has its own"),
+        (["name=x", "--kinds"], "name: found 'name=x', wanted no value, since every row has"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -55,12 +55,13 @@ def killed_at(tokens: int, *words: object) -> int:
     script = f"""
         import argparse, os, signal, sys
         from longhaul.pipeline.commands import prepare
+        from longhaul.pipeline.terminal.progress import TokenProgress
 
         def show(self, done):
             if done >= {tokens}:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        prepare.TokenProgress.show = show
+        TokenProgress.show = show
         parser = argparse.ArgumentParser()
         prepare.add_arguments(parser)
         prepare.main(parser.parse_args(sys.argv[1:]))

@@ -14,27 +14,26 @@ import pytest
 import torch
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.pipeline.doctor import diagnosis, machine
-from longhaul.pipeline.doctor import run as run_checks
+from longhaul.pipeline.doctor import diagnosis, machine_checks, run_checks
 from longhaul.pipeline.doctor.bandwidth import gloo_finding, nccl_finding
 from longhaul.pipeline.doctor.diagnosis import EXIT_BAD_MACHINE
-from longhaul.pipeline.doctor.finding import Finding, find
-from longhaul.pipeline.doctor.machine import (
+from longhaul.pipeline.doctor.finding import Finding, run_check
+from longhaul.pipeline.doctor.machine_checks import (
     check_commit,
     check_gpus,
     check_idle,
     check_time,
     check_torch,
 )
-from longhaul.pipeline.doctor.nodes import Place, _together
-from longhaul.pipeline.doctor.run import check_shape, check_shards, checkpoint_bytes
+from longhaul.pipeline.doctor.nodes import Place, _findings_from_reports
+from longhaul.pipeline.doctor.run_checks import check_shape, check_shards, checkpoint_bytes
 
 Usage = namedtuple("Usage", "total used free")
 
 
 def _disk(config: RunConfig | None) -> Finding:
     """What is said of the disk, with and without a run."""
-    return next(one for one in diagnosis._machine(config, None) if one.what == "disk")
+    return next(one for one in diagnosis._machine_findings(config, None) if one.subject == "disk")
 
 
 def _lines(output: str) -> dict[str, str]:
@@ -171,10 +170,13 @@ def test_a_bad_config_is_one_line(run: Any) -> None:
 
 
 def test_a_check_that_raises_is_a_failure_and_one_that_hangs_what_it_is_told_to_be() -> None:
-    raised = find("disk", lambda: 1 / 0, 5)
+    raised = run_check("disk", lambda: 1 / 0, 5)
     assert raised == Finding("FAILURE", "disk", "ZeroDivisionError: division by zero")
     released = threading.Event()
-    hung = [find("disk", released.wait, 0.1), find("gpu", released.wait, 0.1, if_late="FAILURE")]
+    hung = [
+        run_check("disk", released.wait, 0.1),
+        run_check("gpu", released.wait, 0.1, if_timed_out="FAILURE"),
+    ]
     released.set()
     assert [finding.status for finding in hung] == ["warning", "FAILURE"]
     assert all("no answer" in finding.text for finding in hung)
@@ -221,11 +223,11 @@ def test_a_slow_network_is_a_warning() -> None:
 def test_a_git_that_does_not_tell_leaves_the_commit_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(machine, "source_checkout", lambda: tmp_path)
-    monkeypatch.setattr(machine, "source_commit", lambda: None)
+    monkeypatch.setattr(machine_checks, "source_checkout", lambda: tmp_path)
+    monkeypatch.setattr(machine_checks, "source_commit", lambda: None)
     finding = check_commit()
     assert finding.status == "warning"
-    assert finding.is_late
+    assert finding.has_timed_out
 
 
 def _report(commit: str | None = "a", **failed: list[str]) -> dict[str, Any]:
@@ -237,9 +239,9 @@ def _report(commit: str | None = "a", **failed: list[str]) -> dict[str, Any]:
     [
         ([_report(), _report(None), _report()], []),
         ([_report(), _report("b"), _report()], ["n2 has b, the others a"]),
-        ([_report(), _report(), _report(unless_shared=["shards"])], ["bad are n3: shards"]),
+        ([_report(), _report(), _report(unless_shared=["shards"])], ["bad nodes: n3: shards"]),
         ([_report(unless_shared=["shards"])] * 3, []),
-        ([_report(unless_shared=["x"], failures=["y"])] * 2, ["bad are n1: y; n2: y"]),
+        ([_report(unless_shared=["x"], failures=["y"])] * 2, ["bad nodes: n1: y; n2: y"]),
     ],
 )
 def test_a_failure_that_not_all_nodes_share_is_a_nodes_own(
@@ -247,7 +249,7 @@ def test_a_failure_that_not_all_nodes_share_is_a_nodes_own(
 ) -> None:
     names = tuple(f"n{number}" for number in range(1, 1 + len(reports)))
     here = Place(job="1", node=0, names=names, is_first_task=True)
-    found = list(_together(here, dict(zip(names, reports, strict=True)), []))
+    found = list(_findings_from_reports(here, dict(zip(names, reports, strict=True)), []))
     assert [one.text for one in found if one.status == "FAILURE"] == failures
     assert {one.fault for one in found} == {"machine"}
 
@@ -267,7 +269,7 @@ def test_less_time_than_a_last_checkpoint_takes_is_a_warning(
     end = datetime.now() + timedelta(minutes=10)
     job = {"TimeLimit": "01:00:00", "EndTime": end.isoformat(timespec="seconds")}
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(machine, "slurm_job", lambda job_id: job)
+    monkeypatch.setattr(machine_checks, "slurm_job", lambda job_id: job)
     assert check_time(500).status == "ok"
     assert check_time(700).status == "warning"
     job["EndTime"] = "Unknown"

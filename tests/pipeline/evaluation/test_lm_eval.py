@@ -56,7 +56,7 @@ def test_what_it_cannot_run_is_refused(
 ) -> None:
     spec = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="lm_eval is not installed; wanted it from pip install"):
+    with pytest.raises(ValueError, match="lm-eval without the package lm_eval, wanted it"):
         lm_eval.measure(load_trained_model(base.path / "small"), Options(), tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     scaled = load_trained_model(base.path / "small", "linear", 2.0)
@@ -97,7 +97,7 @@ def test_the_harness_finds_what_a_plain_loop_finds(
     assert record["options"] == {"context": context, "lm_eval_tasks": ["longhaul_pairs"]}
     harness = json.loads((folder / "lm-eval-results.json").read_text())
     assert harness["n-samples"]["longhaul_pairs"]["effective"] == len(PAIRS)
-    assert "found earlier" in base.longhaul(*given).stdout
+    assert "results are already there" in base.longhaul(*given).stdout
     refused = base.longhaul(*given, "--lm-eval-tasks", "longhaul_pairs,no_such", check=False)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("longhaul: --lm-eval-tasks: found no_such,")

@@ -148,7 +148,7 @@ def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
     ("arguments", "message"),
     [
         (["--lengths", "255"], "--lengths: found 255, wanted 256 or more"),
-        (["--prompts", "4"], "--prompts: found 4, wanted 5 or more, one a depth"),
+        (["--prompts", "4"], "--prompts: found 4, wanted 5 or more, one per depth"),
     ],
 )
 def test_bad_arguments_are_one_line(uninterrupted: Run, arguments: list[str], message: str) -> None:

@@ -116,8 +116,8 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
     ("arguments", "message"),
     [
         (["--tasks", "context", "--contexts", "48,64"], "--contexts: found 48 with 64, wanted div"),
-        (["--tasks", "context", "--contexts", "a"], "--contexts: found 'a', wanted numbers"),
-        (["--tasks", "context", "--contexts", "0,4"], "--contexts: found '0,4', wanted numbers"),
+        (["--tasks", "context", "--contexts", "a"], "--contexts: found 'a', wanted tokens"),
+        (["--tasks", "context", "--contexts", "0,4"], "--contexts: found '0,4', wanted tokens"),
         (["--tasks", "positions,recall", "--context", "9"], "--context: found with recall, which"),
         (["--tasks", "passkey", "--text", "t"], "--text: found with passkey, which does not read"),
         (["--stride", "9"], "--stride: found with positions, which does not read it; wanted other"),

@@ -93,7 +93,7 @@ def test_generation_takes_interpolated_positions(trained: Run) -> None:
             "positions: found 'ntk', wanted one of none",
         ),
         (["evaluate", "small", "--factor", "2"], "--factor: found 2 with --positions none, wanted"),
-        (["evaluate", "small", "--positions", "linear"], "--factor: missing, and --positions lin"),
+        (["evaluate", "small", "--positions", "linear"], "--factor: found none with --positions"),
         (["evaluate", "small", "--context", "0"], "--context: found 0, wanted 1 or more"),
         (
             ["evaluate", "small", "--positions", "dynamic_ntk", "--factor", "2"],

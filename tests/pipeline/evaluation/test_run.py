@@ -15,7 +15,7 @@ from mlflow.tracking import MlflowClient
 
 from longhaul.datamodules.tokens import TokenDataModule
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Measured, Options, Task
+from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram
 from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, summarise
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -110,18 +110,18 @@ def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
     before, lines = (folder / "positions.csv").stat().st_mtime_ns, journal.read_text()
     result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
-    assert result.stdout.count("found earlier") == 2
+    assert result.stdout.count("results are already there") == 2
     assert "evaluation/bigram_loss" in result.stdout
     assert (folder / "positions.csv").stat().st_mtime_ns == before
     assert journal.read_text() == lines
     # A file that went is made again, and what other tasks found stays.
     (folder / "positions.png").unlink()
     result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
-    assert result.stdout.count("found earlier") == 1
+    assert result.stdout.count("results are already there") == 1
     assert (folder / "positions.png").exists()
     assert "evaluation/bigram_loss" in json.loads((folder / "results.json").read_text())
     again = evaluated.longhaul("evaluate", "small", "--tasks", "bigram", "--again")
-    assert "found earlier" not in again.stdout
+    assert "results are already there" not in again.stdout
 
 
 def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> None:
@@ -137,11 +137,11 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert refused.returncode == 2
     assert "results.json: found no JSON object, wanted what" in refused.stderr
     assert not (evaluated.path / "new").exists()
-    assert "found earlier" in evaluated.longhaul(*given).stdout
+    assert "results are already there" in evaluated.longhaul(*given).stdout
     assert json.loads((folder / "results.json").read_text()) == before
     (folder / "perplexity.json").write_text("[]")
     again = evaluated.longhaul(*given)
-    assert "perplexity.json is damaged: what it told is measured again" in again.stderr
+    assert "perplexity.json is damaged: its task is measured again" in again.stderr
     assert json.loads((folder / "results.json").read_text()) == before
 
 
@@ -159,31 +159,31 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     task = Task("positions", "", decided_by=("text", "stride"))
     options = Options(text=(text,), stride=3)
 
-    def keep(name: str, found: Measured) -> None:
-        results.record(name, task, options, results.take(name, found))
+    def keep(name: str, found: TaskResult) -> None:
+        results.mark_complete(name, task, options, results.store(name, found))
 
-    keep("x", Measured({"x/a": 1.0, "x/b": 2.0}))
-    keep("y", Measured({"y/a": 3.0}))
-    assert results.known("x", task, options) == Measured({"x/a": 1.0, "x/b": 2.0})
-    assert results.known("x", task, dataclasses.replace(options, prompts=7)) is not None
-    assert results.known("x", task, dataclasses.replace(options, stride=4)) is None
+    keep("x", TaskResult({"x/a": 1.0, "x/b": 2.0}))
+    keep("y", TaskResult({"y/a": 3.0}))
+    assert results.stored("x", task, options) == TaskResult({"x/a": 1.0, "x/b": 2.0})
+    assert results.stored("x", task, dataclasses.replace(options, prompts=7)) is not None
+    assert results.stored("x", task, dataclasses.replace(options, stride=4)) is None
     text.write_text("two")
-    assert results.known("x", task, options) is None
+    assert results.stored("x", task, options) is None
     # Interrupted from here on, nobody takes files of two attempts for one result.
-    results.take("x", Measured({"x/b": 5.0}))
+    results.store("x", TaskResult({"x/b": 5.0}))
     text.write_text("one")
-    assert results.known("x", task, options) is None
-    keep("x", Measured({"x/b": 5.0}))
+    assert results.stored("x", task, options) is None
+    keep("x", TaskResult({"x/b": 5.0}))
     assert results.values() == {"y/a": 3.0, "x/b": 5.0}
     for damage in ("{bro", "[]", '{"values": {}, "files": 3, "options": {}}', ""):
         (tmp_path / "y.json").write_text(damage)
-        assert results.known("y", task, options) is None
+        assert results.stored("y", task, options) is None
         assert results.values() == {"x/b": 5.0}
     # Without a text of their own they are of the held-out one, which may become another.
     plain = dataclasses.replace(options, text=())
-    results.record("x", task, plain, Measured({}))
-    assert results.known("x", task, plain) is not None
-    assert Results(tmp_path, "another").known("x", task, plain) is None
+    results.mark_complete("x", task, plain, TaskResult({}))
+    assert results.stored("x", task, plain) is not None
+    assert Results(tmp_path, "another").stored("x", task, plain) is None
 
 
 @pytest.mark.parametrize(

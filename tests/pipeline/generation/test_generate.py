@@ -19,7 +19,7 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.generation import decoding
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
-from longhaul.pipeline.generation.sessions import load_session, origin, save_session
+from longhaul.pipeline.generation.session_files import load_session, origin, save_session
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other

@@ -22,8 +22,8 @@ from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.fit import verdict
-from longhaul.pipeline.planning.live_tensors import PARTS, LiveMemory
-from longhaul.pipeline.planning.memory import Choice, Planner
+from longhaul.pipeline.planning.memory import MemorySettings, Planner
+from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import OpWorkspace, _loss_bytes
 from longhaul.pipeline.system.devices import Device
 
@@ -84,7 +84,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     planner = Planner(load_run_config("run/demo.yaml", overrides), "torch")
     measured = measure(strategies, ranks, overrides, tmp_path / "store")
     for strategy, found in zip(strategies.split(","), measured, strict=True):
-        planned = planner.plan(Choice(strategy=strategy)).total
+        planned = planner.plan(MemorySettings(strategy=strategy)).total
         print(f"{strategy}: planned {planned / 1e6:.1f} MB, held", [one / 1e6 for one in found])
         assert found == [pytest.approx(planned, rel=0.1)] * ranks
 
@@ -93,7 +93,7 @@ def test_live_memory_counts_as_torch_does() -> None:
     """Torch's own tracker, which is too slow for large models, sees the same peak."""
     model_config = small(ranks=1, accumulation=1).model
     peaks = []
-    for tracker in (LiveMemory(), MemTracker()):
+    for tracker in (MemoryTracker(), MemTracker()):
         with FakeTensorMode(), tracker:
             model = LanguageModel(model_config)
             if isinstance(tracker, MemTracker):
@@ -115,15 +115,15 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     with torch.device("meta"):
         numbers = LanguageModel(small(ranks, accumulation).model).num_parameters()
     single, ddp, fsdp, *zero = (
-        planner.plan(Choice(strategy=strategy, stage=stage))
+        planner.plan(MemorySettings(strategy=strategy, stage=stage))
         for strategy, stage in (
             ("single", None), ("ddp", None), ("fsdp", None),
             ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3),
         )
     )  # fmt: skip
     for plan in (single, ddp, fsdp, *zero):
-        assert plan.total == sum(getattr(plan, part) for part in PARTS)
-        assert min(getattr(plan, part) for part in PARTS) >= 0
+        assert plan.total == sum(getattr(plan, part) for part in CATEGORIES)
+        assert min(getattr(plan, part) for part in CATEGORIES) >= 0
     assert single.parameters == ddp.parameters == 4 * numbers
     # Rows are dealt out whole: a tensor of fewer rows than ranks leaves some with one too many.
     assert fsdp.parameters == pytest.approx(single.parameters / ranks, rel=0.01)
@@ -142,9 +142,13 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
 def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
     ranks = 4
     planner = Planner(small(ranks, accumulation))
-    whole = planner.plan(Choice(strategy="single")).parameters
+    whole = planner.plan(MemorySettings(strategy="single")).parameters
+
+    def in_models(sent: float) -> float:
+        return sent / whole * ranks / (ranks - 1)
+
     sent = {
-        name: planner.plan(Choice(strategy=name, stage=stage)).sent / whole * ranks / (ranks - 1)
+        name: in_models(planner.plan(MemorySettings(strategy=name, stage=stage)).sent)
         for name, stage in (("single", None), ("ddp", None), ("fsdp", None))
     }
     assert sent["single"] == 0
@@ -156,7 +160,7 @@ def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
     wanted = 2 * accumulation + 1 - accumulation * outside
     assert sent["fsdp"] == pytest.approx(wanted, rel=0.005)
     stages = [
-        planner.plan(Choice(strategy="deepspeed", stage=stage)).sent / whole * ranks / (ranks - 1)
+        in_models(planner.plan(MemorySettings(strategy="deepspeed", stage=stage)).sent)
         for stage in (1, 2, 3)
     ]
     assert stages == [2, accumulation + 1, 3 * accumulation]
@@ -166,19 +170,20 @@ def test_checkpointing_and_small_batches_need_less() -> None:
     planner = Planner(small(ranks=2, accumulation=1, micro_batch=8, layers=3))
     for strategy in ("single", "ddp", "fsdp"):
         kept, second, recomputed = (
-            planner.plan(Choice(strategy=strategy, checkpointing=every)) for every in (0, 2, 1)
+            planner.plan(MemorySettings(strategy=strategy, checkpointing=every))
+            for every in (0, 2, 1)
         )
         assert recomputed.activations < second.activations < kept.activations
         assert recomputed.parameters == kept.parameters
-        assert planner.plan(Choice(strategy=strategy), 4).total < kept.total
+        assert planner.plan(MemorySettings(strategy=strategy), 4).total < kept.total
 
 
 def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
     run = small(ranks=2, accumulation=1, micro_batch=8, layers=1)
     planner = Planner(run)
-    whole = planner.plan(Choice(strategy="ddp")).total
-    half = planner.plan(Choice(strategy="ddp"), 4).total
-    recomputed = planner.plan(Choice(strategy="fsdp", checkpointing=1), 1).total
+    whole = planner.plan(MemorySettings(strategy="ddp")).total
+    half = planner.plan(MemorySettings(strategy="ddp"), 4).total
+    recomputed = planner.plan(MemorySettings(strategy="fsdp", checkpointing=1), 1).total
 
     def on(memory: int) -> str:
         device = Device(
@@ -199,14 +204,14 @@ def test_the_smallest_change_that_fits_is_named_and_fits() -> None:
 def test_every_kind_can_be_traced(kind: str) -> None:
     sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
     run = load_run_config("run/demo.yaml", [*SMALL, *sizes], kind=kind)
-    plan = Planner(run).plan(Choice(strategy="single", checkpointing=1))
+    plan = Planner(run).plan(MemorySettings(strategy="single", checkpointing=1))
     tokens, width = 128, 64
     assert plan.activations > 4 * tokens * width  # what a recomputed block starts from
 
 
 def test_states_of_the_kernels_are_counted() -> None:
     T, H, K = 16_384, 4, 64
-    live = LiveMemory(OpWorkspace("triton"))
+    live = MemoryTracker(OpWorkspace("triton"))
     with FakeTensorMode(), live:
         q, k, v = (
             torch.zeros(1, T, H, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
@@ -221,7 +226,7 @@ def test_states_of_the_kernels_are_counted() -> None:
 
 def test_an_op_takes_what_its_own_code_allocates() -> None:
     shape = 1, 256, 4, 64
-    live = LiveMemory(OpWorkspace("torch"))
+    live = MemoryTracker(OpWorkspace("torch"))
     with FakeTensorMode(), live:
         q = torch.zeros(shape)
         power_attention(q, q, q, degree=2)
@@ -229,7 +234,7 @@ def test_an_op_takes_what_its_own_code_allocates() -> None:
         degree=2, scale=0.125, normalize=True, output_final_state=False, form="attention",
         chunk_size=256,
     )  # fmt: skip
-    with LiveMemory() as real:
+    with MemoryTracker() as real:
         q = torch.zeros(shape)
         chunked.forward(call, q, q, q, None, None, None, None)
     assert live.peak["workspace"] + q.nbytes == sum(real.peak.values())
@@ -245,8 +250,8 @@ def test_chunks_of_logits_are_counted(rows: int) -> None:
         num_batches=rows, in_features=width, num_classes=vocabulary,
         dtype=hidden.dtype, device=hidden.device,
     )  # fmt: skip
-    live = LiveMemory()
-    live.belongs([hidden, weight, target], "parameters")
+    live = MemoryTracker()
+    live.assign([hidden, weight, target], "parameters")
     with live:
         _linear_cross_entropy_batch_chunked._init_fn(
             hidden, weight, target, None, None, "mean", -100, 0.0, options.batch_chunk_size,
@@ -277,7 +282,7 @@ def test_a_thousand_ranks_are_planned_at_the_longest_context(
         (["--gpus", "0", "--device", "h100"], "--gpus: found 0, wanted 1 or more"),
         (["--gpus", "3", "--device", "h100"], "--gpus: found 3: optim.tokens_per_update: found"),
         (["--device", "v100"], "--device: found 'v100', wanted one of a100, "),
-        (["--gpus", "2"], "--device: missing with --gpus, wanted one of a100, "),
+        (["--gpus", "2"], "--device: found none with --gpus, wanted one of a100, "),
     ],
 )
 def test_bad_arguments_are_one_line(

@@ -25,7 +25,7 @@ from mlflow.tracking import MlflowClient
 
 from longhaul.configs import RunConfig, load_run_config, to_yaml
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.planning.sizes import attentions, state_bytes, without_memory
+from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.reporting import page
 from longhaul.pipeline.reporting.runs import read_runs
 from longhaul.pipeline.tracking.mlflow_run import create_parent
@@ -153,13 +153,13 @@ def test_losses_are_those_that_were_logged(reported: Path) -> None:
 def test_the_table_of_runs_is_what_was_logged(reported: Path) -> None:
     found = {row["run"]: row for row in rows(reported / "runs.csv")}
     assert set(found) == {EVIL, "flagship", "again", "longer", "cut off"}
-    row, model = found["longer"], without_memory(small_config("data.context=128").model)
+    row, model = found["longer"], build_on_meta(small_config("data.context=128").model)
     assert row["variant"] == "conformal_sympow p=2"
     assert (row["status"], row["training_context"], row["tokens"]) == ("FINISHED", "128", "2048")
     assert float(row["validation_loss_nats"]) == 3.25
     assert float(row["tokens_per_second"]) == 250
     assert int(row["parameters"]) == model.num_parameters()
-    assert int(row["state_bytes"]) == state_bytes(attentions(model), 128)
+    assert int(row["state_bytes"]) == state_bytes(attention_layers(model), 128)
     assert (row["commit"], row["hardware"]) == ("abc", "a processor")
     assert found["cut off"]["status"] == "RUNNING"
     by_context = rows(reported / "loss_against_context.csv")

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.pipeline.evaluation.labels import Label, read_label
+from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.reporting.runs import Point
 from longhaul.pipeline.reporting.training import _thinned
 from longhaul.pipeline.reporting.variants import looks, name_variants
@@ -52,7 +52,7 @@ def test_labels_are_read_as_they_are_written() -> None:
         ("step-000000001-text-book-1_and_2", Label(1, None, "", "book-1_and_2")),
         ("notes", None),
     ):
-        assert read_label(text) == wanted, text
+        assert parse_label(text) == wanted, text
 
 
 def test_addresses_lose_their_passwords() -> None:

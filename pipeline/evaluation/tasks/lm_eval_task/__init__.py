@@ -1,1 +1,1 @@
-"""The task that lm_eval finds here, and the process in which lm_eval runs."""
+"""The task that longhaul brings for lm_eval, and the script that runs lm_eval."""

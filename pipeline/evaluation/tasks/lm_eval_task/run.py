@@ -1,8 +1,8 @@
 """Runs lm_eval on an exported folder, in a process that `longhaul evaluate` starts.
 
-Of its own, since lm_eval sets seeds and imports much; and where remote code is trusted, it is the
-export's alone. It takes JSON as its one argument, and is started in the folder of the bundled task,
-whose YAML names its data relative to that.
+lm_eval gets its own process because it sets seeds and imports much, and because there the export's
+code is the only remote code that is trusted. The script has one argument, JSON, and is started in
+the folder of the bundled task, whose YAML names its data file relative to that folder.
 """
 
 import json
@@ -12,11 +12,11 @@ from typing import Any
 
 
 def main(work: dict[str, Any]) -> None:
-    """Write `found`: what lm_eval found, or {"unknown": [names of tasks that it has not]}.
+    """Write lm_eval's results, or {"unknown": [names of tasks that lm_eval does not know]}.
 
     Args:
-        work: `tasks` by name, `model_args` and `batch_size` of lm_eval's Hugging Face model, and
-            `found`, a path.
+        work: names of `tasks`; `model_args` and `batch_size` of lm_eval's Hugging Face model; and
+            `found`, the path to write to.
     """
     # Imported here: an optional dependency.
     from lm_eval import simple_evaluate

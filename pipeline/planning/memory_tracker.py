@@ -1,4 +1,4 @@
-"""Bytes alive while code runs on tensors that have no data, and what they are alive for."""
+"""Counts the bytes that are alive, by category, while code runs on tensors without data."""
 
 import weakref
 from collections.abc import Callable
@@ -9,52 +9,52 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "copies", "workspace")
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "copies", "workspace")
 
 
-class LiveMemory(TorchDispatchMode):
-    """Counts the storages that operations make, until they die; `peak` is the most at a time.
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of storages while they exist; `peak` holds the highest count.
 
-    torch.distributed._tools.mem_tracker does the same five times slower, does not see the memory
-    inside of custom ops, and its numbers agree where both count (tests).
+    torch.distributed._tools.mem_tracker does the same, but is five times slower and does not see
+    the memory inside of custom ops. The numbers agree for what both count (see the tests).
     """
 
     def __init__(self, workspace_of: Callable[..., int] | None = None) -> None:
-        """`workspace_of(op, args, kwargs)`: bytes that an opaque op takes while it runs."""
+        """`workspace_of(op, args, kwargs)`: the bytes that an opaque op needs while it runs."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.part = "activations"  # of storages that are made from now on
-        self.communicated_bytes = 0  # that all-gathers have filled and reduce-scatters have read
+        self.category = "activations"  # of storages that are created from now on
+        self.communicated_bytes = 0  # filled by all-gathers and read by reduce-scatters
         self._workspace_of = workspace_of
         self._alive: dict[int, tuple[weakref.ref[Any], int, str]] = {}
-        self._now = dict.fromkeys(PARTS, 0)
+        self._now = dict.fromkeys(CATEGORIES, 0)
         self._total = 0
-        self.restart()
+        self.reset_peak()
 
-    def restart(self) -> None:
-        """Begin to look for the peak here."""
+    def reset_peak(self) -> None:
+        """Forget earlier peaks: from now on, `peak` is the highest sum since this call."""
         self.peak = dict(self._now)
         self.peak_besides_gradients = dict(self._now)
         self._highest, self._highest_besides = self._total, self._total - self._now["gradients"]
 
     @property
     def now(self) -> dict[str, int]:
-        """Bytes alive at present, by part."""
+        """Bytes that are alive now, by category."""
         return dict(self._now)
 
-    def belongs(self, tensors: Any, part: str) -> None:
-        """Count these tensors' memory as this part, whoever made it."""
-        for x in _plain(tensors):
+    def assign(self, tensors: Any, category: str) -> None:
+        """Count the memory of these tensors in this category, whatever created it."""
+        for x in _local_tensors(tensors):
             storage = x.untyped_storage()
-            self._track(storage, part)
+            self._track(storage, category)
             ref, size, before = self._alive[storage._cdata]
-            self._alive[storage._cdata] = ref, size, part
+            self._alive[storage._cdata] = ref, size, category
             self._now[before] -= size
-            self._now[part] += size
+            self._now[category] += size
 
-    def rename(self, before: str, after: str) -> None:
-        """Count all that is alive as one part as another."""
-        for key, (ref, size, part) in self._alive.items():
-            if part == before:
+    def reassign(self, before: str, after: str) -> None:
+        """Move everything alive from one category to another."""
+        for key, (ref, size, category) in self._alive.items():
+            if category == before:
                 self._alive[key] = ref, size, after
         self._now[after] += self._now[before]
         self._now[before] = 0
@@ -72,34 +72,34 @@ class LiveMemory(TorchDispatchMode):
             self._add("workspace", -size)
         result = func(*args, **kwargs)
         is_cast = func is torch.ops.aten._to_copy.default and self._is_parameter(args[0])
-        for x in _plain(result):
-            self._track(x.untyped_storage(), "copies" if is_cast else self.part)
+        for x in _local_tensors(result):
+            self._track(x.untyped_storage(), "copies" if is_cast else self.category)
         if func.namespace in ("c10d", "fsdp"):
-            self._communicates(func.__name__.split(".")[0], args, kwargs)
+            self._track_collective(func.__name__.split(".")[0], args, kwargs)
         return result
 
-    def _communicates(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = _plain((args, kwargs))
+    def _track_collective(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = _local_tensors((args, kwargs))
         for x in tensors:
-            if self._part(x) == "activations":
-                self.belongs(x, "copies")
+            if self._category_of(x) == "activations":
+                self.assign(x, "copies")
         if name == "_allgather_base_":
             self.communicated_bytes += tensors[0].nbytes
         if name == "_reduce_scatter_base_":
-            self.belongs(tensors[0], "gradients")  # the sharded gradient is a view of it
+            self.assign(tensors[0], "gradients")  # of which the sharded gradient is a view
             self.communicated_bytes += tensors[1].nbytes
 
-    def __enter__(self) -> "LiveMemory":
+    def __enter__(self) -> "MemoryTracker":
         resize = self._resize = torch.UntypedStorage.resize_
 
         def counted(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
             if storage._cdata in self._alive:
-                ref, old, part = self._alive[storage._cdata]
-                part = part if part == "parameters" else "copies"
+                ref, old, category = self._alive[storage._cdata]
+                category = category if category == "parameters" else "copies"
                 self._add(self._alive[storage._cdata][2], -old)
-                self._alive[storage._cdata] = ref, storage.nbytes(), part
-                self._add(part, storage.nbytes())
+                self._alive[storage._cdata] = ref, storage.nbytes(), category
+                self._add(category, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment]
@@ -111,27 +111,27 @@ class LiveMemory(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _is_parameter(self, x: Tensor) -> bool:
-        """Whether x is one, or the whole of one that was gathered."""
-        return any(self._part(one) in ("parameters", "copies") for one in _plain(x))
+        """Whether x is a parameter, or a gathered copy of a sharded one."""
+        return any(self._category_of(one) in ("parameters", "copies") for one in _local_tensors(x))
 
-    def _part(self, x: Tensor) -> str | None:
+    def _category_of(self, x: Tensor) -> str | None:
         key = x.untyped_storage()._cdata
         return self._alive[key][2] if key in self._alive else None
 
-    def _track(self, storage: torch.UntypedStorage, part: str) -> None:
+    def _track(self, storage: torch.UntypedStorage, category: str) -> None:
         key = storage._cdata
         if key in self._alive:
             return
         size = storage.nbytes()
-        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), size, part
-        self._add(part, size)
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key)), size, category
+        self._add(category, size)
 
     def _forget(self, key: int) -> None:
-        _, size, part = self._alive.pop(key)
-        self._add(part, -size)
+        _, size, category = self._alive.pop(key)
+        self._add(category, -size)
 
-    def _add(self, part: str, size: int) -> None:
-        self._now[part] += size
+    def _add(self, category: str, size: int) -> None:
+        self._now[category] += size
         self._total += size
         if self._total > self._highest:
             self._highest, self.peak = self._total, dict(self._now)
@@ -140,13 +140,13 @@ class LiveMemory(TorchDispatchMode):
             self._highest_besides, self.peak_besides_gradients = besides, dict(self._now)
 
 
-def _plain(tree: Any) -> list[Tensor]:
-    """All tensors, those inside of distributed ones in their place."""
-    found = []
+def _local_tensors(tree: Any) -> list[Tensor]:
+    """All tensors in a tree; each distributed tensor is replaced by its local tensor."""
+    tensors = []
     for x in [tree] if isinstance(tree, Tensor) else tree_leaves(tree):
         if not isinstance(x, Tensor):
             continue
         while is_traceable_wrapper_subclass(x):
             x = getattr(x, x.__tensor_flatten__()[0][0])
-        found.append(x)
-    return found
+        tensors.append(x)
+    return tensors

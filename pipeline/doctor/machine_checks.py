@@ -1,4 +1,4 @@
-"""Checks of one machine: packages, GPUs, disk, Slurm, and the time that a job has left."""
+"""Checks of one machine: packages, GPUs, disk, Slurm, and the time left to a job."""
 
 import importlib.metadata
 import os
@@ -18,14 +18,14 @@ from longhaul.pipeline.system.programs import output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 _WRITTEN_BYTES = 32 << 20
-_SECONDS_OF_WRITING = 2.0
-_SLOW_DISK = 30e6  # bytes a second
+_WRITING_SECONDS = 2.0
+_SLOW_DISK = 30e6  # bytes per second
 # A process that only holds a context takes about half a GB.
 _IDLE_BYTES = 2 << 30
 
 
 def check_torch() -> Finding:
-    """torch, and the Triton that it was built with."""
+    """Whether torch has the version of Triton that it was built with."""
     found = _version("triton")
     text = f"torch {torch.__version__}, Triton {found or 'absent'}"
     required = importlib.metadata.requires("torch") or []
@@ -35,22 +35,24 @@ def check_torch() -> Finding:
         text = f"{text}, wanted Triton {wanted}"
         return Finding("FAILURE", "torch", text, f"pip install triton=={wanted}")
     if found is None:
-        return Finding("warning", "torch", text, "kernels run in torch; pip install triton")
+        return Finding("warning", "torch", text, "kernels will run in torch; pip install triton")
     return Finding("ok", "torch", text)
 
 
 def check_gpus(wanted: int | None) -> Finding:
-    """GPUs, their driver, and that each of them computes.
+    """Whether there are enough GPUs, with a driver, and each of them computes correctly.
 
     Args:
-        wanted: as many as trainer.devices, None when no run is known.
+        wanted: how many (trainer.devices); None when no run is given.
     """
     if not torch.cuda.is_available():
         return _without_gpus()
     found = torch.cuda.device_count()
     for index in range(found):
         if (torch.arange(4, device=f"cuda:{index}").sum() != 6).item():
-            return Finding("FAILURE", "gpu", f"GPU {index} adds up wrongly", "leave this node out")
+            return Finding(
+                "FAILURE", "gpu", f"GPU {index} computes a wrong sum", "leave this node out"
+            )
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     names = " + ".join(sorted({torch.cuda.get_device_name(index) for index in range(found)}))
     text = f"{found} x {names}, driver {(driver or 'unknown').split()[0]}"
@@ -66,16 +68,16 @@ def _without_gpus() -> Finding:
     if allocated == "0" and not is_there:
         return Finding("ok", "gpu", "no GPU: kernels run in torch on the CPU")
     if torch.version.cuda is None and torch.version.hip is None:
-        text = "GPUs that stay idle: this is torch's CPU build"
-        return Finding("warning", "gpu", text, "install torch's build for them")
+        text = "the GPUs stay idle: this is torch's CPU build"
+        return Finding("warning", "gpu", text, "install torch's build for these GPUs")
     build = torch.version.cuda or torch.version.hip
     text = f"torch for CUDA {build} finds none of this machine's GPUs"
-    remedy = "nvidia-smi tells whether the driver is alive and new enough, or the job has no GPUs"
+    remedy = "nvidia-smi shows whether the driver works and is new enough, or the job has no GPUs"
     return Finding("warning" if allocated == "0" else "FAILURE", "gpu", text, remedy)
 
 
 def check_idle() -> Finding:
-    """That nobody else holds the GPUs' memory."""
+    """Whether other processes hold memory of the GPUs."""
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         used = total - free - torch.cuda.memory_reserved(index)
@@ -83,14 +85,15 @@ def check_idle() -> Finding:
             text = f"GPU {index}: {in_bytes(used)} of {in_bytes(total)} are in use by others"
             remedy = "nvidia-smi names the processes; end them, or leave this node out"
             return Finding("FAILURE" if used > total / 10 else "warning", "idle", text, remedy)
-    return Finding("ok", "idle", "nobody else uses the GPUs")
+    return Finding("ok", "idle", "no other process uses the GPUs")
 
 
 def check_disk(folder: Path, needed: int) -> Finding:
-    """Free space and speed where a folder is, or will be made.
+    """Free space and speed of the disk that a folder is on, or will be on.
 
     Args:
-        needed: bytes that have to fit.
+        folder: need not exist yet.
+        needed: bytes that must fit.
     """
     existing = nearest_existing(folder)
     try:
@@ -98,7 +101,7 @@ def check_disk(folder: Path, needed: int) -> Finding:
         free = shutil.disk_usage(existing).free
     except OSError as error:
         text = f"{existing} cannot be written: {error.strerror}"
-        return Finding("FAILURE", "disk", text, "mend it, or set root to another folder")
+        return Finding("FAILURE", "disk", text, "repair it, or set root to another folder")
     text = f"{in_bytes(free)} free in {folder}, {in_bytes(rate)}/s"
     if free < needed:
         text = f"{text}, wanted {in_bytes(needed)} for two checkpoints"
@@ -110,41 +113,43 @@ def check_disk(folder: Path, needed: int) -> Finding:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest of its parents that is there."""
+    """The path, or the nearest of its parents that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())
 
 
 def _write_rate(folder: Path) -> float:
-    """Bytes a second that reach the disk."""
-    block = os.urandom(8 << 20)  # Some file systems compress.
+    """Bytes per second that reach the disk."""
+    block = os.urandom(8 << 20)  # random, since some file systems compress
     written, start = 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < _WRITTEN_BYTES and time.perf_counter() - start < _SECONDS_OF_WRITING:
+        while written < _WRITTEN_BYTES and time.perf_counter() - start < _WRITING_SECONDS:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)
 
 
 def check_commit() -> Finding:
-    """Which code runs here."""
+    """The commit of the code that runs here."""
     commit = source_commit()
     if commit is None and source_checkout() is not None:
-        text = "git does not tell"
-        return Finding("warning", "commit", text, "git status tells why", is_late=True)
+        text = "git gives no answer"
+        return Finding("warning", "commit", text, "git status shows why", has_timed_out=True)
     if commit is None:
         return Finding("ok", "commit", f"no checkout: longhaul {_version('longhaul')} is installed")
     if commit.endswith("-dirty"):
-        return Finding("warning", "commit", f"{commit}: files were changed", "commit them")
+        return Finding(
+            "warning", "commit", f"{commit}: the checkout has uncommitted changes", "commit them"
+        )
     return Finding("ok", "commit", commit)
 
 
 def check_slurm() -> Finding:
-    """That jobs can be submitted from here."""
+    """Whether jobs can be submitted from here."""
     if shutil.which("sbatch") is None:
         return Finding("warning", "slurm", "no sbatch here", "jobs are submitted on a login node")
     if output_of("scontrol", "ping") is None:
         text = "sbatch is here, but no controller answers"
-        return Finding("warning", "slurm", text, "scontrol ping tells why")
+        return Finding("warning", "slurm", text, "scontrol ping shows why")
     return Finding("ok", "slurm", f"sbatch of {output_of('sbatch', '--version')}")
 
 
@@ -152,7 +157,7 @@ def check_time(needed: float | None) -> Finding:
     """The time that this job has left.
 
     Args:
-        needed: seconds of a stop with a last checkpoint, None when no run is known.
+        needed: seconds to stop with a last checkpoint; None when no run is given.
     """
     job = slurm_job(os.environ["SLURM_JOB_ID"])
     limit = job.get("TimeLimit", "unknown")
@@ -162,7 +167,7 @@ def check_time(needed: float | None) -> Finding:
         return Finding("ok", "time", f"limit {limit}")
     text = f"limit {limit}, {left / 60:.0f} minutes left"
     if needed is not None and left < needed:
-        text = f"{text}, to stop with a checkpoint takes {needed / 60:.1f}"
+        text = f"{text}, wanted {needed / 60:.1f} to stop with a checkpoint"
         return Finding("warning", "time", text, "set slurm.time, or lower trainer.stop_seconds")
     return Finding("ok", "time", text)
 

@@ -1,0 +1,1 @@
+"""What `longhaul prepare` does: corpora become shards, with progress and a summary."""
