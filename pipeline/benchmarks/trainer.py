@@ -81,7 +81,7 @@ class _BesideBareLoop(Callback):
         update = pl_module.last_update
         if update is None:
             return
-        # The trainer's time includes the end of its previous update: TrainingCallback is called later.
+        # The trainer's time includes the end of its previous update, as this is called first.
         ours = _Cost.so_far(pl_module.device)
         self._loop.update()
         bare = _Cost.so_far(pl_module.device)
