@@ -8,7 +8,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.training.run import build_module
 

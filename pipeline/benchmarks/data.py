@@ -11,10 +11,10 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
-from longhaul.datamodules.tokens import TokenDataModule
 
 _VOCABULARY = 50_257
 _DOCUMENTS = 256

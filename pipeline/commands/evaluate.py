@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from longhaul.pipeline.commands.model_arguments import add_model_arguments, named_model
+from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError

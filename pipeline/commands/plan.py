@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.commands.contexts import parse_contexts
+from longhaul.pipeline.commands.arguments import parse_contexts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longhaul.pipeline.commands.contexts import parse_contexts
+from longhaul.pipeline.commands.arguments import parse_contexts
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng

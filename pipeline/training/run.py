@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.folder import Finished, RunFolder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling

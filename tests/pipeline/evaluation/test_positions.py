@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.runs.trained_model import load_trained_model
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.datamodules.tokens import TokenDataModule
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram

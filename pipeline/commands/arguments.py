@@ -1,4 +1,4 @@
-"""The arguments that all commands which load a trained model have."""
+"""Arguments that several commands have."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, --positions and --factor."""
+    """Add RUN, --positions and --factor, for commands that load a trained model."""
     parser.add_argument("run", help="a run folder, or one of its checkpoints")
     parser.add_argument(
         "--positions",
@@ -32,3 +32,12 @@ def named_model(args: argparse.Namespace) -> "NamedModel":
     if args.factor is None and args.positions != "none":
         raise ValueError(f"--factor: found none with --positions {args.positions}, wanted a number")
     return NamedModel(args.run, args.positions, 1.0 if args.factor is None else args.factor)
+
+
+def parse_contexts(text: str | None) -> list[int] | None:
+    """The contexts of "N,N,..." in tokens, in the given order; None for None."""
+    if text is None:
+        return None
+    if not all(number.isdecimal() and int(number) for number in text.split(",")):
+        raise ValueError(f"--contexts: found {text!r}, wanted tokens, such as 1024,65536")
+    return [int(number) for number in text.split(",")]

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.order import SampleOrder
 from longhaul.datamodules.shards import ShardError, UnreadShardError
-from longhaul.datamodules.tokens import TokenDataModule
 
 CONTEXT = 16
 UPDATE = 24
@@ -222,7 +222,7 @@ def test_workers_leave_signals_to_the_trainer(make_shards) -> None:
 def test_a_process_ends_with_its_loader_still_open(make_shards) -> None:
     script = f"""
         from longhaul.datamodules.config import DataConfig
-        from longhaul.datamodules.tokens import TokenDataModule
+        from longhaul.datamodules.data_module import TokenDataModule
         module = TokenDataModule(
             DataConfig(manifest={make_shards().location!r}, context=16, workers=1),
             seed=0, samples_per_update=2, micro_batch=2, rank=0, world_size=1,
