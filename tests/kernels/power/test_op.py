@@ -207,7 +207,7 @@ TRITON_CASES = [
         (ATTENTION, CHUNKED_16),
     ),
     # More than one block of features and of values.
-    ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=70), (CHUNKED_16,)),
+    ("degree 1, wide", Case(T=40, B=1, H=1, G=1, degree=1, K=140, V=130), (CHUNKED_16,)),
     ("wide values", Case(T=20, B=1, V=130), (ATTENTION, CHUNKED_16)),
     ("degree 4", Case(T=20, B=1, degree=4), (CHUNKED_16,)),
     ("degree 4, two tiles and more", Case(T=33, B=1, degree=4, K=9), (CHUNKED_16,)),
@@ -232,16 +232,13 @@ TRITON_CASES = [
 ]
 
 # What `make test` shows of Triton: every kernel, with and without states, gates, groups and the
-# norm, at degrees 1, 2 and 4. `make test-all` has the rest.
+# norm, at degrees 1, 2 and 4, and with several blocks of features and of values. `make test-all`
+# has the rest.
 IN_TEST = (
     *("one token", "T 63, two groups", "T 40, two groups", "no gates, no state"),
     *("gates of 0 and 1", "not normalised, no state", "degree 1, gates of 0 and 1", "degree 4"),
-    *(
-        "K 16",
-        "arbitrary state",
-        "arbitrary state, gates of 0 and 1, not normalised",
-        "some tokens",
-    ),
+    *("degree 1, wide", "K 16", "arbitrary state", "some tokens"),
+    "arbitrary state, gates of 0 and 1, not normalised",
 )
 
 SLOW = (

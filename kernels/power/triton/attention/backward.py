@@ -12,8 +12,6 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.triton.attention.forward import (
-    blocks,
-    by_dtype_and_width,
     constants_of,
     decay_root,
     load_rows,
@@ -24,25 +22,8 @@ from longhaul.kernels.power.triton.attention.keys import attention_key_gradients
 from longhaul.kernels.power.triton.chunking import Gates, cut, load_chunk, sum_gates
 from longhaul.kernels.power.triton.delta import row_terms
 from longhaul.kernels.power.triton.gates import gate_gradient
-from longhaul.kernels.power.triton.launch import is_interpreted, launch, with_dense_rows
-
-# As in forward.py.
-_BFLOAT16 = (
-    blocks(128, 64, 32, (8, 3), (8, 2)),
-    blocks(64, 32, 32, (4, 2)),
-    blocks(32, 16, 16, (4, 1)),
-)
-_FLOAT16 = (
-    blocks(128, 32, 16, (8, 2)),
-    blocks(64, 16, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-)
-_FLOAT32 = (
-    blocks(32, 32, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-)
-_INTERPRETED = blocks(32, 16, 16, (4, 1))
+from longhaul.kernels.power.triton.launch import launch, with_dense_rows
+from longhaul.kernels.power.triton.tile_sizes import ATTENTION_QUERY_GRADIENT
 
 
 def attention_backward(
@@ -84,9 +65,7 @@ def _query_gradient(
     cu_seqlens: Tensor | None,
 ) -> Tensor:
     B, T, H = q.shape[:3]
-    block = _INTERPRETED
-    if not is_interpreted():
-        block = by_dtype_and_width(q, v, _BFLOAT16, _FLOAT16, _FLOAT32)
+    block = ATTENTION_QUERY_GRADIENT.of(q, v)
     queries = longest_first(B, T, block.queries, cu_seqlens, q.device)
     to_end = None
     if gates is not None:

@@ -7,7 +7,7 @@ largest |z|, eq. (17). So no power overflows, and a pair of tokens needs no expo
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,69 +24,17 @@ from longhaul.kernels.power.triton.chunking import (
     sum_gates,
 )
 from longhaul.kernels.power.triton.launch import (
-    Configs,
     block_of,
-    config,
-    is_interpreted,
     launch,
     operands_of,
     with_dense_rows,
 )
 from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.tile_sizes import ATTENTION_FORWARD, Blocks
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 # The smallest unit of a row: far below every floor of a denominator, far above denormals.
 _SMALLEST_UNIT = tl.constexpr(2.0**-100)
-
-
-class Blocks(NamedTuple):
-    """Block sizes of queries and keys, and the configurations to tune.
-
-    The autotuner does not change the two sizes, because tables of blocks and of decays depend on
-    them. BLOCK_D is the smaller block where decays form a matrix, which needs many registers.
-    """
-
-    queries: int
-    keys: int
-    configs: Configs
-
-
-def blocks(queries: int, keys: int, diagonal: int, *warps_and_stages: tuple[int, int]) -> Blocks:
-    """Blocks with one configuration for each pair (warps, stages)."""
-    configs = (config(warps, stages, BLOCK_D=diagonal) for warps, stages in warps_and_stages)
-    return Blocks(queries, keys, tuple(configs))
-
-
-# For K and V up to 64, up to 128, and wider. Not yet timed: these compile without spills.
-_BFLOAT16 = (
-    blocks(128, 64, 16, (4, 3), (8, 3), (8, 2)),
-    blocks(128, 64, 32, (8, 2)),
-    blocks(64, 16, 16, (4, 2)),
-)
-_FLOAT16 = (
-    blocks(128, 64, 16, (8, 2)),
-    blocks(64, 32, 16, (4, 2)),
-    blocks(32, 16, 16, (4, 1)),
-)
-_FLOAT32 = (
-    blocks(64, 32, 16, (8, 2)),
-    blocks(32, 16, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-)
-_INTERPRETED = blocks(32, 16, 16, (4, 1))
-
-
-def by_dtype_and_width(
-    q: Tensor,
-    v: Tensor,
-    bfloat16: tuple[Any, ...],
-    float16: tuple[Any, ...],
-    float32: tuple[Any, ...],
-) -> Any:
-    """The entry of such tables for the dtype and the widths of a call."""
-    tables = {torch.bfloat16: bfloat16, torch.float16: float16}
-    width = max(q.shape[3], v.shape[3])
-    return tables.get(q.dtype, float32)[0 if width <= 64 else 1 if width <= 128 else 2]
 
 
 def attention_forward(
@@ -104,9 +52,7 @@ def attention_forward(
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     B, T, H = q.shape[:3]
     G, V = v.shape[2:]
-    block = _INTERPRETED
-    if not is_interpreted():
-        block = by_dtype_and_width(q, v, _BFLOAT16, _FLOAT16, _FLOAT32)
+    block = ATTENTION_FORWARD.of(q, v)
     queries = longest_first(B, T, block.queries, cu_seqlens, q.device)
     gates = to_end = None
     if log_g is not None:

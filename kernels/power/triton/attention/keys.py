@@ -9,33 +9,14 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.attention.forward import (
-    blocks,
-    by_dtype_and_width,
     constants_of,
     decay_root,
     load_rows,
 )
 from longhaul.kernels.power.triton.chunking import Gates, cut, exp2_flushed, load_chunk
-from longhaul.kernels.power.triton.launch import is_interpreted, launch
+from longhaul.kernels.power.triton.launch import launch
 from longhaul.kernels.power.triton.powers import power
-
-# As in forward.py.
-_BFLOAT16 = (
-    blocks(32, 128, 32, (8, 2)),
-    blocks(32, 64, 16, (8, 2)),
-    blocks(16, 32, 16, (8, 1)),
-)
-_FLOAT16 = (
-    blocks(32, 128, 16, (8, 1)),
-    blocks(32, 64, 16, (8, 1)),
-    blocks(16, 16, 16, (4, 1)),
-)
-_FLOAT32 = (
-    blocks(16, 32, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-    blocks(16, 16, 16, (4, 1)),
-)
-_INTERPRETED = blocks(16, 32, 16, (4, 1))
+from longhaul.kernels.power.triton.tile_sizes import ATTENTION_KEY_GRADIENT
 
 
 def attention_key_gradients(
@@ -52,9 +33,7 @@ def attention_key_gradients(
     """dk and dv; fills k_dk (B, G, T) with k·dk."""
     B, T, H = q.shape[:3]
     G = k.shape[2]
-    block = _INTERPRETED
-    if not is_interpreted():
-        block = by_dtype_and_width(q, v, _BFLOAT16, _FLOAT16, _FLOAT32)
+    block = ATTENTION_KEY_GRADIENT.of(q, v)
     inverse, delta = rows
     factor = q.new_empty(B, H, T, dtype=torch.float32)
     factor_delta = None if delta is None else torch.empty_like(factor)

@@ -8,7 +8,6 @@ block's own queries come last and use a matrix of decays.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,13 +24,9 @@ from longhaul.kernels.power.triton.features import (
     slots_of,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch
 from longhaul.kernels.power.triton.powers import power
-
-# As in state.py, not yet timed: these configurations compile without spills.
-_NARROW = (config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32))
-_WIDE = (config(8, 2, BLOCK_N=64, BLOCK_T=32),)
-_NARROW_32 = (config(8, 1, BLOCK_N=32, BLOCK_T=32),)
+from longhaul.kernels.power.triton.tile_sizes import KEY_GRADIENT
 
 
 def key_gradient(
@@ -57,7 +52,7 @@ def key_gradient(
     """Fill dk, dv, eq. (14), and k·dk (B, G, T), from dS after each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    configs = _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if max(K, V) <= 64 else _WIDE
+    configs = KEY_GRADIENT.of(q.dtype, is_narrow=max(K, V) <= 64)
     unused = dstates.kv
     common = (
         q,

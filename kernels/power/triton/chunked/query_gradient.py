@@ -6,7 +6,6 @@ Matrix products take dy itself, and 1 / den multiplies the rows of the result.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,13 +20,9 @@ from longhaul.kernels.power.triton.features import (
     slots_of,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch
 from longhaul.kernels.power.triton.powers import power
-
-# As in state.py, not yet timed: these configurations compile without spills.
-_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=32), config(4, 2, BLOCK_T=64, BLOCK_N=32))
-_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
-_NARROW_32 = (config(4, 2, BLOCK_T=32, BLOCK_N=16),)
+from longhaul.kernels.power.triton.tile_sizes import QUERY_GRADIENT
 
 
 def query_gradient(
@@ -56,7 +51,7 @@ def query_gradient(
     launch(
         _power_bwd_query_kernel,
         lambda meta: (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_T"]), H),
-        _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
+        QUERY_GRADIENT.of(q.dtype, is_narrow=is_narrow),
         q,
         k,
         v,

@@ -16,15 +16,12 @@ from longhaul.kernels.power.triton.features import (
     load_norm_matrix,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch
 from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.tile_sizes import READ
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
-# As in state.py, not yet timed: these configurations compile without spills.
-_NARROW = (config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64))
-_WIDE = (config(8, 2, BLOCK_T=64, BLOCK_N=32),)
-_NARROW_32 = (config(8, 2, BLOCK_T=32, BLOCK_N=16),)
 
 
 def read_out(
@@ -56,7 +53,7 @@ def read_out(
             H,
             triton.cdiv(V, block_v),
         ),
-        _NARROW_32 if q.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
+        READ.of(q.dtype, is_narrow=is_narrow),
         q,
         k,
         v,

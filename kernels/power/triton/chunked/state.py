@@ -20,13 +20,8 @@ from longhaul.kernels.power.triton.features import (
     matrix_offsets,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, config, launch
-
-# Not yet timed on a GPU: these configurations compile without spills on every chip of
-# kernels/offline, and the autotuner in `launch` chooses among them.
-_NARROW = (config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64))  # 128 features x 64 values
-_WIDE = (config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32))
-_NARROW_32 = (config(8, 2, BLOCK_T=32),)
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch
+from longhaul.kernels.power.triton.tile_sizes import STATE
 
 
 class States(NamedTuple):
@@ -76,7 +71,7 @@ def chunk_states(
     launch(
         _power_fwd_state_kernel,
         lambda _: (chunks.num * tiles.num_blocks, triton.cdiv(V, block_v), G),
-        _NARROW_32 if x.dtype != torch.bfloat16 else _NARROW if is_narrow else _WIDE,
+        STATE.of(x.dtype, is_narrow=is_narrow),
         x,
         y,
         unused if tokens.inverse is None else tokens.inverse,

@@ -10,13 +10,14 @@ import pytest
 KEYS = """
 import json
 from longhaul.kernels.power.triton.chunked import key_gradient, query_gradient, read, state
+from longhaul.kernels.power.triton import tile_sizes
 from longhaul.kernels.power.triton.launch import _autotuned
 
 keys = {}
 for module in (key_gradient, query_gradient, read, state):
     for name, kernel in vars(module).items():
         if name.startswith("_power_") and name.endswith("_kernel"):
-            keys[name] = _autotuned(kernel, module._NARROW).keys
+            keys[name] = _autotuned(kernel, tile_sizes.STATE.narrow).keys
 print(json.dumps(keys))
 """
 
