@@ -35,7 +35,10 @@ def _kept_bytes(cache: Any) -> int:
 
 
 def _bits(model: Any, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Logits of tokens read in three parts, one after the other."""
+    """Logits of tokens read in three parts, one after the other.
+
+    And of two rows' second halves, with the rows swapped in between, as a beam search does.
+    """
     cache, outputs = None, []
     for part in tokens.tensor_split([1, tokens.shape[1] // 2], dim=1):
         if part.shape[1]:
@@ -43,6 +46,10 @@ def _bits(model: Any, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
             cache = output.past_key_values
             outputs.append(output.logits)
     yield "parts", torch.cat(outputs, dim=1)
+    first, second = tokens.tensor_split(2, dim=1)
+    cache = model(first, use_cache=True).past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    yield "swapped", model(second.flip(0), past_key_values=cache).logits
 
 
 def _examine(

@@ -256,8 +256,11 @@ def test_a_damaged_checkpoint_is_set_aside(run: Run) -> None:
 
 def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:
     options = ("train", "small.yaml", BRIEF)
-    run.longhaul(*options)
-    (run.path / "small" / "DONE").unlink()
+    # Asked to stop by the file, it saves its first update and is not done.
+    (run.path / "small").mkdir()
+    (run.path / "small" / "STOP").touch()
+    assert run.longhaul(*options, check=False).returncode == 75
+    assert (run.path / "small" / "STOPPED").exists()
     for checkpoint in (run.path / "small" / "checkpoints").iterdir():
         (checkpoint / "model-00000-000.safetensors").unlink()
     result = run.longhaul(*options, check=False)
