@@ -55,9 +55,9 @@ def compare(
         return Comparison(0.0, 0.0, 0.0, None)
     size = oracle.abs().max().item()
     epsilon = torch.finfo(dtype or actual.dtype).eps
-    expected = (definition.double() - oracle).abs().max().item()
-    expected *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
-    allowed = min(multiple * max(expected, epsilon * size), _LOOSEST * size)
+    definition_error = (definition.double() - oracle).abs().max().item()
+    definition_error *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
+    allowed = min(multiple * max(definition_error, epsilon * size), _LOOSEST * size)
     error = (actual.double() - oracle).abs()
     worst = error.argmax()
     largest = error.flatten()[worst].item()

@@ -1,4 +1,4 @@
-"""The optimiser, its configuration, and the learning rate as a function of tokens seen."""
+"""The optimizer, its configuration, and the learning rate as a function of tokens seen."""
 
 import math
 from dataclasses import dataclass, field
@@ -53,13 +53,13 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """The optimiser, its schedule, the size of an update, and what to do about spikes."""
+    """The optimizer, its schedule, the size of an update, and what to do about spikes."""
 
     tokens_per_update: int
     """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
     name: str = "adamw"
-    """adam | adamw: the optimiser."""
+    """adam | adamw: the optimizer."""
 
     learning_rate: float = 6e-4
     """Peak learning rate, more than 0."""
@@ -121,7 +121,7 @@ class OptimConfig:
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimiser of all trainable parameters, without weight decay for vectors."""
+    """The optimizer of all trainable parameters, without weight decay for vectors."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long and mostly waits begins first: nothing long is left to one worker alone."""
 
     def turn(item: pytest.Item) -> int:
-        folder = item.path.parent.name
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
         return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
     items.sort(key=turn)

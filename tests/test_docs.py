@@ -100,11 +100,13 @@ def test_commands_parse_and_their_configs_load(
     arguments = parse(words_of(line))
     if line in "".join(blocks(TEXTS[page], "console")):
         return  # a mistake, which has a test of its own
-    given = getattr(arguments, "given", [])  # of `bench train`
-    config = getattr(arguments, "config", None) or (given[0] if given else None)
+    config, overrides = getattr(arguments, "config", None), [*getattr(arguments, "overrides", [])]
+    if getattr(arguments, "what", None) == "train":  # of bench
+        config, *overrides = ["run/demo.yaml", *arguments.config_and_overrides]
+        if overrides and "=" not in overrides[0]:
+            config, *overrides = overrides
     if config is None:
         return
-    overrides = [*getattr(arguments, "overrides", given[1:])]
     overrides += [axis.split(",")[0] for axis in getattr(arguments, "sweep", [])]
     load_run_config(config, overrides)
     kinds = getattr(arguments, "kinds", None)
@@ -195,7 +197,7 @@ def test_pieces_of_configs_load_over_the_demo(tmp_path: Path) -> None:
 
 
 # The first is the worked example, below; the second needs a folder that `longhaul export` wrote,
-# and tests/pipeline/test_export_models.py loads those.
+# and tests/pipeline/exporting/test_models.py loads those.
 RUN_ELSEWHERE = ("docs/adding-a-variant.md", "docs/export.md")
 
 

@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from longhaul.modules.attention import build_attention
+from longhaul.pipeline.planning.sizes import state_bytes
 
 _DOCS = Path(__file__).parent.parent
 _CONTEXTS = [2**n for n in range(8, 21)]
 _LAYERS, _WIDTH, _HEADS = 12, 768, 12  # GPT-2's 124M shape
-_HALF = torch.bfloat16
 _KINDS = {  # labels, and colours of Okabe and Ito's palette
     "softmax": ("softmax, keys and values", "#D55E00"),
     "conformal_sympow": ("conformal_sympow, degree 2", "#0072B2"),
@@ -31,18 +31,19 @@ _THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#484f58")}
 _LIFTED = {"#0072B2": "#56B4E9"}  # what is too dark on a dark page
 
 
-def state_bytes(kind: str, T: int) -> int:
+def bytes_of(kind: str, T: int) -> int:
     """Bytes that T tokens of one sequence leave behind in the 124M model, without padding."""
     with torch.device("meta"):
         layer = build_attention(kind, _WIDTH, _HEADS)
-    size = layer.state_size()
-    return _LAYERS * (layer.allocated_bytes(T, _HALF) if size is None else size * _HALF.itemsize)
+    return state_bytes([layer] * _LAYERS, T)
 
 
 def measured_milliseconds() -> list[tuple[int, int, int]]:
     """Tokens, SDPA and the chunked form, forward and backward."""
     text = (_DOCS.parent / "kernels/power/README.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) \| forward \+ backward \| ([\d,]+) \| ([\d,]+) ", text, re.M)
+    if not rows:
+        raise ValueError("kernels/power/README.md: found no times of the chunked form beside SDPA")
     return [tuple(int(cell.replace(",", "")) for cell in row) for row in rows]  # type: ignore[misc]
 
 
@@ -71,12 +72,12 @@ def draw(theme: str) -> None:
 def _draw_memory(axes: Axes, theme: str) -> None:
     for kind, (label, colour) in _KINDS.items():
         colour = _on(theme, colour)
-        sizes = [state_bytes(kind, T) for T in _CONTEXTS]
+        sizes = [bytes_of(kind, T) for T in _CONTEXTS]
         axes.plot(_CONTEXTS, sizes, color=colour)
         if sizes[0] == sizes[-1]:
             axes.text(_CONTEXTS[-1], sizes[-1] * 1.18, label, color=colour, ha="right", va="bottom")
         else:
-            axes.text(2**14.4, state_bytes(kind, 2**15) * 1.6, label, color=colour, ha="right")
+            axes.text(2**14.4, bytes_of(kind, 2**15) * 1.6, label, color=colour, ha="right")
     _logarithmic(axes, [2**10, 2**14, 2**17, 2**20], ["1K", "16K", "128K", "1M"])
     axes.set_ylim(4e5, 1.2e11)
     axes.yaxis.set_major_locator(FixedLocator([1e6, 1e7, 1e8, 1e9, 1e10]))

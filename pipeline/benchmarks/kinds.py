@@ -99,6 +99,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
     header = _header([path, *overrides], config, updates, baseline)
     table = f"{header}\n\n{_table(rows, outcomes, _speeds(rows))}\n"
     file = Path(config.root) / f"TABLE-{config.trainer.precision}.md"
+    file.parent.mkdir(parents=True, exist_ok=True)  # no row may have begun
     write_atomically(file, table)
     print(f"\n{table}\nwritten: {file}", flush=True)
     failed = [

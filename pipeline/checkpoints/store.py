@@ -35,8 +35,6 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, ask_first_rank
 from longhaul.pipeline.checkpoints.writer import CheckpointWriter
 from longhaul.pipeline.system.files import flush
 
-__all__ = ["CheckpointError", "CheckpointStore", "SavedCheckpoint", "newest_checkpoint"]
-
 logger = logging.getLogger(__name__)
 
 # torch gives a single process this warning at every save and load, also from other threads.

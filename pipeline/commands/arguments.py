@@ -23,14 +23,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def named_model(args: argparse.Namespace) -> "NamedModel":
     """The model that the arguments name, not loaded yet."""
-    from longhaul.pipeline.runs.trained_model import NamedModel
-
     if args.factor is not None and args.positions == "none":
         raise ValueError(
             f"--factor: found {args.factor:g} with --positions none, wanted linear or dynamic_ntk"
         )
     if args.factor is None and args.positions != "none":
         raise ValueError(f"--factor: found none with --positions {args.positions}, wanted a number")
+    from longhaul.pipeline.runs.trained_model import NamedModel
+
     return NamedModel(args.run, args.positions, 1.0 if args.factor is None else args.factor)
 
 

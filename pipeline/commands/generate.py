@@ -66,9 +66,10 @@ def main(args: argparse.Namespace) -> int:
         state=args.state,
         save_state=args.save_state,
     )
+    named = named_model(args)
     # After the options are checked, since these imports take seconds.
     from longhaul.pipeline.generation.run import generate
     from longhaul.pipeline.runs.trained_model import load_trained_model
 
-    generate(load_trained_model(*named_model(args)), options)
+    generate(load_trained_model(*named), options)
     return 0

@@ -122,7 +122,7 @@ def _rows(
             "budget": f"{progress['tokens']:,} of {trainer.max_tokens:,} tokens, "
             f"{progress['step']:,} updates of {optim.tokens_per_update:,}",
             "context": f"{config.data.context:,} tokens",
-            "optimiser": f"{optim.name}, learning rate {optim.learning_rate:g}, "
+            "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, "
             f"{optim.schedule.name} schedule",
             "precision": trainer.precision,
             "seed": trainer.seed,

@@ -10,8 +10,7 @@ import torch
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.checkpoints.integrity import STATE, verify
-from longhaul.pipeline.checkpoints.store import CheckpointError
+from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, verify
 from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer

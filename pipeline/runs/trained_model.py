@@ -9,7 +9,8 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import newest_checkpoint
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
 
@@ -33,8 +34,8 @@ class NamedModel(NamedTuple):
     """The arguments of `load_trained_model`."""
 
     run_or_checkpoint: str | Path
-    positions: str = "none"
-    factor: float = 1.0
+    positions: str
+    factor: float
 
 
 def load_trained_model(

@@ -3,12 +3,13 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from longhaul.pipeline.system.programs import output_of
 
 
 def describe_environment() -> dict[str, Any]:
@@ -42,12 +43,8 @@ def source_commit() -> str | None:
     checkout = source_checkout()
     if checkout is None:
         return None
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.strip() or None
+    describe = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40")
+    return output_of(*describe, seconds=10) or None
 
 
 def _processor() -> str:

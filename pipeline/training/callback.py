@@ -24,8 +24,10 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining, Progress, Update
 from longhaul.modules.skipped_updates import Skip
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
@@ -79,7 +81,7 @@ class TrainingCallback(Callback):
         self._step = 0
         self._profiler = UpdateProfiler(folder.path / "profile")
         self._seconds_saving = 0.0
-        self._parts: ContextParallel | None = None
+        self._context_parallel: ContextParallel | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore model, optimizer, counters and RNG, before the data loader is built."""
@@ -108,12 +110,12 @@ class TrainingCallback(Callback):
         )
         ranks_per_sample = self.config.trainer.context_parallel
         if ranks_per_sample > 1:
-            self._parts = ContextParallel(dist.new_subgroups(ranks_per_sample)[0])
+            self._context_parallel = ContextParallel(dist.new_subgroups(ranks_per_sample)[0])
         saved = self.store.open_newest()
         if saved is not None:
             self._restore(trainer, module, saved)
             self._step = module.progress.step
-        module.model.split_sequence(self._parts)
+        module.model.split_sequence(self._context_parallel)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
         hosts = [socket.gethostname()] * trainer.world_size
@@ -288,7 +290,7 @@ class TrainingCallback(Callback):
             module.device,
             self.config.trainer.precision,
         )
-        module.model.split_sequence(self._parts)
+        module.model.split_sequence(self._context_parallel)
         values = summarise(metric.by_position()[0], "validation")
         if self.recorder is not None:
             self.recorder.record_validation(module.progress, values)

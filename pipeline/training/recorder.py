@@ -14,7 +14,7 @@ from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Progress, Update
 from longhaul.modules.skipped_updates import Skip
-from longhaul.pipeline.checkpoints.store import SavedCheckpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker

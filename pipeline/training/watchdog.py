@@ -113,8 +113,11 @@ class Watchdog:
             if failure is not None and failure != message:
                 findings.append(f"rank {rank} failed: {failure}")
             elif failure is None and text == previous.get(rank):
-                where = "before its first update" if text is None else _describe(text)
-                findings.append(f"rank {rank} is gone, last seen {where}")
+                findings.append(
+                    f"rank {rank} has not reported yet"
+                    if text is None
+                    else f"rank {rank} is gone, last seen {_describe(text)}"
+                )
         return "; ".join(findings)
 
     def _read_failure(self, rank: int, timeout_s: float = 0.0) -> str | None:

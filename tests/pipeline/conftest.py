@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.tracking.mlflow_run import _make_sqlite, load_mlflow
 
 CHECKOUT = Path(__file__).parent.parent.parent
@@ -57,6 +58,11 @@ _IMPORTED = [
     "longhaul.pipeline.evaluation.run",
     "longhaul.pipeline.generation.run",
     "longhaul.pipeline.preparation.run",
+    *(
+        f"longhaul.pipeline.evaluation.tasks.{task.module}"
+        for task in TASKS.values()
+        if task.module != "lm_eval"
+    ),
     "matplotlib.pyplot",
     "mlflow.tracking",
     "mlflow.store.tracking.sqlalchemy_store",

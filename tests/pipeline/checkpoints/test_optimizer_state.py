@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 
 
 class _Model(nn.Module):

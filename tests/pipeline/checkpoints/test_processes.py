@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from longhaul.pipeline.checkpoints.store import CheckpointStore, SavedCheckpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 
 Fork = Callable[..., Any]  # conftest.Command: modules of this folder cannot import each other
 
@@ -27,7 +28,8 @@ import os, resource, sys, time
 from pathlib import Path
 import torch
 from longhaul.pipeline.checkpoints import writer
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 
 torch.set_num_threads(1)
 store = CheckpointStore(Path(sys.argv[1]), keep_last=1)
@@ -118,7 +120,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from longhaul.pipeline.checkpoints import writer
-from longhaul.pipeline.checkpoints.store import CheckpointError, CheckpointStore, SavedCheckpoint
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import CheckpointStore
 
 torch.set_num_threads(1)
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])

@@ -16,12 +16,9 @@ from torch import Tensor
 
 from longhaul.pipeline.checkpoints import store as store_module
 from longhaul.pipeline.checkpoints import writer
-from longhaul.pipeline.checkpoints.store import (
-    CheckpointError,
-    CheckpointStore,
-    SavedCheckpoint,
-    newest_checkpoint,
-)
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import CheckpointStore, newest_checkpoint
 
 
 def _tensors(seed: int = 0) -> dict[str, Tensor]:

@@ -14,8 +14,10 @@ import torch
 from mlflow.tracking import MlflowClient
 
 from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
+from longhaul.pipeline.evaluation.tasks import attention, recall
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram
 from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, summarise
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -199,3 +201,9 @@ def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], messag
     assert result.returncode == 2
     assert result.stderr.startswith(f"longhaul: {message}")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_help_of_tasks_has_their_sizes() -> None:
+    # It is made without importing the tasks, which takes seconds.
+    assert f"at most {attention.LONGEST} tokens" in TASKS["attention"].help
+    assert f"from {recall.SIZES[0]} to {recall.SIZES[-1]} key-value pairs" in TASKS["recall"].help

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from longhaul.configs import ConfigError, load_run_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline import exporting
-from longhaul.pipeline.checkpoints.store import CheckpointError
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards

@@ -1,9 +1,12 @@
 """Names of variants and labels, and the thinning of curves, without a store."""
 
+import argparse
 import dataclasses
 import math
 
 from longhaul.configs import RunConfig, load_run_config
+from longhaul.configs.schema import TrackingConfig
+from longhaul.pipeline.commands import report
 from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.reporting.runs import Point
 from longhaul.pipeline.reporting.training import _thinned
@@ -57,3 +60,9 @@ def test_labels_are_read_as_they_are_written() -> None:
 
 def test_addresses_lose_their_passwords() -> None:
     assert without_secrets("uri: http://a:b@c/d e@f") == "uri: http://***@c/d e@f"
+
+
+def test_the_report_reads_where_a_config_logs_to_by_default() -> None:
+    parser = argparse.ArgumentParser()
+    report.add_arguments(parser)
+    assert parser.parse_args(["experiment", "folder"]).uri == TrackingConfig.uri

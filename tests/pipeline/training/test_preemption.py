@@ -14,7 +14,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import SavedCheckpoint, newest_checkpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 

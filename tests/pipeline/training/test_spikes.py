@@ -8,7 +8,7 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.checkpoints.store import SavedCheckpoint
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
