@@ -1,22 +1,29 @@
 """Shard stores and data loaders from a DataConfig, with or without a trainer."""
 
 import atexit
+import logging
 import os
 import signal
+import time
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Sampler
+from torch.utils.data._utils.signal_handling import _remove_worker_pids  # type: ignore[attr-defined]
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import DocumentOrder
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.stream import BatchLoader, TokenWindows, ValidationBatches
+from longhaul.datamodules.stream import BatchLoader, TokenWindows, ValidationBatches, Windows
+
+logger = logging.getLogger(__name__)
 
 _PREFETCH_BATCHES = 4
+# Of a first start of workers, a second, and a third.
+_SECONDS_TO_START = (5.0, 20.0, 60.0)
 
 
 def open_store(config: DataConfig, manifest: Manifest) -> ShardStore:
@@ -41,7 +48,9 @@ def make_loader(
 ) -> BatchLoader:
     """Batches of windows, read ahead by worker processes."""
     workers = config.workers
-    loader = DataLoader(
+    # In shared memory: each worker sets its entry to 1.
+    has_started = torch.zeros(workers, dtype=torch.uint8).share_memory_()
+    loader = _Loader(
         dataset,
         # torch's annotation demands lists, but it passes on whatever the sampler yields.
         batch_sampler=cast(Sampler[list[int]], batches),
@@ -49,9 +58,44 @@ def make_loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         prefetch_factor=_PREFETCH_BATCHES if workers else None,
-        worker_init_fn=partial(_leave_signals_to_trainer, _exit_flag()),
+        worker_init_fn=partial(_begin_worker, _exit_flag(), has_started),
     )
+    loader.has_started = has_started
     return BatchLoader(loader, manifest.bos_id, pin_memory=pin_memory)
+
+
+class _Loader(DataLoader[Windows]):
+    """A DataLoader that starts its workers again if one of them hangs in its first moment.
+
+    In Python 3.11 a forked process takes a lock of the interpreter before it makes that lock anew.
+    It hangs for ever if another thread held the lock at the moment of the fork, as the threads of
+    torch.distributed do when they first call Python.
+    """
+
+    has_started: torch.Tensor
+
+    def _get_iterator(self) -> Any:
+        for seconds in _SECONDS_TO_START:
+            self.has_started.zero_()
+            iterator: Any = super()._get_iterator()
+            deadline = time.monotonic() + seconds
+            while not self.has_started.all():
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.001)
+            else:
+                return iterator
+            logger.warning("data.workers: not started within %.0f s, starting again", seconds)
+            # They are not to be reported as killed.
+            _remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+            for worker in iterator._workers:
+                worker.kill()
+            iterator._shutdown_workers()
+        raise RuntimeError(
+            f"data.workers: found workers that hang at each of {len(_SECONDS_TO_START)} starts, "
+            f"wanted {self.num_workers} that read; data.workers=0 reads in the training process"
+        )
 
 
 class HeldOut:
@@ -97,8 +141,9 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_trainer(is_exiting: torch.Tensor, worker: int) -> None:
+def _begin_worker(is_exiting: torch.Tensor, has_started: torch.Tensor, worker: int) -> None:
     """Ignore signals in a worker: the training process reacts to them and ends its workers."""
+    has_started[worker] = 1
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
