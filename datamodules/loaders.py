@@ -68,8 +68,8 @@ class _Loader(DataLoader[Windows]):
     """A DataLoader that starts its workers again if one of them hangs in its first moment.
 
     In Python 3.11 a forked process takes a lock of the interpreter before it makes that lock anew.
-    It hangs for ever if another thread held the lock at the moment of the fork, as the threads of
-    torch.distributed do when they first call Python.
+    It hangs for ever if another thread held the lock at the moment of the fork. That was seen with
+    two ranks under ddp; which thread held the lock was not.
     """
 
     has_started: torch.Tensor
