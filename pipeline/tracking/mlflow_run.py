@@ -52,26 +52,15 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 
-# A process that is forked while another thread imports a module inherits that module's import lock,
-# which is never released, and hangs when it imports the module. Data loader workers are forked at
-# about the time when MLflow is imported, so a fork waits for the import to end.
-_importing = threading.RLock()
-os.register_at_fork(
-    before=_importing.acquire,
-    after_in_parent=_importing.release,
-    after_in_child=_importing.release,
-)
-
 _lock_between_threads = threading.Lock()
 
 
 def load_mlflow(uri: str) -> None:
     """Import MLflow. It takes a second or more, so it is imported only when needed."""
-    with _importing:
-        importlib.import_module("mlflow.tracking")
-        if uri.startswith(_SQLITE):
-            importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
-            importlib.import_module("sqlalchemy.dialects.sqlite")
+    importlib.import_module("mlflow.tracking")
+    if uri.startswith(_SQLITE):
+        importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
+        importlib.import_module("sqlalchemy.dialects.sqlite")
 
 
 @contextmanager

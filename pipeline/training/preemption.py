@@ -20,9 +20,6 @@ import psutil
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
-# A forked process, such as a data loader worker, shares the trainer's file descriptors. A signal to
-# the worker must not be taken for a signal to the trainer.
-os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 # Exit status of a run that has saved a checkpoint and is to be run again. In sysexits.h it is
 # EX_TEMPFAIL, which asks to try again later.
 EXIT_CHECKPOINTED = 75
@@ -177,7 +174,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _end_process(message: str, number: signal.Signals, status: int | None = None) -> None:
     os.write(2, f"longhaul: {message}\n".encode())
-    # The ranks and data loader workers that this process started would wait for it.
+    # The ranks that this process started would wait for it.
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             child.kill()

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import psutil
@@ -69,7 +70,8 @@ _IMPORTED = [
     "sqlalchemy.dialects.sqlite",
 ]
 _FORKED = """
-import atexit, multiprocessing, os, resource, sys, threading, traceback
+import atexit, multiprocessing, os, resource, socket, sys, threading, traceback
+from multiprocessing import forkserver
 # What a forked process starts would be forked from the same one.
 multiprocessing.set_start_method(start_method, force=True)
 os.setsid()
@@ -78,6 +80,22 @@ os.environ.clear()
 os.environ.update(environment)
 for stream, file in ((1, out), (2, error)):
     os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+# A fork server for its data workers, in its session, which has imported all they need.
+address, (alive, other_end) = f"\\0longhaul-{os.getpid()}", os.pipe()
+with socket.socket(socket.AF_UNIX) as listener:
+    listener.bind(address)
+    listener.listen()
+    server = os.fork()
+    if server == 0:
+        os.close(other_end)
+        try:
+            forkserver.main(listener.fileno(), alive, [])
+        finally:
+            os._exit(0)
+os.close(alive)
+forkserver._forkserver._forkserver_address = address
+forkserver._forkserver._forkserver_alive_fd = other_end
+forkserver._forkserver._forkserver_pid = server
 if largest_file is not None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
 sys.argv[1:] = arguments
@@ -222,6 +240,13 @@ class RunFolder:
 
 
 MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    """The process that commands are forked from, started before a test asks for one of its own."""
+    resource_tracker.ensure_running()
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

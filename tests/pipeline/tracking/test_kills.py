@@ -1,6 +1,5 @@
-"""Trackers killed at any moment, and processes forked beside them."""
+"""Trackers killed at any moment."""
 
-import os
 import random
 import signal
 import subprocess
@@ -125,36 +124,3 @@ def test_killed_at_any_moment_every_step_is_in_mlflow_once(tmp_path: Path) -> No
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
     assert not list(tmp_path.glob(".mlflow.db*"))
-
-
-# The module that is being imported while the process forks stands for any of MLflow's.
-FORK = """
-import importlib, os, sys, threading, time
-from longhaul.pipeline.tracking import mlflow_run
-
-real = importlib.import_module
-mlflow_run.importlib = type("", (), {"import_module": staticmethod(lambda name: real("slow"))})
-thread = threading.Thread(target=mlflow_run.load_mlflow, args=("http://x",))
-thread.start()
-while "slow" not in sys.modules:
-    time.sleep(0.001)
-child = os.fork()
-if child == 0:
-    import slow
-    os._exit(0 if slow.DONE else 1)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-def test_a_worker_forked_while_mlflow_is_imported_does_not_hang(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.5)\nDONE = True\n")
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORK],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        start_new_session=True,
-    )
-    try:
-        assert process.wait(20) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
