@@ -1,18 +1,11 @@
 import errno
 import os
 import pickle
-import signal
-import subprocess
-import sys
-import textwrap
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from longhaul.datamodules import loaders
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.order import SampleOrder
@@ -207,63 +200,3 @@ def test_a_copy_for_another_process_reads_the_same(make_shards) -> None:
     dataset = loader._loader.dataset
     before = dataset[7].tokens.tolist()
     assert pickle.loads(pickle.dumps(dataset))[7].tokens.tolist() == before
-
-
-def hangs(is_first: Path, begin, *arguments) -> None:
-    """What a forked worker does: hang for ever if the file is there, else begin."""
-    if is_first.exists():
-        is_first.unlink(missing_ok=True)  # both workers may have seen it
-        time.sleep(3600)
-    begin(*arguments)
-
-
-def test_workers_that_hang_at_their_start_are_started_again(
-    make_shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    location = make_shards().location
-    wanted = [
-        batch["index"].tolist() for batch in module_of(location, num_samples=48).train_dataloader()
-    ]
-    is_first = tmp_path / "first"
-    is_first.touch()
-    begin = partial(hangs, is_first, loaders._begin_worker)
-    monkeypatch.setattr(loaders, "_begin_worker", begin)
-    monkeypatch.setattr(loaders, "_SECONDS_TO_START", (1.0, 20.0))
-    found = module_of(location, num_samples=48, workers=2).train_dataloader()
-    assert [batch["index"].tolist() for batch in found] == wanted
-    assert "data.workers: not started within 1 s, starting again" in caplog.text
-    assert not is_first.exists()
-
-    monkeypatch.setattr(loaders, "_SECONDS_TO_START", (0.5,))
-    is_first.touch()
-    with pytest.raises(RuntimeError, match=r"data\.workers: found workers that hang"):
-        next(iter(module_of(location, workers=1).train_dataloader()))
-
-
-def test_workers_leave_signals_to_the_trainer(make_shards) -> None:
-    loader = module_of(make_shards().location, workers=1).train_dataloader()
-    batches = iter(loader)
-    next(batches)
-    (worker,) = loader._loader._iterator._workers
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        os.kill(worker.pid, number)
-    for expected in range(1, 20):
-        assert next(batches)["index"][0] == 2 * expected
-    assert worker.is_alive()
-
-
-@pytest.mark.wide
-def test_a_process_ends_with_its_loader_still_open(make_shards) -> None:
-    script = f"""
-        from longhaul.datamodules.config import DataConfig
-        from longhaul.datamodules.data_module import TokenDataModule
-        module = TokenDataModule(
-            DataConfig(manifest={make_shards().location!r}, context=16, workers=1),
-            seed=0, samples_per_update=2, micro_batch=2, rank=0, world_size=1,
-        )
-        batches = iter(module.train_dataloader())
-        next(batches)
-        raise SystemExit(3)
-    """
-    command = [sys.executable, "-P", "-c", textwrap.dedent(script)]
-    assert subprocess.run(command, timeout=50, check=False).returncode == 3
