@@ -5,6 +5,7 @@ import re
 MAX_PARAM_CHARACTERS = 6000
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
+MAX_DIGEST_CHARACTERS = 32  # of a dataset; MLflow takes 36
 
 # Error codes that a retry would meet again. All other errors are worth a retry.
 _REFUSALS = {
@@ -29,8 +30,9 @@ def clean_name(name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error message; some of MLflow's contain whole SQL statements."""
-    text = " ".join(str(error).split())
+    """The beginning of an error message, without the SQL statements that SQLAlchemy adds."""
+    text = " ".join(str(error).split()).partition(" [SQL: ")[0]
+    text = re.sub(r"^\(raised as a result of [^)]*\) ", "", text)
     return f"{type(error).__name__}: {text[:200]}"
 
 
