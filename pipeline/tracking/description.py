@@ -12,8 +12,9 @@ from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import main_device, source_commit
 from longhaul.pipeline.terminal.numbers import amount
-from longhaul.pipeline.tracking.mlflow_limits import MAX_DIGEST_CHARACTERS, without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
+_DIGEST_CHARACTERS = 12  # that fit beside a name in MLflow's tables; it takes 36
 DIRTY = "-dirty"
 """What the commit of a checkout ends in whose files were changed since."""
 
@@ -104,7 +105,7 @@ def _dataset(manifest: Manifest, context: str) -> Dataset:
     }
     return Dataset(
         data_name(manifest),
-        manifest.shards_sha256[:MAX_DIGEST_CHARACTERS],
+        manifest.shards_sha256[:_DIGEST_CHARACTERS],
         source_type.replace("https", "http"),
         json.dumps({key: source}),
         json.dumps(profile),

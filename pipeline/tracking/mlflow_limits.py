@@ -5,7 +5,6 @@ import re
 MAX_PARAM_CHARACTERS = 6000
 MAX_TAG_CHARACTERS = 8000
 MAX_NAME_CHARACTERS = 250
-MAX_DIGEST_CHARACTERS = 32  # of a dataset; MLflow takes 36
 
 # Error codes that a retry would meet again. All other errors are worth a retry.
 _REFUSALS = {

@@ -35,6 +35,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
 from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
 
 if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ CHANGED_TAG = "config_changed."
 REMOVED_TAG = "longhaul.checkpoint_removed"
 UPLOADED_TAG = "longhaul.uploaded."  # and the journal's name; a single tag, since people read tags
 NOTE_TAG = "mlflow.note.content"  # the text that MLflow's pages call the description
+
+_REMOVED_NOTE = "The files of this checkpoint were removed, as checkpoint.keep_last says."
 
 # For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
 # work.
@@ -289,9 +292,9 @@ class MlflowMirror:
             max_results=1,
         )
         if existing:
-            model_id = existing[0].model_id
+            model = existing[0]
         else:
-            created = self._client.create_logged_model(
+            model = self._client.create_logged_model(
                 self._experiment_id,
                 name=Path(line["path"]).name,
                 source_run_id=self.run_id,
@@ -299,8 +302,8 @@ class MlflowMirror:
                 params={"path": str((self.run_dir / line["path"]).absolute())},
                 model_type="checkpoint",
             )
-            model_id = created.model_id
-        self._show_state(model_id, line["path"])
+        self._show_state(model)
+        model_id = model.model_id
         outputs = self._client.get_run(self.run_id).outputs
         if model_id not in [
             output.model_id for output in (outputs.model_outputs if outputs else [])
@@ -323,21 +326,24 @@ class MlflowMirror:
             f"source_run_id = '{self.run_id}' AND tags.`{REMOVED_TAG}` = 'false'",
         )
         for model in kept:
-            path = model.tags.get(CHECKPOINT_TAG)
-            if path is not None and not (self.run_dir / path).exists():
-                self._show_state(model.model_id, path)
+            if not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists():
+                self._show_state(model)
 
-    def _show_state(self, model_id: str, path: str) -> None:
-        """Show a model as ready, or without a state and with a tag if its checkpoint is gone.
+    def _show_state(self, model: "LoggedModel") -> None:
+        """Show a model as ready, or without a state and with a description if its files are gone.
 
         MLflow's other states, pending and failed, would not be true.
         """
         from mlflow.entities import LoggedModelStatus
 
-        is_removed = not (self.run_dir / path).exists()
+        is_removed = not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists()
+        tags = {REMOVED_TAG: str(is_removed).lower()}
+        # A description that someone wrote stays.
+        if model.tags.get(NOTE_TAG, "") in ("", _REMOVED_NOTE):
+            tags[NOTE_TAG] = _REMOVED_NOTE if is_removed else ""
+        self._client.set_logged_model_tags(model.model_id, tags)
         status = LoggedModelStatus.UNSPECIFIED if is_removed else LoggedModelStatus.READY
-        self._client.set_logged_model_tags(model_id, {REMOVED_TAG: str(is_removed).lower()})
-        self._client.finalize_logged_model(model_id, status)
+        self._client.finalize_logged_model(model.model_id, status)
 
     @property
     def _position_tag(self) -> str:

@@ -11,8 +11,9 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
   `set_terminated` prints two lines to stdout. MLflow sends telemetry over the network. Before it
   raises the error of a database, it logs its traceback of a hundred lines. The settings in
   ENVIRONMENT prevent all four.
-- An experiment opens on its runs if its tag `mlflow.experimentKind` says so. Without the tag, the
-  page opens on traces of GenAI applications.
+- Its pages open on traces of GenAI applications, and on training runs only with
+  `?workflowType=machine_learning` at the end of the address. The tag `mlflow.experimentKind`
+  decides where they have no such switch.
 - A finished run that is set to RUNNING again keeps its old end time until it ends again.
 """
 

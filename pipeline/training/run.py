@@ -231,8 +231,8 @@ def _new_tracker(
     parent = config.tracking.parent_run_id
     params, tags = dict[str, str](), dict[str, str]()
     if description is not None:
-        params = {key: str(value) for key, value in flatten(to_dict(config)).items()}
-        params |= description.params
+        values = {key: str(value) for key, value in flatten(to_dict(config)).items()}
+        params = {**description.params, **values}
         tags = {**description.tags, **({} if parent is None else {"mlflow.parentRunId": parent})}
     # The tracker locks the run's metrics journal, so only one process can train in a run folder.
     return Tracker(

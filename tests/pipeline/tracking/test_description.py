@@ -78,7 +78,7 @@ def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) ->
     }
     first, second = found.datasets
     assert (first.name, first.context, first.source_type) == ("gpt2/train", "training", "local")
-    assert first.digest == sha256[:32]
+    assert first.digest == sha256[:12]
     assert json.loads(first.source) == {"uri": "/data/gpt2/train/manifest.json"}
     assert json.loads(first.profile)["num_tokens"] == 600
     assert (second.name, second.context) == ("gpt2/validation", "validation")

@@ -241,6 +241,10 @@ def test_a_model_whose_checkpoint_was_removed_says_so(store: str, run_dir: Path)
     tracker = _tracker(run_dir, store)
     tracker.log_checkpoint(paths[2], 3)
     assert tracker.finish("FINISHED", timeout_s=30)
+    run = _run(store, run_dir)
+    own = f"source_run_id = '{run.info.run_id}' AND name = '{paths[0].name}'"
+    (first,) = _client(store).search_logged_models([run.info.experiment_id], own)
+    assert "were removed" in first.tags["mlflow.note.content"]
     wanted = {1: removed, 2: ready, 3: removed}
     assert states() == {f"step-{step:09d}": state for step, state in wanted.items()}
 
