@@ -12,3 +12,4 @@ echo
 echo "Run folder:   $run"
 echo "Figure:       $(ls -d "$run"/evaluation/*/positions.png | tail -n 1)"
 echo "Open MLflow:  .venv/bin/mlflow ui --backend-store-uri sqlite:///mlflow.db"
+echo "              http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"

@@ -72,6 +72,11 @@ class TokenDataModule(LightningDataModule):
         )
 
     @property
+    def validation_manifest(self) -> Manifest | None:
+        """The manifest of the validation shards, None without validation."""
+        return None if self._held_out is None else self._held_out.manifest
+
+    @property
     def bad_shards(self) -> tuple[str, ...]:
         """Names of the training shards that this rank has replaced so far."""
         return self._store.bad_shards

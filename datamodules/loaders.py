@@ -57,15 +57,15 @@ class HeldOut:
 
     def __init__(self, config: DataConfig, train: Manifest, location: str) -> None:
         self._config = config
-        self._manifest = load_manifest(location)
-        _check_same_tokenizer(train, self._manifest)
-        self._store = open_store(config, self._manifest)
+        self.manifest = load_manifest(location)
+        _check_same_tokenizer(train, self.manifest)
+        self._store = open_store(config, self.manifest)
 
     def loader(
         self, micro_batch: int, rank: int = 0, world_size: int = 1, *, pin_memory: bool = False
     ) -> BatchLoader:
         """Batches of this rank's share of the samples."""
-        order = DocumentOrder(self._manifest, self._config.context)
+        order = DocumentOrder(self.manifest, self._config.context)
         samples = max(1, self._config.validation_tokens // self._config.context)
         batches = ValidationBatches(
             num_samples=min(samples, order.samples_per_epoch),
@@ -74,7 +74,7 @@ class HeldOut:
             world_size=world_size,
         )
         dataset = TokenWindows(self._store, order, self._config.context)
-        return make_loader(self._config, dataset, batches, self._manifest, pin_memory=pin_memory)
+        return make_loader(self._config, dataset, batches, self.manifest, pin_memory=pin_memory)
 
 
 def _check_same_tokenizer(train: Manifest, validation: Manifest) -> None:

@@ -1,6 +1,7 @@
 """`manifest.json`: the description of a folder of shards, with sizes and hashes."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -93,6 +94,11 @@ class Manifest:
     def num_tokens(self) -> int:
         """Tokens in all shards."""
         return self.num_documents * self.document_tokens
+
+    @property
+    def shards_sha256(self) -> str:
+        """What identifies the tokens: a hash of the hashes of all shards, in their order."""
+        return hashlib.sha256("".join(shard.sha256 for shard in self.shards).encode()).hexdigest()
 
     def url_of(self, name: str) -> str:
         """Path or URL of a file in the same folder as the manifest."""

@@ -32,6 +32,11 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def main_device() -> str:
+    """The name of what a run computes on: its first GPU, or the processor."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else _processor()
+
+
 def source_checkout() -> Path | None:
     """The git checkout that the code runs from, None if it is an installed package."""
     checkout = Path(__file__).resolve().parents[2]

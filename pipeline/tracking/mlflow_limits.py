@@ -29,8 +29,9 @@ def clean_name(name: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The beginning of an error message; some of MLflow's contain whole SQL statements."""
-    text = " ".join(str(error).split())
+    """The beginning of an error message, without the SQL statements that SQLAlchemy adds."""
+    text = " ".join(str(error).split()).partition(" [SQL: ")[0]
+    text = re.sub(r"^\(raised as a result of [^)]*\) ", "", text)
     return f"{type(error).__name__}: {text[:200]}"
 
 

@@ -11,9 +11,11 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
   finished run, but not for a deleted one. Values above 6,000 characters (params) or 8,000 (tags)
   are truncated.
 - `log_outputs` refuses a link that exists, and two logged models can have the same name.
+- `log_inputs` again with a dataset of the same name and digest adds nothing.
 - A thousand rows take 0.07 to 0.2 s of this process's time on sqlite, 0.02 s with a server.
 """
 
+import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +35,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
 from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
 
 if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
@@ -43,7 +46,11 @@ logger = logging.getLogger(__name__)
 MAX_METRICS = 900
 CHECKPOINT_TAG = "longhaul.checkpoint"
 CHANGED_TAG = "config_changed."
-UPLOADED_TAG = "longhaul.uploaded."
+REMOVED_TAG = "longhaul.checkpoint_removed"
+UPLOADED_TAG = "longhaul.uploaded."  # and the journal's name; a single tag, since people read tags
+NOTE_TAG = "mlflow.note.content"  # the text that MLflow's pages call the description
+
+_REMOVED_NOTE = "The files of this checkpoint were removed, as checkpoint.keep_last says."
 
 # For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
 # work.
@@ -57,13 +64,21 @@ class MlflowMirror:
     """
 
     def __init__(
-        self, run_dir: Path, journal: Path, *, uri: str, experiment: str, run_name: str
+        self,
+        run_dir: Path,
+        journal: Path,
+        *,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        is_training: bool,
     ) -> None:
         self.run_dir = run_dir
         self.journal = journal
         self.uri = uri
         self.experiment = experiment
         self.run_name = run_name
+        self.is_training = is_training
         self.run_id = ""
         self._connection: MlflowClient | None = None
         self._experiment_id = ""
@@ -86,8 +101,6 @@ class MlflowMirror:
             )
             for group in _grouped(self._unsent(lines)):
                 self._send(group)
-                for line in group:
-                    self._uploaded[line["kind"]] = position(line)
                 sent += len(group)
             self._offset = end
 
@@ -126,12 +139,7 @@ class MlflowMirror:
         )
         self.run_id = run.info.run_id
         self._experiment_id = run.info.experiment_id
-        prefix = self._position_tag("")
-        self._uploaded = {
-            name.removeprefix(prefix): int(value)
-            for name, value in run.data.tags.items()
-            if name.startswith(prefix)
-        }
+        self._uploaded = _parsed_positions(run.data.tags.get(self._position_tag, ""))
         self._offset = 0
         self._connection = client
 
@@ -161,6 +169,7 @@ class MlflowMirror:
                 one_line(error),
             )
             self._store_position(group)
+        self._uploaded = self._positions(group)
 
     def _is_final(self, error: Exception, line: dict[str, Any]) -> bool:
         """Whether sending this line again is pointless. Raises if the run itself was deleted."""
@@ -186,7 +195,7 @@ class MlflowMirror:
         while len(metrics) > MAX_METRICS:
             self._client.log_batch(self.run_id, metrics[:MAX_METRICS])
             metrics = metrics[MAX_METRICS:]
-        self._client.log_batch(self.run_id, metrics, tags=self._positions(group))
+        self._client.log_batch(self.run_id, metrics, tags=[self._position(group)])
 
     def _send_event(self, line: dict[str, Any]) -> None:
         match line["kind"]:
@@ -195,7 +204,9 @@ class MlflowMirror:
             case "params":
                 self._send_params(line["values"])
             case "tags":
-                self._set_tags(line["values"])
+                self._send_tags(line["values"])
+            case "datasets":
+                self._send_datasets(line["datasets"])
             case "artifact":
                 self._send_artifact(line)
             case "checkpoint":
@@ -231,6 +242,31 @@ class MlflowMirror:
                 changed[tag] = value
         self._set_tags(changed)
 
+    def _send_tags(self, values: Mapping[str, str]) -> None:
+        """Set tags, but leave a description alone that someone may have edited in MLflow."""
+        if NOTE_TAG in self._client.get_run(self.run_id).data.tags:
+            values = {name: value for name, value in values.items() if name != NOTE_TAG}
+        self._set_tags(values)
+
+    def _send_datasets(self, datasets: Iterable[Mapping[str, str]]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = []
+        for fields in datasets:
+            inputs.append(
+                DatasetInput(
+                    Dataset(
+                        fields["name"],
+                        fields["digest"],
+                        fields["source_type"],
+                        fields["source"],
+                        profile=fields["profile"],
+                    ),
+                    [InputTag("mlflow.data.context", fields["context"])],
+                )
+            )
+        self._client.log_inputs(self.run_id, inputs)
+
     def _set_tags(self, values: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
@@ -256,9 +292,9 @@ class MlflowMirror:
             max_results=1,
         )
         if existing:
-            model_id = existing[0].model_id
+            model = existing[0]
         else:
-            created = self._client.create_logged_model(
+            model = self._client.create_logged_model(
                 self._experiment_id,
                 name=Path(line["path"]).name,
                 source_run_id=self.run_id,
@@ -266,8 +302,8 @@ class MlflowMirror:
                 params={"path": str((self.run_dir / line["path"]).absolute())},
                 model_type="checkpoint",
             )
-            model_id = created.model_id
-        self._client.finalize_logged_model(model_id, "READY")
+        self._show_state(model)
+        model_id = model.model_id
         outputs = self._client.get_run(self.run_id).outputs
         if model_id not in [
             output.model_id for output in (outputs.model_outputs if outputs else [])
@@ -275,18 +311,66 @@ class MlflowMirror:
             self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, line["step"])])
         if line["values"]:
             self._send_metrics([line], model_id)
+        if self.is_training:
+            self._mark_removed()
 
-    def _position_tag(self, kind: str) -> str:
-        return f"{UPLOADED_TAG}{self.journal.stem}.{kind}"
+    def _mark_removed(self) -> None:
+        """Mark the models whose checkpoints the run has removed, as `checkpoint.keep_last` says.
 
-    def _positions(self, group: Sequence[dict[str, Any]]) -> list[Any]:
+        Only the process that removes them does this: to another machine, the folder of a new
+        checkpoint on a file server may not be visible yet.
+        """
+        # By the tag, since a search by status finds nothing.
+        kept = self._client.search_logged_models(
+            [self._experiment_id],
+            f"source_run_id = '{self.run_id}' AND tags.`{REMOVED_TAG}` = 'false'",
+        )
+        for model in kept:
+            if not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists():
+                self._show_state(model)
+
+    def _show_state(self, model: "LoggedModel") -> None:
+        """Show a model as ready, or without a state and with a description if its files are gone.
+
+        MLflow's other states, pending and failed, would not be true.
+        """
+        from mlflow.entities import LoggedModelStatus
+
+        is_removed = not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists()
+        tags = {REMOVED_TAG: str(is_removed).lower()}
+        # A description that someone wrote stays.
+        if model.tags.get(NOTE_TAG, "") in ("", _REMOVED_NOTE):
+            tags[NOTE_TAG] = _REMOVED_NOTE if is_removed else ""
+        self._client.set_logged_model_tags(model.model_id, tags)
+        status = LoggedModelStatus.UNSPECIFIED if is_removed else LoggedModelStatus.READY
+        self._client.finalize_logged_model(model.model_id, status)
+
+    @property
+    def _position_tag(self) -> str:
+        return f"{UPLOADED_TAG}{self.journal.stem}"
+
+    def _positions(self, group: Sequence[dict[str, Any]]) -> dict[str, int]:
+        """The last position of each kind of line when this group has been sent too."""
+        return self._uploaded | {line["kind"]: position(line) for line in group}
+
+    def _position(self, group: Sequence[dict[str, Any]]) -> Any:
         from mlflow.entities import RunTag
 
-        last = {line["kind"]: position(line) for line in group}
-        return [RunTag(self._position_tag(kind), str(value)) for kind, value in last.items()]
+        return RunTag(self._position_tag, json.dumps(self._positions(group)))
 
     def _store_position(self, group: Sequence[dict[str, Any]]) -> None:
-        self._client.log_batch(self.run_id, tags=self._positions(group))
+        self._client.log_batch(self.run_id, tags=[self._position(group)])
+
+
+def _parsed_positions(text: str) -> dict[str, int]:
+    """The positions in a tag. Nothing if someone has changed it: all lines are then sent again."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {kind: value for kind, value in found.items() if type(value) is int}
 
 
 def _is_event(line: Mapping[str, Any]) -> bool:

@@ -8,8 +8,12 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 - On sqlite, an experiment's artifacts go to `mlruns` in the working folder of the process that
   creates the experiment.
 - The client retries a dead server for four minutes, and waits 120 s per attempt for one that hangs.
-  `set_terminated` prints two lines to stdout. MLflow sends telemetry over the network. The settings
-  in ENVIRONMENT prevent all three.
+  `set_terminated` prints two lines to stdout. MLflow sends telemetry over the network. Before it
+  raises the error of a database, it logs its traceback of a hundred lines. The settings in
+  ENVIRONMENT prevent all four.
+- Its pages open on traces of GenAI applications, and on training runs only with
+  `?workflowType=machine_learning` at the end of the address. The tag `mlflow.experimentKind`
+  decides where they have no such switch.
 - A finished run that is set to RUNNING again keeps its old end time until it ends again.
 """
 
@@ -37,12 +41,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY_TAG = "longhaul.run_key"
-_SQLITE = "sqlite:///"
+KIND_TAG = "mlflow.experimentKind"
+TRAINING_KIND = "custom_model_development"  # "Machine learning" on MLflow's pages
+SQLITE = "sqlite:///"
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_LOGGING_LEVEL": "CRITICAL",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
     # The tracker does the retries, because it can be asked to stop. A slow server may need seconds
@@ -58,7 +64,7 @@ _lock_between_threads = threading.Lock()
 def load_mlflow(uri: str) -> None:
     """Import MLflow. It takes a second or more, so it is imported only when needed."""
     importlib.import_module("mlflow.tracking")
-    if uri.startswith(_SQLITE):
+    if uri.startswith(SQLITE):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
         importlib.import_module("sqlalchemy.dialects.sqlite")
 
@@ -84,8 +90,8 @@ def absolute_uri(uri: str) -> str:
     Raises:
         ValueError: the URI is a plain folder. MLflow 3 keeps runs in a database or behind a server.
     """
-    if uri.startswith(_SQLITE):
-        return f"{_SQLITE}{Path(uri.removeprefix(_SQLITE)).absolute()}"
+    if uri.startswith(SQLITE):
+        return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
     if "://" not in uri or uri.startswith("file:"):
         raise ValueError(
             f"tracking uri: found {uri!r}, wanted sqlite:///FILE, http://HOST:PORT "
@@ -115,8 +121,8 @@ def open_run(
     # A training and an evaluation that start together must not each create a run.
     with _exclusive(run_dir / "logs" / "run_key.lock"):
         key = _run_key(run_dir)
-        if uri.startswith(_SQLITE):
-            _make_sqlite(Path(uri.removeprefix(_SQLITE)), key)
+        if uri.startswith(SQLITE):
+            _make_sqlite(Path(uri.removeprefix(SQLITE)), key)
         client = MlflowClient(uri)
         run = _find(client, run_dir, experiment, key)
         if run is None:
@@ -185,12 +191,14 @@ def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "
 def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     known = client.get_experiment_by_name(name)
     if known is not None:
+        if KIND_TAG not in known.tags:
+            client.set_experiment_tag(known.experiment_id, KIND_TAG, TRAINING_KIND)
         return known.experiment_id
     location = None
-    if uri.startswith(_SQLITE):
-        beside = Path(uri.removeprefix(_SQLITE)).parent / "mlruns"
+    if uri.startswith(SQLITE):
+        beside = Path(uri.removeprefix(SQLITE)).parent / "mlruns"
         location = str(beside / re.sub(r"[^\w.-]", "_", name))
-    return client.create_experiment(name, artifact_location=location)
+    return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
 
 
 def _make_sqlite(path: Path, key: str) -> None:
@@ -203,7 +211,7 @@ def _make_sqlite(path: Path, key: str) -> None:
     temporary.unlink(missing_ok=True)
     try:
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
-            f"{_SQLITE}{temporary}", str(path.parent / "mlruns")
+            f"{SQLITE}{temporary}", str(path.parent / "mlruns")
         )
         store.engine.dispose()
         os.link(temporary, path)

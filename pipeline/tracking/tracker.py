@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
-from longhaul.pipeline.tracking.mlflow_limits import one_line
+from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
+
+if TYPE_CHECKING:
+    from longhaul.pipeline.tracking.description import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Tracker:
         run_name: str,
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
+        datasets: "Sequence[Dataset]" = (),
         artifacts: Sequence[Path] = (),
         is_training: bool = True,
     ) -> None:
@@ -55,7 +59,8 @@ class Tracker:
             experiment, run_name: used if MLflow does not have the run yet.
             params: the whole config, flat. MLflow params cannot change, so one that differs from
                 MLflow's becomes a tag `config_changed.NAME` with the current value.
-            tags: commit, machine and the like. A new value replaces the old one.
+            tags: a new value replaces the old one, except for the run's description.
+            datasets: what the run reads.
             artifacts: files of the run folder to upload, such as the config.
             is_training: True writes `logs/metrics.jsonl`, sets the run's status to RUNNING, and
                 logs system metrics. False is for evaluations: it writes `logs/evaluation.jsonl` and
@@ -70,14 +75,21 @@ class Tracker:
         name = "metrics" if is_training else "evaluation"
         self._journal = Journal(self._run_dir / "logs" / f"{name}.jsonl")
         self._mirror = MlflowMirror(
-            self._run_dir, self._journal.path, uri=uri, experiment=experiment, run_name=run_name
+            self._run_dir,
+            self._journal.path,
+            uri=uri,
+            experiment=experiment,
+            run_name=run_name,
+            is_training=is_training,
         )
         self._params = dict(params or {})
         self._tags = dict(tags or {})
+        self._datasets = [dataset._asdict() for dataset in datasets]
         self._artifacts = tuple(artifacts)
         self._is_training = is_training
         self._monitors: list[Any] = []
         self._next_system_metrics = 0.0
+        self._failure: str | None = None
         self._stop = threading.Event()
         self._deadline = math.inf
         self._thread = threading.Thread(target=self._upload_repeatedly, name="mlflow", daemon=True)
@@ -94,6 +106,9 @@ class Tracker:
             before = self._journal.last(kind)
             if values and (before is None or before["values"] != values):
                 self._journal.add(kind, values=values)
+        last = self._journal.last("datasets")
+        if self._datasets and (last is None or last["datasets"] != self._datasets):
+            self._journal.add("datasets", datasets=self._datasets)
         for path in self._artifacts:
             self.log_artifact(path)
         self._thread.start()
@@ -162,9 +177,14 @@ class Tracker:
         num_unsent = self._mirror.num_unsent()
         if num_unsent:
             logger.warning(
-                "%d lines of %s are not in MLflow yet; they are sent when this run is next opened",
+                "%d lines of %s are not in MLflow at %s (%s); once it takes them again, %s",
                 num_unsent,
                 self._journal.path,
+                without_secrets(self._mirror.uri),
+                self._failure or "there was not enough time",
+                "the same command sends them"
+                if self._is_training
+                else "the next evaluation of this run sends them",
             )
         return num_unsent == 0
 
@@ -192,16 +212,18 @@ class Tracker:
                 num_sent = self._mirror.upload()
             except Exception as error:
                 self._mirror.disconnect()
+                self._failure = one_line(error)
                 backoff = min(MAX_BACKOFF_S, max(1.0, 2 * backoff))
                 if unavailable_since is None:
                     unavailable_since = time.monotonic()
                     logger.warning(
                         "MLflow at %s does not take metrics; they are kept in %s until it does: %s",
-                        self._mirror.uri,
+                        without_secrets(self._mirror.uri),
                         self._journal.path,
-                        one_line(error),
+                        self._failure,
                     )
             else:
+                self._failure = None
                 backoff = 0.0
                 if unavailable_since is not None:
                     seconds = time.monotonic() - unavailable_since

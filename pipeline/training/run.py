@@ -20,7 +20,7 @@ from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.folder import Finished, RunFolder
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
-from longhaul.pipeline.system.environment import source_commit
+from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
 from longhaul.pipeline.training.callback import TrainingCallback
@@ -79,7 +79,10 @@ def _train_on_rank_0(
     requests: StopRequests,
 ) -> int:
     """Train together with the other ranks, and record metrics and the run's status."""
-    tracker = _new_tracker(config, folder)
+    description = describe(
+        config, module.model.num_parameters(), data.manifest, data.validation_manifest
+    )
+    tracker = _new_tracker(config, folder, description)
     status: Status | None = None
     finished: Finished | None = None
     try:
@@ -221,21 +224,26 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
     )
 
 
-def _new_tracker(config: RunConfig, folder: RunFolder) -> Tracker:
+def _new_tracker(
+    config: RunConfig, folder: RunFolder, description: Description | None = None
+) -> Tracker:
+    """The run's tracker; without a description it only uploads what was logged before."""
     parent = config.tracking.parent_run_id
+    params, tags = dict[str, str](), dict[str, str]()
+    if description is not None:
+        values = {key: str(value) for key, value in flatten(to_dict(config)).items()}
+        params = {**description.params, **values}
+        tags = {**description.tags, **({} if parent is None else {"mlflow.parentRunId": parent})}
     # The tracker locks the run's metrics journal, so only one process can train in a run folder.
     return Tracker(
         folder.path,
         uri=config.tracking.uri,
         experiment=config.tracking.experiment,
         run_name=config.name,
-        params={key: str(value) for key, value in flatten(to_dict(config)).items()},
-        tags={
-            "longhaul.attention": ",".join(config.model.kinds),
-            "longhaul.commit": str(source_commit()),
-            **({} if parent is None else {"mlflow.parentRunId": parent}),
-        },
-        artifacts=[folder.config_file, folder.environment_file],
+        params=params,
+        tags=tags,
+        datasets=() if description is None else description.datasets,
+        artifacts=() if description is None else (folder.config_file, folder.environment_file),
     )
 
 

@@ -128,7 +128,7 @@ def test_a_server_that_comes_and_goes_gets_every_step_once_and_delays_nobody(
     began = time.monotonic()
     assert not tracker.finish("FINISHED", timeout_s=2)
     assert time.monotonic() - began < 5
-    assert warnings("sent when this run is next opened") == 1
+    assert warnings("the same command sends them") == 1
     server.signal(signal.SIGCONT)
     # The request that was cut off may still be carried out while the lines are sent again.
     tracker = start()

@@ -1,7 +1,9 @@
 """The tracker against a real sqlite store; test_server.py has it against a real server."""
 
+import json
 import logging
 import math
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 
 from longhaul.pipeline.tracking import tracker as tracker_module
+from longhaul.pipeline.tracking.description import Dataset
 from longhaul.pipeline.tracking.metrics_journal import JournalError, read_lines
 from longhaul.pipeline.tracking.mlflow_limits import clean_name
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri
@@ -129,8 +132,8 @@ def test_no_request_notes_a_position_that_its_metrics_have_not_reached(
         real(self, run_id, metrics, params, tags)
         sent.update(metric.step for metric in metrics if metric.key.startswith("v"))
         for tag in tags:
-            if tag.key == "longhaul.uploaded.metrics.train":
-                noted.append(int(tag.value))
+            if tag.key == "longhaul.uploaded.metrics" and "train" in json.loads(tag.value):
+                noted.append(json.loads(tag.value)["train"])
                 missing.extend(s for s in range(1, noted[-1] + 1) if sent[s] != sizes[s])
 
     monkeypatch.setattr(SqlAlchemyStore, "log_batch", spy)
@@ -139,7 +142,7 @@ def test_no_request_notes_a_position_that_its_metrics_have_not_reached(
         tracker.log("train", step, {f"v{i}": 1.0 for i in range(size)})
     tracker.start()
     assert tracker.finish("FINISHED", timeout_s=60)
-    assert noted == [1, 3, 4, 5, 7]
+    assert list(dict.fromkeys(noted)) == [1, 3, 4, 5, 7]
     assert missing == []
 
 
@@ -208,6 +211,126 @@ def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
     assert _history(store, run_dir, "evaluation/loss") == [(7, 2.5)]
     copied = Path(run.info.artifact_uri).rglob("*.safetensors")
     assert list(copied) == []
+
+
+def test_a_model_whose_checkpoint_was_removed_says_so(store: str, run_dir: Path) -> None:
+    def states() -> dict[str, tuple[str, str]]:
+        run = _run(store, run_dir)
+        found = _client(store).search_logged_models(
+            [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
+        )
+        tag = "longhaul.checkpoint_removed"
+        return {model.name: (str(model.status), model.tags[tag]) for model in found}
+
+    tracker = _tracker(run_dir, store)
+    paths = [run_dir / "checkpoints" / f"step-{step:09d}" for step in (1, 2, 3)]
+    for path in paths[:2]:
+        path.mkdir(parents=True)
+        tracker.log_checkpoint(path, int(path.name[5:]))
+    assert tracker.finish("KILLED", timeout_s=30)
+    ready, removed = ("READY", "false"), ("UNSPECIFIED", "true")
+    assert states() == {paths[0].name: ready, paths[1].name: ready}
+    # As a run does that keeps the last two; the third was removed before it could be logged.
+    for path in (paths[0], paths[2]):
+        shutil.rmtree(path, ignore_errors=True)
+    # An evaluation may see files late, so it marks nothing but what it has evaluated.
+    evaluation = _tracker(run_dir, store, is_training=False)
+    evaluation.log_checkpoint(paths[1], 2, {"evaluation/loss": 1.0})
+    assert evaluation.finish(None, timeout_s=30)
+    assert states() == {paths[0].name: ready, paths[1].name: ready}
+    tracker = _tracker(run_dir, store)
+    tracker.log_checkpoint(paths[2], 3)
+    assert tracker.finish("FINISHED", timeout_s=30)
+    run = _run(store, run_dir)
+    own = f"source_run_id = '{run.info.run_id}' AND name = '{paths[0].name}'"
+    (first,) = _client(store).search_logged_models([run.info.experiment_id], own)
+    assert "were removed" in first.tags["mlflow.note.content"]
+    wanted = {1: removed, 2: ready, 3: removed}
+    assert states() == {f"step-{step:09d}": state for step, state in wanted.items()}
+
+
+def test_the_pages_of_a_run_are_filled(store: str, run_dir: Path) -> None:
+    described = {"mlflow.source.name": "longhaul train", "mlflow.note.content": "softmax"}
+    datasets = [
+        Dataset("book/train", "abc", "local", '{"uri": "/book"}', '{"num_tokens": 5}', "training"),
+        Dataset("book/validation", "def", "local", "{}", "{}", "validation"),
+    ]
+
+    def log(note: str, sets: list[Dataset]) -> Any:
+        tags = described | {"mlflow.note.content": note}
+        tracker = _tracker(run_dir, store, tags=tags, datasets=sets)
+        tracker.log("train", 1, {"loss": 1.0})
+        assert tracker.finish("FINISHED", timeout_s=30)
+        return _run(store, run_dir)
+
+    for _ in range(2):  # as when the run is resumed
+        run = log("softmax", datasets)
+        assert {
+            (one.dataset.name, one.dataset.digest, one.tags[0].value)
+            for one in run.inputs.dataset_inputs
+        } == {("book/train", "abc", "training"), ("book/validation", "def", "validation")}
+        assert described.items() <= run.data.tags.items()
+    own = [name for name in run.data.tags if not name.startswith("mlflow.")]
+    assert sorted(own) == ["longhaul.run_key", "longhaul.uploaded.metrics"]
+    experiment = _client(store).get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    _client(store).set_tag(run.info.run_id, "mlflow.note.content", "my best run")
+    run = log("softmax, longer", datasets[:1])
+    assert run.data.tags["mlflow.note.content"] == "my best run"
+    assert len(run.inputs.dataset_inputs) == 2
+
+
+def test_a_damaged_note_of_positions_sends_everything_again_and_once(
+    store: str, run_dir: Path
+) -> None:
+    for step, text in enumerate(("", "[1]", "{", '{"train": "9", "status": true}', '{"train": 4}')):
+        tracker = _tracker(run_dir, store)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+        assert _history(store, run_dir, "loss") == [(n, float(n)) for n in range(step + 1)]
+        run_id = _run(store, run_dir).info.run_id
+        _client(store).set_tag(run_id, "longhaul.uploaded.metrics", text)
+
+
+FULL_STORE = """
+import logging, resource, sys, time
+from pathlib import Path
+from longhaul.pipeline.tracking import tracker
+from longhaul.pipeline.tracking.tracker import Tracker
+
+logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
+tracker.UPLOAD_EVERY_S = tracker.MAX_BACKOFF_S = 0.05
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+one = Tracker(Path(sys.argv[1]), uri=sys.argv[2], experiment="tests", run_name="full")
+one.start()
+for step in range(20):
+    one.log("train", step, {"loss": 1.0})
+while one._failure is None:
+    time.sleep(0.05)
+print(one.finish("FINISHED", timeout_s=0.5))
+"""
+
+
+def test_a_full_database_is_one_line_and_one_at_the_end(
+    empty_store: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    uri = _copied(empty_store, tmp_path)
+    assert (tmp_path / "mlflow.db").stat().st_size > 200_000
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_STORE, str(run_dir), uri],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert result.stdout == "False\n", result.stderr
+    first, last = result.stderr.splitlines()
+    assert "does not take metrics; they are kept in" in first
+    assert "disk" in first
+    assert "SQL:" not in first
+    assert re.match(r"longhaul: \d+ lines of .* are not in MLflow at sqlite:", last)
+    assert "once it takes them again, the same command sends them" in last
+    assert _tracker(run_dir, uri).finish("FINISHED", timeout_s=30)
+    assert _history(uri, run_dir, "loss") == [(step, 1.0) for step in range(20)]
 
 
 def test_an_evaluation_works_beside_a_training_process(
@@ -369,7 +492,7 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
     about = [message for message in caplog.messages if "does not take metrics" in message]
     assert len(about) == 1
     assert str(tmp_path / "place") in about[0]
-    assert "sent when this run is next opened" in caplog.messages[-1]
+    assert "the same command sends them" in caplog.messages[-1]
     (tmp_path / "place").unlink()
     (tmp_path / "place").mkdir()
     _copied(empty_store, tmp_path / "place")

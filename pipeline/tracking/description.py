@@ -1,0 +1,113 @@
+"""What MLflow says of a run beside its config: its size, data, hardware, commit and source."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
+from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.pipeline.system.environment import main_device, source_commit
+from longhaul.pipeline.terminal.numbers import amount
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
+
+_DIGEST_CHARACTERS = 12  # that fit beside a name in MLflow's tables; it takes 36
+DIRTY = "-dirty"
+"""What the commit of a checkout ends in whose files were changed since."""
+
+
+class Dataset(NamedTuple):
+    """A set of shards as MLflow's page of a run shows it. Values are strings, as in the journal."""
+
+    name: str
+    digest: str
+    """Beginning of the hash of all shards' hashes."""
+
+    source_type: str
+    source: str
+    """JSON with the location."""
+
+    profile: str
+    """JSON with sizes."""
+
+    context: str
+    """What it was read for: training or validation."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is logged of a run when it starts."""
+
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    datasets: tuple[Dataset, ...]
+
+
+def describe(
+    config: RunConfig, num_parameters: int, train: Manifest, validation: Manifest | None
+) -> Description:
+    """Describe a run whose model has so many parameters, and the shards that it reads."""
+    commit = source_commit()
+    data = data_name(train)
+    params = {
+        "parameters": str(num_parameters),
+        "tokens": str(config.trainer.max_tokens),
+        "data": data,
+        "data_sha256": train.shards_sha256,
+        "hardware": f"{config.trainer.world_size} x {main_device()}",
+        "commit": str(commit),
+    }
+    tags = {
+        "longhaul.attention": ",".join(config.model.kinds),
+        # MLflow's own names, from which its pages fill Source, Git commit and Description.
+        "mlflow.source.name": "longhaul train",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.note.content": f"{', '.join(config.model.kinds)} with {amount(num_parameters)} "
+        f"parameters on {amount(config.trainer.max_tokens)} tokens of {data}, "
+        f"context {config.data.context:,}",
+    }
+    if commit is not None:
+        tags["mlflow.source.git.commit"] = commit.removesuffix(DIRTY)
+        tags["mlflow.source.git.dirty"] = str(commit.endswith(DIRTY)).lower()
+    datasets = [_dataset(train, "training")]
+    if validation is not None:
+        datasets.append(_dataset(validation, "validation"))
+    return Description(params, tags, tuple(datasets))
+
+
+def data_name(manifest: Manifest) -> str:
+    """The last two folders of the manifest's path or URL, such as `gpt2/train`."""
+    location = manifest.location
+    if not is_remote(location):
+        location = os.fspath(local_path(location).absolute())
+    # The URL may be one argument of a command.
+    words = [word for word in location.split() if MANIFEST_NAME in word] or [location]
+    path = re.sub(r"^[\w+.-]+://([^/@]*@)?", "", words[0]).partition(MANIFEST_NAME)[0]
+    return "/".join([part for part in path.split("/") if part][-2:]) or "unknown"
+
+
+def _dataset(manifest: Manifest, context: str) -> Dataset:
+    location = manifest.location
+    if is_remote(location):
+        source_type, source = location.partition(":")[0], without_secrets(location)
+    else:
+        source_type, source = "local", os.fspath(local_path(location).absolute())
+    # MLflow's pages look for the address of a web page under another name.
+    key = "url" if source_type in ("http", "https") else "uri"
+    profile = {
+        "num_tokens": manifest.num_tokens,
+        "num_documents": manifest.num_documents,
+        "num_shards": len(manifest.shards),
+        "tokenizer": manifest.tokenizer,
+    }
+    return Dataset(
+        data_name(manifest),
+        manifest.shards_sha256[:_DIGEST_CHARACTERS],
+        source_type.replace("https", "http"),
+        json.dumps({key: source}),
+        json.dumps(profile),
+        context,
+    )
