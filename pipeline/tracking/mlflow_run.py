@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEY_TAG = "longhaul.run_key"
-_SQLITE = "sqlite:///"
+SQLITE = "sqlite:///"
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -69,7 +69,7 @@ def load_mlflow(uri: str) -> None:
     """Import MLflow. It takes a second or more, so it is imported only when needed."""
     with _importing:
         importlib.import_module("mlflow.tracking")
-        if uri.startswith(_SQLITE):
+        if uri.startswith(SQLITE):
             importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
             importlib.import_module("sqlalchemy.dialects.sqlite")
 
@@ -95,8 +95,8 @@ def absolute_uri(uri: str) -> str:
     Raises:
         ValueError: the URI is a plain folder. MLflow 3 keeps runs in a database or behind a server.
     """
-    if uri.startswith(_SQLITE):
-        return f"{_SQLITE}{Path(uri.removeprefix(_SQLITE)).absolute()}"
+    if uri.startswith(SQLITE):
+        return f"{SQLITE}{Path(uri.removeprefix(SQLITE)).absolute()}"
     if "://" not in uri or uri.startswith("file:"):
         raise ValueError(
             f"tracking uri: found {uri!r}, wanted sqlite:///FILE, http://HOST:PORT "
@@ -126,8 +126,8 @@ def open_run(
     # A training and an evaluation that start together must not each create a run.
     with _exclusive(run_dir / "logs" / "run_key.lock"):
         key = _run_key(run_dir)
-        if uri.startswith(_SQLITE):
-            _make_sqlite(Path(uri.removeprefix(_SQLITE)), key)
+        if uri.startswith(SQLITE):
+            _make_sqlite(Path(uri.removeprefix(SQLITE)), key)
         client = MlflowClient(uri)
         run = _find(client, run_dir, experiment, key)
         if run is None:
@@ -198,8 +198,8 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     if known is not None:
         return known.experiment_id
     location = None
-    if uri.startswith(_SQLITE):
-        beside = Path(uri.removeprefix(_SQLITE)).parent / "mlruns"
+    if uri.startswith(SQLITE):
+        beside = Path(uri.removeprefix(SQLITE)).parent / "mlruns"
         location = str(beside / re.sub(r"[^\w.-]", "_", name))
     return client.create_experiment(name, artifact_location=location)
 
@@ -214,7 +214,7 @@ def _make_sqlite(path: Path, key: str) -> None:
     temporary.unlink(missing_ok=True)
     try:
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
-            f"{_SQLITE}{temporary}", str(path.parent / "mlruns")
+            f"{SQLITE}{temporary}", str(path.parent / "mlruns")
         )
         store.engine.dispose()
         os.link(temporary, path)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
@@ -126,7 +125,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, "
             "one per depth"
         )
-    manifest = load_manifest(trained.config.data.manifest)
+    manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
     sampling = Sampling(vocabulary=manifest.vocab_size)
 
