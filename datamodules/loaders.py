@@ -55,6 +55,10 @@ def make_loader(
         # torch's annotation demands lists, but it passes on whatever the sampler yields.
         batch_sampler=cast(Sampler[list[int]], batches),
         collate_fn=_unchanged,
+        # A loader draws a seed for its workers, which use none. With torch's own generator, a
+        # resumed run, which makes one more loader, would not have the state of one that was not
+        # stopped.
+        generator=torch.Generator(),
         num_workers=workers,
         persistent_workers=workers > 0,
         prefetch_factor=_PREFETCH_BATCHES if workers else None,
@@ -108,15 +112,19 @@ class HeldOut:
 
     def __init__(self, config: DataConfig, train: Manifest, location: str) -> None:
         self._config = config
-        self._manifest = load_manifest(location)
-        _check_same_tokenizer(train, self._manifest)
-        self._store = open_store(config, self._manifest)
+        self.manifest = load_manifest(location)
+        _check_same_tokenizer(train, self.manifest)
+        self._store = open_store(config, self.manifest)
+
+    def check_present(self) -> None:
+        """Raise ShardError if a local shard is missing."""
+        self._store.check_present()
 
     def loader(
         self, micro_batch: int, rank: int = 0, world_size: int = 1, *, pin_memory: bool = False
     ) -> BatchLoader:
         """Batches of this rank's share of the samples."""
-        order = DocumentOrder(self._manifest, self._config.context)
+        order = DocumentOrder(self.manifest, self._config.context)
         samples = max(1, self._config.validation_tokens // self._config.context)
         batches = ValidationBatches(
             num_samples=min(samples, order.samples_per_epoch),
@@ -125,7 +133,7 @@ class HeldOut:
             world_size=world_size,
         )
         dataset = TokenWindows(self._store, order, self._config.context)
-        return make_loader(self._config, dataset, batches, self._manifest, pin_memory=pin_memory)
+        return make_loader(self._config, dataset, batches, self.manifest, pin_memory=pin_memory)
 
 
 @cache
@@ -144,7 +152,7 @@ def _unchanged(batch: Any) -> Any:
 def _begin_worker(is_exiting: torch.Tensor, has_started: torch.Tensor, worker: int) -> None:
     """Ignore signals in a worker: the training process reacts to them and ends its workers."""
     has_started[worker] = 1
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
     def end_with_trainer(number: int, frame: object) -> None:

@@ -18,9 +18,9 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.benchmarks import trainer
 from longhaul.pipeline.benchmarks.bare_loop import synchronized_time
 from longhaul.pipeline.evaluation.tasks.bigram import bigram_loss, count_bigrams

@@ -5,7 +5,6 @@ one holds the tokenizer too, if that is a file.
 """
 
 import dataclasses
-from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
@@ -102,7 +101,8 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
             found.append(load_manifest(place))
         except FileNotFoundError:
             continue
-    moved, differences = {}, []
+    moved: dict[str, str] = {}
+    differences = []
     for key in _COPIES:
         recorded = _recorded(folder, key)
         if recorded is None:
@@ -116,7 +116,13 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
     if not moved:
         cause = f"found no {MANIFEST_NAME} in {location}, wanted the shards of {folder.path}"
         raise ValueError(f"--data: {differences[-1] if differences else cause}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **moved))
+    own = config.data
+    data = dataclasses.replace(
+        own,
+        manifest=moved.get("manifest", own.manifest),
+        validation_manifest=moved.get("validation_manifest", own.validation_manifest),
+    )
+    return dataclasses.replace(config, data=data)
 
 
 def _recorded(folder: RunFolder, key: str) -> Manifest | None:
@@ -127,10 +133,11 @@ def _recorded(folder: RunFolder, key: str) -> Manifest | None:
 
 def _difference(found: Manifest, recorded: Manifest) -> str:
     """What was found and what was wanted; empty if both describe the same data."""
+    as_before = f"as in {recorded.location}"
     for name in _SAME:
-        ours, theirs = getattr(found, name), getattr(recorded, name)
-        if ours != theirs:
-            return f"found {name} {ours} in {found.location}, wanted {theirs} as in {recorded.location}"
+        now, before = getattr(found, name), getattr(recorded, name)
+        if now != before:
+            return f"found {name} {now} in {found.location}, wanted {before} {as_before}"
     if found.shards_sha256 != recorded.shards_sha256:
-        return f"found other shards in {found.location}, wanted the same ones as in {recorded.location}"
+        return f"found other shards in {found.location}, wanted the same ones {as_before}"
     return ""

@@ -92,8 +92,6 @@ class RunFolder:
 
         The caller must hold the lock of the metrics journal, so that only one process writes here.
         """
-        for mark in (self.done_file, self.path / "STOPPED"):
-            mark.unlink(missing_ok=True)
         # Where the folder is now is kept too, for a folder that is moved without its data.
         movable = dataclasses.replace(
             _with_relative_paths(config, self.path), root=str(self.path.parent.absolute())
@@ -101,6 +99,8 @@ class RunFolder:
         write_atomically(self.config_file, to_yaml(movable))
         environment = json.dumps(describe_environment(config.model.kinds), indent=2)
         write_atomically(self.environment_file, environment + "\n")
+        for mark in (self.done_file, self.path / "STOPPED"):
+            mark.unlink(missing_ok=True)
 
     def finished(self) -> Finished | None:
         """How the run finished, None if it has not."""
@@ -166,20 +166,22 @@ def _with_paths(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
     """The config with its local paths changed; `root` stays."""
     data, tracking = config.data, config.tracking
 
-    def changed(location: str | None) -> str | None:
-        is_path = location is not None and not is_remote(location)
-        return change(str(local_path(location))) if is_path else location
+    def changed(location: str) -> str:
+        return location if is_remote(location) else change(str(local_path(location)))
 
-    manifest = changed(data.manifest)
-    assert manifest is not None
+    validation, start_from = data.validation_manifest, config.trainer.start_from
     uri = tracking.uri
     if uri.startswith(SQLITE):
         uri = SQLITE + change(uri.removeprefix(SQLITE))
     return dataclasses.replace(
         config,
         data=dataclasses.replace(
-            data, manifest=manifest, validation_manifest=changed(data.validation_manifest)
+            data,
+            manifest=changed(data.manifest),
+            validation_manifest=None if validation is None else changed(validation),
         ),
-        trainer=dataclasses.replace(config.trainer, start_from=changed(config.trainer.start_from)),
+        trainer=dataclasses.replace(
+            config.trainer, start_from=None if start_from is None else changed(start_from)
+        ),
         tracking=dataclasses.replace(tracking, uri=uri),
     )

@@ -143,10 +143,13 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         return [tokenizer.decode(ids) for ids in answers]
 
     scores: dict[tuple[int, float], list[bool]] = {}
-    total = sum(length + ANSWER_TOKENS for length in lengths) * options.prompts
+    prompts_of = {length: make_prompts(tokenizer, length, options.prompts) for length in lengths}
+    # Prompts are a little longer than asked for, and each begins with another token.
+    total = sum(
+        len(prompt.ids) + 1 + ANSWER_TOKENS for some in prompts_of.values() for prompt in some
+    )
     with trained.ranks.progress(total, "passkey") as progress:
-        for length in lengths:
-            prompts = make_prompts(tokenizer, length, options.prompts)
+        for prompts in prompts_of.values():
             answers = ask(list(trained.ranks.share(prompts)), answer)
             scores |= score(prompts, trained.ranks.gather(answers))
     table = folder / "passkey.csv"
