@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ _FIXED = (
 
 # Exceptions to _FIXED: these only determine how a run handles bad updates.
 _FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,6 @@ class RunFolder:
             raise ConfigError(
                 f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
                 f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
-            )
-        if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
-            logger.warning(
-                "trainer.max_tokens: found %d, %d before; the learning rate schedule ends there",
-                now["trainer.max_tokens"],
-                before["trainer.max_tokens"],
             )
 
     def record_start(self, config: RunConfig) -> None:

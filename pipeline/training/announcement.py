@@ -36,9 +36,20 @@ def summary(
     )
 
 
-def warnings(config: RunConfig, data: TokenDataModule) -> Iterator[str]:
-    """A line for each part of the config that does not do what it seems to ask for."""
+def warnings(config: RunConfig, data: TokenDataModule, before: RunConfig | None) -> Iterator[str]:
+    """A line for each part of the config that does not do what it seems to ask for.
+
+    Args:
+        config: of the run.
+        data: that is trained on.
+        before: the config with which the run was started last, None for a new run.
+    """
     schedule, tokens = config.optim.schedule, _budget(config)
+    if before is not None and before.trainer.max_tokens != config.trainer.max_tokens:
+        yield (
+            f"trainer.max_tokens: found {config.trainer.max_tokens}, "
+            f"{before.trainer.max_tokens} before; the learning rate schedule ends there"
+        )
     if tokens != config.trainer.max_tokens:
         yield (
             f"trainer.max_tokens: {config.trainer.max_tokens:,} are no whole number of updates of "
@@ -69,9 +80,8 @@ def warnings(config: RunConfig, data: TokenDataModule) -> Iterator[str]:
         )
     if _is_other_corpus(data.manifest, validation):
         yield (
-            f"data.validation_manifest: {validation.location} ({_corpus(validation)}) is of "
-            f"another corpus than data.manifest, {data.manifest.location} ("
-            f"{_corpus(data.manifest)})"
+            f"data.validation_manifest: {validation.location} is of another corpus than "
+            f"data.manifest, {data.manifest.location}"
         )
 
 
@@ -89,8 +99,3 @@ def _is_other_corpus(train: Manifest, validation: Manifest) -> bool:
     # FOLDER/NAME/manifest.json, which may be a URL.
     folders = [manifest.location.rsplit("/", 2)[0] for manifest in (train, validation)]
     return sources[0] != sources[1] and folders[0] != folders[1]
-
-
-def _corpus(manifest: Manifest) -> str:
-    source = manifest.source
-    return str(source.get("corpus") or source.get("store") or source.get("kind") or "no source")

@@ -18,7 +18,7 @@ from longhaul.modules.pretraining import Progress, Update
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
-from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker
 from longhaul.pipeline.training.announcement import summary, warnings
@@ -98,13 +98,14 @@ class Recorder:
             hosts: host name of each rank.
         """
         config, folder = self._config, self._folder
+        before = stored_config(folder) if folder.config_file.exists() else None
         record_data(folder, config.data)
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
         for line in summary(config, folder, self._data.manifest, self._parameters):
             self._progress_line.say(line)
-        for line in warnings(config, self._data):
+        for line in warnings(config, self._data, before):
             logger.warning("%s", line)
         self._progress_line.begin(progress)
         if self._source is not None:
