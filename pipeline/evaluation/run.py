@@ -1,21 +1,19 @@
 """Measures a checkpoint on held-out text, or on synthetic tasks."""
 
 import dataclasses
-import hashlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
-from longhaul.pipeline.runs.data import with_moved_data
+from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
@@ -67,8 +65,11 @@ def evaluate_checkpoint(
         if not file.is_file():
             raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
     folder, _ = find_checkpoint(named.run_or_checkpoint)
+    config = stored_config(folder)
     if data is not None:
-        with_moved_data(folder, stored_config(folder), data)
+        config = with_moved_data(folder, config, data)
+    # Not every task reads them. They must not be other data than those of the run.
+    check_same_data(folder, config.data, config.data, may_be_gone=True)
     measure_together(devices, _load_and_evaluate, named, names, options, data, again)
 
 
@@ -147,7 +148,7 @@ def evaluate(
                 with tempfile.TemporaryDirectory() as scratch:
                     TASKS[name].measure(trained, options, Path(scratch))
         return
-    results = Results(results_folder(trained, options), _validation_text_id(trained.config))
+    results = Results(results_folder(trained, options), _validation_text_id(trained))
     wanted = {name: task for name, task in TASKS.items() if name in names}
     stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
     ranks.gather([[name for name, result in stored.items() if result is None]])
@@ -166,13 +167,14 @@ def evaluate(
         _show(result)
 
 
-def _validation_text_id(config: RunConfig) -> str:
+def _validation_text_id(trained: TrainedModel) -> str:
     """What identifies the validation text: its shards, and how much of them is read."""
-    if config.data.validation_manifest is None:
+    data = trained.config.data
+    if data.validation_manifest is None:
         return ""
-    shards = load_manifest(config.data.validation_manifest).shards
-    digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
-    return f"{config.data.validation_tokens} tokens of {digest}"
+    recorded = recorded_manifest(trained.folder, "validation_manifest")
+    manifest = recorded or load_manifest(data.validation_manifest)
+    return f"{data.validation_tokens} tokens of {manifest.shards_sha256}"
 
 
 def _show(result: TaskResult) -> None:

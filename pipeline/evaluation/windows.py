@@ -15,6 +15,7 @@ from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -76,12 +77,8 @@ def validation_batches(config: RunConfig, train: Manifest) -> BatchLoader:
     data = config.data
     if data.validation_manifest is None:
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
-    try:
+    with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train, data.validation_manifest)
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"data.validation_manifest: {error}; `longhaul evaluate --data FOLDER` reads moved data"
-        ) from error
     return read.loader(config.trainer.micro_batch)
 
 

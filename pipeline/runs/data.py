@@ -5,6 +5,8 @@ one holds the tokenizer too, if that is a file.
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
@@ -41,7 +43,7 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
 
 def training_manifest(folder: RunFolder, config: RunConfig) -> Manifest:
     """The manifest of the data that a run was trained on, beside which its tokenizer is."""
-    recorded = _recorded(folder, "manifest")
+    recorded = recorded_manifest(folder, "manifest")
     return load_manifest(config.data.manifest) if recorded is None else recorded
 
 
@@ -58,16 +60,15 @@ def check_same_data(
         before: as the folder's config has it.
         may_be_gone: accept that data can no longer be read where `before` says they are.
     """
-    if _recorded(folder, "manifest") is None:
+    if recorded_manifest(folder, "manifest") is None:
         return
     for key in _COPIES:
-        recorded, location = _recorded(folder, key), getattr(data, key)
-        where = f"as in {folder.config_file}; give the new run another name"
+        recorded, location = recorded_manifest(folder, key), getattr(data, key)
         if recorded is None or location is None:
             if (recorded is None) != (location is None):
                 raise ConfigError(
                     f"data.{key}: found {location or 'null'}, wanted "
-                    f"{getattr(before, key) or 'null'} {where}"
+                    f"{getattr(before, key) or 'null'} as in {folder.config_file}"
                 )
             continue
         try:
@@ -77,7 +78,7 @@ def check_same_data(
                 continue
             raise ConfigError(f"data.{key}: {error}") from error
         if difference := _difference(found, recorded):
-            raise ConfigError(f"data.{key}: {difference}; give the new run another name")
+            raise ConfigError(f"data.{key}: {difference}")
 
 
 def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunConfig:
@@ -104,7 +105,7 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
     moved: dict[str, str] = {}
     differences = []
     for key in _COPIES:
-        recorded = _recorded(folder, key)
+        recorded = recorded_manifest(folder, key)
         if recorded is None:
             continue
         for manifest in found:
@@ -125,8 +126,19 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
     return dataclasses.replace(config, data=data)
 
 
-def _recorded(folder: RunFolder, key: str) -> Manifest | None:
-    """The copy of the manifest that a key of the config names, None if there is none."""
+@contextmanager
+def moved_data_are_explained(key: str) -> Iterator[None]:
+    """Context in which a manifest that is not there is bad input, with the option that helps."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"data.{key}: {error}; `longhaul evaluate --data FOLDER` reads moved data"
+        ) from error
+
+
+def recorded_manifest(folder: RunFolder, key: str) -> Manifest | None:
+    """The run folder's copy of the manifest that a key of DataConfig names, None without one."""
     path = folder.path / "data" / _COPIES[key] / MANIFEST_NAME
     return load_manifest(path) if path.is_file() else None
 
