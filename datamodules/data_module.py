@@ -76,6 +76,12 @@ class TokenDataModule(LightningDataModule):
         """The manifest of the validation shards, None without validation."""
         return None if self._held_out is None else self._held_out.manifest
 
+    def check_present(self) -> None:
+        """Raise ShardError if a local shard is missing that must not be replaced."""
+        self._store.check_present()
+        if self._held_out is not None:
+            self._held_out.check_present()
+
     @property
     def bad_shards(self) -> tuple[str, ...]:
         """Names of the training shards that this rank has replaced so far."""

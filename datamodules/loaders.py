@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
+import torch
 from torch.utils.data import DataLoader, Sampler
 
 from longhaul.datamodules.config import DataConfig
@@ -43,6 +44,7 @@ def make_loader(
             # torch's annotation demands lists, but it passes on whatever the sampler yields.
             batch_sampler=cast(Sampler[list[int]], batches),
             collate_fn=unchanged,
+            generator=torch.Generator(),  # as WorkerLoader does, and for the same reason
         )
     return BatchLoader(loader, manifest.bos_id, pin_memory=pin_memory)
 
@@ -60,6 +62,10 @@ class HeldOut:
         self.manifest = load_manifest(location)
         _check_same_tokenizer(train, self.manifest)
         self._store = open_store(config, self.manifest)
+
+    def check_present(self) -> None:
+        """Raise ShardError if a local shard is missing."""
+        self._store.check_present()
 
     def loader(
         self, micro_batch: int, rank: int = 0, world_size: int = 1, *, pin_memory: bool = False

@@ -104,15 +104,18 @@ class Manifest:
         """Path or URL of a file in the same folder as the manifest."""
         return sibling(self.location, MANIFEST_NAME, name)
 
-    def save(self, folder: Path) -> Path:
-        """Write `folder/manifest.json` atomically."""
+    def to_json(self) -> str:
+        """The content of the file."""
         content = dataclasses.asdict(self)
         del content["location"]
+        return json.dumps(content, indent=1) + "\n"
+
+    def save(self, folder: Path) -> Path:
+        """Write `folder/manifest.json` atomically."""
         path = folder / MANIFEST_NAME
         temporary = folder / f".{MANIFEST_NAME}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1)
-            file.write("\n")
+            file.write(self.to_json())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -137,9 +140,13 @@ def load_manifest(location: str | Path) -> Manifest:
         try:
             text = path.read_bytes()
         except FileNotFoundError:
-            raise FileNotFoundError(
-                f"{path}: no such manifest; `longhaul prepare` writes one into the folder of shards"
-            ) from None
+            below = sorted(str(one.parent) for one in path.parent.glob(f"*/{MANIFEST_NAME}"))
+            remedy = (
+                f"wanted {' or '.join(below)}"
+                if below and path.name == MANIFEST_NAME
+                else "`longhaul prepare` writes one into the folder of shards"
+            )
+            raise FileNotFoundError(f"{path}: no such manifest; {remedy}") from None
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The shards of a manifest: fetched, checked once per process, memory-mapped, replaced if bad."""
 
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,19 @@ class ShardStore:
         """Names of the shards that any process of this rank has found bad and replaced so far."""
         shards = self.manifest.shards
         return tuple(shards[i].name for i in torch.nonzero(self._is_bad).flatten().tolist())
+
+    def check_present(self) -> None:
+        """Raise ShardError if a local shard is missing and may not be replaced."""
+        if is_remote(self.manifest.location) or self._replaces_bad:
+            return
+        # One listing, because asking for each of many files takes long on a network file system.
+        folder = local_path(self.manifest.location).parent
+        with reading(folder):
+            present = set(os.listdir(folder))
+        missing = [shard.name for shard in self.manifest.shards if shard.name not in present]
+        if missing:
+            others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ShardError(f"shard {folder / missing[0]}: no such file{others}")
 
     def __getitem__(self, position: int) -> Shard:
         """The shard at `position`, or the one that replaces it."""

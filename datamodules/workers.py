@@ -87,6 +87,10 @@ class WorkerLoader(DataLoader[Windows]):
             # torch's annotation demands lists, but it passes on whatever the sampler yields.
             batch_sampler=cast(Sampler[list[int]], batches),
             collate_fn=unchanged,
+            # A loader draws a seed for its workers, which use none. With torch's own generator, a
+            # resumed run, which makes one more loader, would not have the state of one that was
+            # not stopped.
+            generator=torch.Generator(),
             num_workers=workers,
             persistent_workers=True,
             prefetch_factor=_PREFETCH_BATCHES,

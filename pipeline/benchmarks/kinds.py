@@ -18,6 +18,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.benchmarks import trainer
@@ -30,7 +31,7 @@ from longhaul.pipeline.planning.sizes import (
     build_on_meta,
     state_bytes,
 )
-from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
+from longhaul.pipeline.runs.folder import RunFolder, stored_config, with_absolute_paths
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.terminal.numbers import in_bytes
@@ -143,7 +144,7 @@ def _check_same_budget(row: _Row) -> None:
     file = row.folder.config_file
     if not file.exists():
         return
-    before, now = (flatten(to_dict(config)) for config in (load_run_config(file), row.config))
+    before, now = (flatten(to_dict(each)) for each in (stored_config(row.folder), row.config))
     for key in sorted(before.keys() | now.keys()):
         if key.startswith(_COMPARED) and before.get(key) != now.get(key):
             raise ConfigError(
@@ -153,7 +154,8 @@ def _check_same_budget(row: _Row) -> None:
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    return bigram_loss(count_bigrams(config.data), validation_batches(config))
+    validation = validation_batches(config, load_manifest(config.data.manifest))
+    return bigram_loss(count_bigrams(config.data), validation)
 
 
 def _train(row: _Row) -> None:
@@ -235,7 +237,7 @@ def _speed(model: LanguageModel, config: RunConfig, device: torch.device) -> flo
 
 
 def _header(given: Sequence[str], config: RunConfig, updates: int, baseline: float) -> str:
-    environment = describe_environment()
+    environment = describe_environment(config.model.kinds)
     machine = ", ".join(environment["accelerators"]) or environment["processor"]
     return (
         f"{machine}, {environment['threads']} threads, torch {torch.__version__}, "

@@ -270,6 +270,8 @@ def newest_checkpoint(folder: Path) -> Path | None:
         try:
             verify(path)
         except CheckpointError as error:
+            if not path.is_dir():  # training has removed it, because there are newer ones by now
+                return newest_checkpoint(folder)
             logger.warning("%s; it is skipped", error)
         else:
             return path

@@ -23,6 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_task_arguments(parser)
     parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="where the run's shards are now: their folder, or the one that holds train and "
+        "validation",
+    )
+    parser.add_argument(
         "--devices",
         type=int,
         default=1,
@@ -38,7 +44,9 @@ def main(args: argparse.Namespace) -> int:
 
     named, names, options = named_model(args), args.tasks.split(","), task_options(args)
     try:
-        evaluate_checkpoint(named, names, options, devices=args.devices, again=args.again)
+        evaluate_checkpoint(
+            named, names, options, data=args.data, devices=args.devices, again=args.again
+        )
     except JournalBusyError as error:
         print(f"longhaul: {error}", file=sys.stderr)
         return EXIT_BUSY

@@ -13,11 +13,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     from longhaul.configs import load_run_config
+    from longhaul.pipeline.planning.capacity import check_capacity
     from longhaul.pipeline.runs.folder import with_absolute_paths
     from longhaul.pipeline.training.run import train
 
+    config = with_absolute_paths(load_run_config(args.config, args.overrides))
+    check_capacity(config)
     try:
-        return train(with_absolute_paths(load_run_config(args.config, args.overrides)))
+        return train(config)
     except JournalBusyError as error:
         print(f"longhaul: {error}", file=sys.stderr)
         return EXIT_BUSY

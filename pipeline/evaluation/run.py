@@ -1,32 +1,39 @@
 """Measures a checkpoint on held-out text, or on synthetic tasks."""
 
 import dataclasses
-import hashlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
+from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
+from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
     NamedModel,
     TrainedModel,
     find_checkpoint,
     load_trained_model,
+    was_pruned,
 )
 from longhaul.pipeline.tracking.tracker import Tracker
 
 
 def evaluate_checkpoint(
-    named: NamedModel, names: Sequence[str], options: Options, *, devices: int, again: bool
+    named: NamedModel,
+    names: Sequence[str],
+    options: Options,
+    *,
+    data: str | None,
+    devices: int,
+    again: bool,
 ) -> None:
     """Load a checkpoint in one process per device, and run the tasks in all of them together.
 
@@ -34,6 +41,7 @@ def evaluate_checkpoint(
         named: the checkpoint, and how its positions are scaled.
         names: of the tasks.
         options: of the tasks.
+        data: where the run's data are now; None means where its config says.
         devices: number of processes.
         again: repeat tasks that have results.
 
@@ -56,8 +64,13 @@ def evaluate_checkpoint(
     for file in options.text:
         if not file.is_file():
             raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
-    find_checkpoint(named.run_or_checkpoint)
-    measure_together(devices, _load_and_evaluate, named, names, options, again)
+    folder, _ = find_checkpoint(named.run_or_checkpoint)
+    config = stored_config(folder)
+    if data is not None:
+        config = with_moved_data(folder, config, data)
+    # Not every task reads them. They must not be other data than those of the run.
+    check_same_data(folder, config.data, config.data, may_be_gone=True)
+    measure_together(devices, _load_and_evaluate, named, names, options, data, again)
 
 
 def _check_options_are_read(names: Sequence[str], options: Options) -> None:
@@ -75,15 +88,43 @@ def _check_options_are_read(names: Sequence[str], options: Options) -> None:
 
 
 def _load_and_evaluate(
-    ranks: Ranks, named: NamedModel, names: Sequence[str], options: Options, again: bool
+    ranks: Ranks,
+    named: NamedModel,
+    names: Sequence[str],
+    options: Options,
+    data: str | None,
+    again: bool,
 ) -> None:
-    trained = dataclasses.replace(load_trained_model(*named), ranks=ranks)
+    trained = dataclasses.replace(_load_together(ranks, named), ranks=ranks)
+    if data is not None:
+        config = with_moved_data(trained.folder, trained.config, data)
+        trained = dataclasses.replace(trained, config=config)
     if "positions" in names:
         _check_scaling_shows(trained, options.context)
     if options.context is not None:
         config = with_context(trained.config, options.context)
         trained = dataclasses.replace(trained, config=config)
     evaluate(trained, names, options, again=again)
+
+
+def _load_together(ranks: Ranks, named: NamedModel) -> TrainedModel:
+    """The model of the same checkpoint in all processes, though training may remove it."""
+    while True:
+        # The first process chooses: others might find a newer checkpoint.
+        own = [find_checkpoint(named.run_or_checkpoint)[1]] if ranks.is_first else []
+        (checkpoint,) = ranks.gather(own)
+        trained, failure = None, None
+        try:
+            trained = load_trained_model(checkpoint, named.positions, named.factor)
+        except Exception as error:
+            failure = error
+        is_pruned = failure is not None and was_pruned(checkpoint)
+        if any(ranks.gather([is_pruned])):
+            continue
+        if failure is not None:
+            raise failure
+        assert trained is not None
+        return trained
 
 
 def evaluate(
@@ -107,7 +148,7 @@ def evaluate(
                 with tempfile.TemporaryDirectory() as scratch:
                     TASKS[name].measure(trained, options, Path(scratch))
         return
-    results = Results(results_folder(trained, options), _validation_text_id(trained.config))
+    results = Results(results_folder(trained, options), _validation_text_id(trained))
     wanted = {name: task for name, task in TASKS.items() if name in names}
     stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
     ranks.gather([[name for name, result in stored.items() if result is None]])
@@ -126,13 +167,14 @@ def evaluate(
         _show(result)
 
 
-def _validation_text_id(config: RunConfig) -> str:
+def _validation_text_id(trained: TrainedModel) -> str:
     """What identifies the validation text: its shards, and how much of them is read."""
-    if config.data.validation_manifest is None:
+    data = trained.config.data
+    if data.validation_manifest is None:
         return ""
-    shards = load_manifest(config.data.validation_manifest).shards
-    digest = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
-    return f"{config.data.validation_tokens} tokens of {digest}"
+    recorded = recorded_manifest(trained.folder, "validation_manifest")
+    manifest = recorded or load_manifest(data.validation_manifest)
+    return f"{data.validation_tokens} tokens of {manifest.shards_sha256}"
 
 
 def _show(result: TaskResult) -> None:

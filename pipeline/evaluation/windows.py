@@ -10,11 +10,12 @@ from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.loaders import HeldOut
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -63,12 +64,21 @@ class CutWindows:
             yield {"input": tokens, "target": target, "index": samples}
 
 
-def validation_batches(config: RunConfig) -> BatchLoader:
-    """All validation samples of a run, in batches."""
+def validation_batches(config: RunConfig, train: Manifest) -> BatchLoader:
+    """All validation samples of a run, in batches.
+
+    Args:
+        config: of the run.
+        train: manifest of the training shards.
+
+    Raises:
+        ValueError: there are none, or they are not where the config says.
+    """
     data = config.data
     if data.validation_manifest is None:
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
-    read = HeldOut(data, load_manifest(data.manifest), data.validation_manifest)
+    with moved_data_are_explained("validation_manifest"):
+        read = HeldOut(data, train, data.validation_manifest)
     return read.loader(config.trainer.micro_batch)
 
 
@@ -79,9 +89,8 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return validation_batches(config)
-    manifest = load_manifest(config.data.manifest)
-    tokenizer = tokenizer_of(manifest)
+        return validation_batches(config, trained.manifest)
+    tokenizer = tokenizer_of(trained.manifest)
     texts = []
     for path in options.text:
         tokens = torch.from_numpy(tokenizer.encode(_read(path)))
@@ -90,7 +99,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
                 f"--text: found {len(tokens)} tokens in {path}, wanted {context} or more"
             )
         texts.append(tokens)
-    return CutWindows(texts, context, manifest.bos_id, config.trainer.micro_batch)
+    return CutWindows(texts, context, trained.manifest.bos_id, config.trainer.micro_batch)
 
 
 def read_documents(

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, verify
@@ -15,8 +14,9 @@ from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
-from longhaul.pipeline.runs.folder import stored_config
-from longhaul.pipeline.runs.trained_model import find_checkpoint
+from longhaul.pipeline.runs.data import training_manifest
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
+from longhaul.pipeline.runs.trained_model import read_checkpoint
 from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
 _SHARD_BYTES = 5_000_000_000
@@ -40,9 +40,17 @@ def export(
         OSError: the checkpoint is damaged, or the folder could not be written.
     """
     target = new_or_empty_folder(destination)
-    run, checkpoint = find_checkpoint(run_or_checkpoint)
+
+    def write(run: RunFolder, checkpoint: Path) -> None:
+        _write(run, checkpoint, target, shard_bytes)
+
+    read_checkpoint(run_or_checkpoint, write)
+    return sorted(Path(destination).iterdir())
+
+
+def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> None:
     config = stored_config(run)
-    manifest = load_manifest(config.data.manifest)
+    manifest = training_manifest(run, config)
     tokenizer = tokenizer_of(manifest)
     tensors = _weights(checkpoint, config.model)
     progress: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())["progress"]
@@ -53,7 +61,6 @@ def export(
         write_tokenizer(folder, tokenizer)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         write_card(folder, run, config, checkpoint, progress, manifest, parameters)
-    return sorted(Path(destination).iterdir())
 
 
 def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTensor]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.generation.options import GenerationOptions
@@ -20,10 +19,9 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         ValueError: the saved state is damaged or of another model, or there is no manifest.
         OSError: the state could not be written.
     """
-    # Read at once, since a run that is still trained deletes its old checkpoints.
     model_origin = origin(trained)
     prompts = options.prompts or [""]
-    manifest = load_manifest(trained.config.data.manifest)
+    manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
     start = Session([manifest.bos_id])
     if options.state is not None:

@@ -10,7 +10,6 @@ from safetensors.torch import save
 from torch.utils import _pytree as pytree
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
 from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -24,8 +23,7 @@ def origin(trained: TrainedModel) -> str:
     """What a state depends on (checkpoint, config and positions), as text with a hash."""
     positions = trained.positions
     scaled = "" if positions.name == "none" else f" {positions.factor:g}"
-    content = (trained.checkpoint / CHECKSUMS).read_bytes()
-    content += json.dumps(shape_of(trained.config.model)).encode()
+    content = trained.checksums + json.dumps(shape_of(trained.config.model)).encode()
     return (
         f"{trained.config.name}/{trained.checkpoint.name} (sha256 "
         f"{hashlib.sha256(content).hexdigest()[:16]}, positions {positions.name}{scaled})"

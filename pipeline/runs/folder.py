@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,15 +12,16 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.mlflow_run import absolute_uri
+from longhaul.pipeline.tracking.mlflow_run import SQLITE
 
 # Keys that must not change when a run is resumed, because they determine its results. A resumed run
 # may train longer, in another place, and on other devices. Shards may be moved too: that they are
-# the same is checked by their hashes.
+# the same is checked by their hashes (data.py).
 _FIXED = (
     "model.",
     "data.context",
     "data.shuffle_shards",
+    "data.validation_tokens",
     "optim.",
     "trainer.precision",
     "trainer.seed",
@@ -29,8 +31,6 @@ _FIXED = (
 
 # Exceptions to _FIXED: these only determine how a run handles bad updates.
 _FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ class RunFolder:
         """Raise ConfigError if a key that must not change differs from the folder's config."""
         if not self.config_file.exists():
             return
-        stored = load_run_config(self.config_file)
+        stored = stored_config(self)
         before, now = flatten(to_dict(stored)), flatten(to_dict(config))
-        for key in sorted(before.keys() | now.keys()):
+        # Another kind may have other options: the kind is named, not one of them.
+        for key in sorted(before.keys() | now.keys(), key=lambda key: (key[-5:] != ".kind", key)):
             is_fixed = key.startswith(_FIXED) and key not in _FREE
             if is_fixed and before.get(key) != now.get(key):
                 raise ConfigError(
@@ -76,23 +77,21 @@ class RunFolder:
                 f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
                 f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
             )
-        if before["trainer.max_tokens"] != now["trainer.max_tokens"]:
-            logger.warning(
-                "trainer.max_tokens: found %d, %d before; the learning rate schedule ends there",
-                now["trainer.max_tokens"],
-                before["trainer.max_tokens"],
-            )
 
     def record_start(self, config: RunConfig) -> None:
         """Write the config and the environment, and remove the marks of an earlier end.
 
         The caller must hold the lock of the metrics journal, so that only one process writes here.
         """
+        # Where the folder is now is kept too, for a folder that is moved without its data.
+        movable = dataclasses.replace(
+            _with_relative_paths(config, self.path), root=str(self.path.parent.absolute())
+        )
+        write_atomically(self.config_file, to_yaml(movable))
+        environment = json.dumps(describe_environment(config.model.kinds), indent=2)
+        write_atomically(self.environment_file, environment + "\n")
         for mark in (self.done_file, self.path / "STOPPED"):
             mark.unlink(missing_ok=True)
-        write_atomically(self.config_file, to_yaml(config))
-        environment = json.dumps(describe_environment(), indent=2)
-        write_atomically(self.environment_file, environment + "\n")
 
     def finished(self) -> Finished | None:
         """How the run finished, None if it has not."""
@@ -120,28 +119,60 @@ def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
 
 
 def stored_config(folder: RunFolder) -> RunConfig:
-    """The config in a run folder, with `root` and `name` of the folder's present path."""
+    """The config in a run folder, with `root` and `name` of the folder's present path.
+
+    Its paths are absolute. A relative one begins at the run folder; if nothing is there, since the
+    folder alone was moved, it begins where the folder was when the run was started.
+    """
     config = load_run_config(folder.config_file)
+    here, before = folder.path.absolute(), Path(config.root, config.name)
+
+    def absolute(path: str) -> str:
+        places = [os.path.normpath(base / path) for base in (here, before)]
+        return next(filter(os.path.exists, places), places[0])
+
+    config = _with_paths(config, absolute)
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with local paths made absolute, so that it is valid in any working folder."""
-    data, tracking, start_from = config.data, config.tracking, config.trainer.start_from
-    validation = data.validation_manifest
+    return _with_paths(config, os.path.abspath)
+
+
+def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with absolute paths made relative to the run folder, where it can move with them.
+
+    With a path that has nothing but the root of the file system in common with it, it cannot.
+    """
+
+    def relative(path: str) -> str:
+        is_far = os.path.commonpath([path, folder.absolute()]) == os.sep
+        return path if is_far else os.path.relpath(path, folder)
+
+    return _with_paths(config, relative)
+
+
+def _with_paths(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
+    """The config with its local paths changed; `root` stays."""
+    data, tracking = config.data, config.tracking
+
+    def changed(location: str) -> str:
+        return location if is_remote(location) else change(str(local_path(location)))
+
+    validation, start_from = data.validation_manifest, config.trainer.start_from
+    uri = tracking.uri
+    if uri.startswith(SQLITE):
+        uri = SQLITE + change(uri.removeprefix(SQLITE))
     return dataclasses.replace(
         config,
         data=dataclasses.replace(
             data,
-            manifest=_absolute(data.manifest),
-            validation_manifest=None if validation is None else _absolute(validation),
+            manifest=changed(data.manifest),
+            validation_manifest=None if validation is None else changed(validation),
         ),
         trainer=dataclasses.replace(
-            config.trainer, start_from=None if start_from is None else _absolute(start_from)
+            config.trainer, start_from=None if start_from is None else changed(start_from)
         ),
-        tracking=dataclasses.replace(tracking, uri=absolute_uri(tracking.uri)),
+        tracking=dataclasses.replace(tracking, uri=uri),
     )
-
-
-def _absolute(location: str) -> str:
-    return location if is_remote(location) else str(local_path(location).absolute())

@@ -1,18 +1,27 @@
 """Loads a trained model from a run folder or from one of its checkpoints."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
+from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.runs.data import training_manifest
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,10 @@ class TrainedModel:
     step: int
     device: torch.device
     positions: PositionScaling
+    manifest: Manifest
+    """Of the training data; its tokenizer is in the run folder."""
+    checksums: bytes
+    """Of the checkpoint's files, which identify the weights."""
     ranks: Ranks = ALONE
     """The processes that evaluate it together."""
 
@@ -53,7 +66,40 @@ def load_trained_model(
             does not support this scaling.
         CheckpointError: the checkpoint is damaged.
     """
-    folder, checkpoint = find_checkpoint(run_or_checkpoint)
+
+    def load(folder: RunFolder, checkpoint: Path) -> TrainedModel:
+        return _load(folder, checkpoint, positions, factor)
+
+    return read_checkpoint(run_or_checkpoint, load)
+
+
+def read_checkpoint(run_or_checkpoint: str | Path, read: Callable[[RunFolder, Path], T]) -> T:
+    """The result of `read`, called with a path's run folder and its checkpoint.
+
+    Training may remove a run's checkpoint while it is read. The newest one is then read instead.
+
+    Raises:
+        ValueError: there is no checkpoint.
+        Exception: whatever `read` raises for a checkpoint that is still there.
+    """
+    while True:
+        folder, checkpoint = find_checkpoint(run_or_checkpoint)
+        try:
+            return read(folder, checkpoint)
+        except Exception:
+            if not was_pruned(checkpoint):
+                raise
+
+
+def was_pruned(checkpoint: Path) -> bool:
+    """Whether a checkpoint that was there is gone; if so, say it."""
+    if checkpoint.is_dir():
+        return False
+    logger.info("%s was removed by its run while it was read; the newest is read", checkpoint)
+    return True
+
+
+def _load(folder: RunFolder, checkpoint: Path, positions: str, factor: float) -> TrainedModel:
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
     saved = SavedCheckpoint(checkpoint, "model")
@@ -64,7 +110,11 @@ def load_trained_model(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     step = int(saved.state["progress"]["step"])
-    return TrainedModel(model, config, folder, checkpoint, step, device, scaling)
+    manifest = training_manifest(folder, config)
+    checksums = (checkpoint / CHECKSUMS).read_bytes()
+    return TrainedModel(
+        model, config, folder, checkpoint, step, device, scaling, manifest, checksums
+    )
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:

@@ -1,14 +1,10 @@
-"""Memory and peak FLOP/s of accelerators, as published by vendors; of this CPU, as measured."""
+"""Memory and peak FLOP/s of accelerators, as published by vendors."""
 
 import re
-import time
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-_MEASURED_SIZE = 1024  # rows and columns of the timed product: 2.1 GFLOP
-_MEASURED_SECONDS = 0.3
 # The name of a MIG slice of a GPU, such as 1g.10gb, which has neither the GPU's memory nor its
 # speed.
 _MIG_SLICE = re.compile(r"\b\d+g\.\d+gb")
@@ -88,13 +84,13 @@ def _plain(name: str) -> str:
 
 
 def peak_flops(precision: str) -> float | None:
-    """Peak FLOP/s of this process's device, None if it is unknown.
+    """Peak FLOP/s of this process's device, None if it is unknown, as that of a CPU is.
 
     Args:
         precision: a value of trainer.precision.
     """
     if not torch.cuda.is_available():
-        return measured_cpu_flops()
+        return None
     device = find_device(torch.cuda.get_device_name())
     if device is None:
         return None
@@ -102,17 +98,3 @@ def peak_flops(precision: str) -> float | None:
         return device.bf16_flops
     is_exact = torch.get_float32_matmul_precision() == "highest"
     return device.fp32_flops if is_exact else device.tf32_flops
-
-
-@cache
-def measured_cpu_flops() -> float:
-    """FLOP/s of float32 matrix products with this process's threads, measured once."""
-    # Not random values: this must not change the random numbers of a run.
-    a, b = torch.ones(2, _MEASURED_SIZE, _MEASURED_SIZE).unbind(0)
-    out = a @ b
-    best = float("inf")
-    end = time.perf_counter() + _MEASURED_SECONDS
-    while (start := time.perf_counter()) < end:
-        torch.mm(a, b, out=out)
-        best = min(best, time.perf_counter() - start)
-    return 2 * _MEASURED_SIZE**3 / best

@@ -1,22 +1,33 @@
 """Describes what a run ran on: commit, packages, machine."""
 
+import hashlib
 import importlib.metadata
+import inspect
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import output_of
 
+_PACKAGES = ("configs", "datamodules", "kernels", "modules", "pipeline", "slurm")
 
-def describe_environment() -> dict[str, Any]:
-    """Everything needed to reproduce a run's numbers elsewhere, as JSON values."""
+
+def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
+    """Everything needed to reproduce a run's numbers elsewhere, as JSON values.
+
+    Args:
+        kinds: the attention variants whose sources are identified.
+    """
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "commit": source_commit(),
+        "attention_sha256": source_hashes(kinds),
         "python": platform.python_version(),
         "packages": {
             package.name: package.version
@@ -44,12 +55,31 @@ def source_checkout() -> Path | None:
 
 
 def source_commit() -> str | None:
-    """Commit of the checkout, with "-dirty" if files were changed since; None if git fails."""
+    """Commit of the checkout, with "-dirty" if its code differs from it; None if git fails.
+
+    Code differs where a file was changed, and where a package holds a file that git does not track,
+    such as an attention variant of one's own.
+    """
     checkout = source_checkout()
     if checkout is None:
         return None
-    describe = ("git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40")
-    return output_of(*describe, seconds=10) or None
+    git = ("git", "-C", str(checkout))
+    commit = output_of(*git, "describe", "--always", "--dirty", "--abbrev=40", seconds=10)
+    if not commit or commit.endswith("-dirty"):
+        return commit or None
+    listing = ("ls-files", "--others", "--exclude-standard", "--", *_PACKAGES)
+    untracked = output_of(*git, *listing, seconds=10)
+    return f"{commit}-dirty" if untracked else commit
+
+
+def source_hashes(kinds: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of the file in which each kind of attention is written, in hexadecimal."""
+    files = {kind: inspect.getsourcefile(attention_config(kind)) for kind in kinds}
+    return {
+        kind: hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        for kind, file in files.items()
+        if file is not None
+    }
 
 
 def _processor() -> str:

@@ -1,17 +1,28 @@
 """Writes small files atomically: a reader sees the old contents or the new."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a temporary name, flush to disk, rename: a crash leaves the old file or the new."""
+    """Write to a temporary name, flush to disk, rename: a crash leaves the old file or the new.
+
+    Raises OSError, one line with the file's name, if it cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        if isinstance(error, OSError):
+            raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise
 
 
 def flush(path: Path) -> None:

@@ -69,4 +69,6 @@ class TokenProgress:
 
     def add(self, tokens: int) -> None:
         """Add tokens to those done. `show` must have been called before."""
-        self.show(self._done + tokens * self._times)
+        done = self._done + tokens * self._times
+        # This process's share may be a little larger than that of the others.
+        self.show(done if self._total is None else min(done, self._total))

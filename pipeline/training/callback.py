@@ -7,7 +7,6 @@ not finite, in strategies.py. What follows from a skip is decided here.
 """
 
 import dataclasses
-import hashlib
 import logging
 import resource
 import socket
@@ -78,6 +77,8 @@ class TrainingCallback(Callback):
         self._idle_since = 0.0
         self._data_wait = 0.0
         self._unlogged_checkpoint: tuple[Path, int] | None = None
+        self.saved_step = 0
+        """Step of the newest checkpoint on disk, 0 without one."""
         self._step = 0
         self._profiler = UpdateProfiler(folder.path / "profile")
         self._seconds_saving = 0.0
@@ -102,6 +103,7 @@ class TrainingCallback(Callback):
             self.config.trainer.hang_seconds,
             on_abort=self.recorder.record_failure if self.recorder else lambda: None,
         )
+        self.requests.on_interrupt = self.watchdog.report_interrupt
         self.store = CheckpointStore(
             self._folder.checkpoints,
             keep_last=config.keep_last,
@@ -114,7 +116,7 @@ class TrainingCallback(Callback):
         saved = self.store.open_newest()
         if saved is not None:
             self._restore(trainer, module, saved)
-            self._step = module.progress.step
+            self._step = self.saved_step = module.progress.step
         module.model.split_sequence(self._context_parallel)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
@@ -125,10 +127,10 @@ class TrainingCallback(Callback):
             self.recorder.begin(module.progress, saved, module.model, hosts)
 
     def _restore(self, trainer: Trainer, module: Pretraining, saved: SavedCheckpoint) -> None:
+        self._check_same_data(saved.state["shards_sha256"])
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
         module.progress = Progress.from_dict(saved.state["progress"])
-        self._check_same_data(saved.state["shards_sha256"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.requests.install_handlers()
@@ -350,7 +352,7 @@ class TrainingCallback(Callback):
             tensors,
             {
                 "progress": dataclasses.asdict(module.progress),
-                "shards_sha256": self._shards_sha256(),
+                "shards_sha256": self.data.manifest.shards_sha256,
                 "mlflow_run_id": self.recorder.tracker.run_id if self.recorder else None,
             },
         )
@@ -361,17 +363,16 @@ class TrainingCallback(Callback):
         """Wait for the checkpoint that is being written. Raises CheckpointError if it failed."""
         began = time.perf_counter()
         self.store.wait()
-        if self.recorder is not None and self._unlogged_checkpoint is not None:
-            self.recorder.tracker.log_checkpoint(*self._unlogged_checkpoint)
+        if self._unlogged_checkpoint is not None:
+            self.saved_step = self._unlogged_checkpoint[1]
+            if self.recorder is not None:
+                self.recorder.tracker.log_checkpoint(*self._unlogged_checkpoint)
         self._unlogged_checkpoint = None
         self._seconds_saving += time.perf_counter() - began
 
-    def _shards_sha256(self) -> str:
-        shards = "".join(shard.sha256 for shard in self.data.manifest.shards)
-        return hashlib.sha256(shards.encode()).hexdigest()
-
     def _check_same_data(self, shards_sha256: str) -> None:
-        if shards_sha256 != self._shards_sha256():
+        # The run folder's own record was compared before; this is a checkpoint from elsewhere.
+        if shards_sha256 != self.data.manifest.shards_sha256:
             raise ValueError(
                 f"data.manifest: found other shards in {self.config.data.manifest} than this run "
                 "was trained on, wanted the same ones"

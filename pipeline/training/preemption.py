@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -19,7 +20,7 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 # Exit status of a run that has saved a checkpoint and is to be run again. In sysexits.h it is
 # EX_TEMPFAIL, which asks to try again later.
 EXIT_CHECKPOINTED = 75
@@ -55,11 +56,16 @@ class StopRequests:
         self._has_ended = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
         self._previous_fd = -1
+        self._terminals: list[int] = []
+        self.on_interrupt: Callable[[], object] = lambda: None
+        """Called when a user interrupts this rank, before it ends."""
 
     def __enter__(self) -> "StopRequests":
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._previous = {n: signal.getsignal(n) for n in (*SIGNALS, signal.SIGINT)}
+        # Once a terminal is closed, this can no longer be asked.
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
         self.install_handlers()
         signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
@@ -68,6 +74,8 @@ class StopRequests:
     def install_handlers(self) -> None:
         """Replace Lightning's handlers, which would forward SIGTERM to the other ranks."""
         for number in SIGNALS:
+            if number == signal.SIGHUP and self._previous[number] == signal.SIG_IGN:
+                continue  # `nohup` asks to go on after the terminal is closed
             # A handler is needed, because the default action would end the process.
             signal.signal(number, _ignore)
 
@@ -140,6 +148,8 @@ class StopRequests:
         self._reader.close()
 
     def _record_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP:
+            self._leave_terminal()
         if self._received is not None:
             if time.monotonic() - self._received_at < _SECONDS_OF_DUPLICATES:
                 return
@@ -149,11 +159,19 @@ class StopRequests:
         self._received, self._received_at = number, time.monotonic()
         threading.Thread(target=self._enforce_deadline, args=(number,), daemon=True).start()
 
+    def _leave_terminal(self) -> None:
+        """Print to nowhere, because printing to a terminal that is closed fails."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for terminal in self._terminals:
+            os.dup2(nowhere, terminal)
+        os.close(nowhere)
+
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self._is_interrupted.set()
         raise KeyboardInterrupt
 
     def _enforce_interrupt(self) -> None:
+        self.on_interrupt()
         # The main thread may wait for other ranks in C++ code, which Python cannot interrupt.
         if not self._is_interrupted.wait(_SECONDS_TO_CONNECT):
             _end_process("interrupted while waiting for other ranks", signal.SIGINT)

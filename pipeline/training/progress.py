@@ -1,5 +1,6 @@
-"""Shows a run's progress: a bar on a terminal, plain lines elsewhere."""
+"""Shows a run's progress: a bar on a terminal, plain lines elsewhere and in logs/train.log."""
 
+import logging
 import sys
 import time
 from typing import NoReturn
@@ -9,6 +10,13 @@ from tqdm import tqdm
 from longhaul.modules.pretraining import Progress, Update
 
 _SECONDS_BETWEEN_LINES = 10.0
+# A long run writes about this many lines of losses to its log.
+_LINES_IN_LOG = 1000
+
+LOG = logging.getLogger("longhaul.progress")
+"""Takes what is shown, for logs/train.log alone: on the terminal it is shown already."""
+LOG.propagate = False
+LOG.setLevel(logging.INFO)
 
 
 class ProgressLine:
@@ -21,11 +29,12 @@ class ProgressLine:
         self._first_step = 0
         self._began = 0.0
         self._last_line = 0.0
+        self._logged_at, self._logged_step = 0.0, -num_updates
 
     def begin(self, progress: Progress) -> None:
         """Start showing progress, from the run's current step."""
         if progress.step:
-            self._print(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
+            self.say(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
         if sys.stdout.isatty():
             self._bar = tqdm(
                 total=self.num_updates,
@@ -41,22 +50,33 @@ class ProgressLine:
         if self._began == 0.0:
             # The first update includes warm-up, so the time left is estimated from later ones.
             self._first_step, self._began = progress.step, time.monotonic()
+        line = (
+            f"step {progress.step}/{self.num_updates}  loss {update.loss:.4f}  "
+            f"{tokens_per_second:,.0f} tokens/s  {self._time_left(progress.step)} left"
+        )
+        now, is_last = time.monotonic(), progress.step == self.num_updates
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {update.loss:.3f}, {tokens_per_second:,.0f} tokens/s")
             self._bar.update()
-        elif (
-            time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES
-            or progress.step == self.num_updates
-        ):
-            self._last_line = time.monotonic()
-            self._print(
-                f"step {progress.step}/{self.num_updates}  loss {update.loss:.4f}  "
-                f"{tokens_per_second:,.0f} tokens/s  {self._time_left(progress.step)} left"
-            )
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last:
+            self._last_line = now
+            self._print(line)
+        is_due = (
+            now - self._logged_at >= _SECONDS_BETWEEN_LINES
+            and progress.step - self._logged_step >= self.num_updates / _LINES_IN_LOG
+        )
+        if is_due or is_last:
+            self._logged_at, self._logged_step = now, progress.step
+            LOG.info("%s", line)
 
     def validation(self, progress: Progress, loss: float) -> None:
         """Show a validation loss."""
-        self._print(f"step {progress.step}/{self.num_updates}  validation loss {loss:.4f}")
+        self.say(f"step {progress.step}/{self.num_updates}  validation loss {loss:.4f}")
+
+    def say(self, text: str) -> None:
+        """Show a line, and log it."""
+        self._print(text)
+        LOG.info("%s", text)
 
     def end(self) -> None:
         """Close the bar."""

@@ -6,18 +6,22 @@ Metrics go through the tracker to logs/metrics.jsonl (tracking/metrics_journal.p
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Progress, Update
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.data import record_data
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker
+from longhaul.pipeline.training.announcement import summary, warnings
 from longhaul.pipeline.training.profiling import Communication
 from longhaul.pipeline.training.progress import ProgressLine
 from longhaul.pipeline.training.stragglers import StragglerReport
@@ -45,10 +49,32 @@ class RankReport(NamedTuple):
 class Recorder:
     """Records the run's metrics on the terminal, in the run folder, and in MLflow."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, tracker: Tracker) -> None:
-        """The tracker must have been started."""
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        tracker: Tracker,
+        data: TokenDataModule,
+        parameters: int,
+        source: Path | None,
+    ) -> None:
+        """Prepare; nothing is written before `begin`.
+
+        Args:
+            config, folder: of the run.
+            tracker: not started yet.
+            data: that is trained on.
+            parameters: number of elements in all weights.
+            source: from which the first weights were read, None for random ones.
+        """
         self.tracker = tracker
+        self.has_begun = False
+        """Whether files of the run folder and the state in MLflow are this process's."""
         self._config = config
+        self._folder = folder
+        self._data = data
+        self._parameters = parameters
+        self._source = source
         self._ranks_file = folder.log_file.with_name("ranks.jsonl")
         self._progress_line = ProgressLine(config.name, config.num_updates)
         self._stragglers: StragglerReport | None = None
@@ -63,7 +89,7 @@ class Recorder:
         model: LanguageModel,
         hosts: Sequence[str],
     ) -> None:
-        """Record the start of training.
+        """Record the start of training, which nothing can refuse any more.
 
         Args:
             progress: where training starts.
@@ -71,17 +97,30 @@ class Recorder:
             model: for its FLOPs per token.
             hosts: host name of each rank.
         """
+        config, folder = self._config, self._folder
+        before = stored_config(folder) if folder.config_file.exists() else None
+        record_data(folder, config.data)
+        folder.record_start(config)
+        self.tracker.start()
+        self.has_begun = True
+        for line in summary(config, folder, self._data.manifest, self._parameters):
+            self._progress_line.say(line)
+        for line in warnings(config, self._data, before):
+            logger.warning("%s", line)
         self._progress_line.begin(progress)
+        if self._source is not None:
+            logger.info("the run begins with the weights of %s", self._source)
         if saved is not None:  # missing in MLflow if the run was killed right after the save
             self.tracker.log_checkpoint(saved.path, progress.step)
         if len(hosts) > 1:
             self._stragglers = StragglerReport(self._ranks_file, hosts)
         peak = peak_flops(self._config.trainer.precision)
         if peak is None:
-            logger.warning(
-                "model FLOP utilisation is not logged: the peak of %s is not known",
-                torch.cuda.get_device_name(),
-            )
+            if torch.cuda.is_available():
+                logger.warning(
+                    "model FLOP utilisation is not logged: the peak of %s is not known",
+                    torch.cuda.get_device_name(),
+                )
             return
         # Forward and backward together take three times the FLOPs of the forward pass.
         flops = 3 * model.flops_per_token(self._config.data.context)
@@ -135,7 +174,8 @@ class Recorder:
 
     def record_failure(self) -> None:
         """Record the status FAILED. Called right before the process ends."""
-        self.tracker.finish("FAILED", timeout_s=_SECONDS_TO_RECORD_FAILURE)
+        if self.has_begun:
+            self.tracker.finish("FAILED", timeout_s=_SECONDS_TO_RECORD_FAILURE)
 
     def _record_skip(self, skip: Skip, update: Update) -> None:
         cause = "a spike" if skip.is_spike else "not finite"

@@ -17,14 +17,18 @@ from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.store import newest_checkpoint
 from longhaul.pipeline.evaluation.registry import check_tasks
-from longhaul.pipeline.runs.folder import Finished, RunFolder
+from longhaul.pipeline.runs.data import check_same_data
+from longhaul.pipeline.runs.folder import Finished, RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
 from longhaul.pipeline.training.callback import TrainingCallback
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
+from longhaul.pipeline.training.progress import LOG
 from longhaul.pipeline.training.recorder import Recorder
 from longhaul.pipeline.training.strategies import build_strategy, end_ranks
 
@@ -52,11 +56,16 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     folder = RunFolder.of(config)
     folder.check_same_run(config)
     finished = folder.finished()
-    if finished is not None and finished.tokens >= config.trainer.max_tokens:
+    is_finished = finished is not None and finished.tokens >= config.trainer.max_tokens
+    if folder.config_file.exists():
+        stored = stored_config(folder).data
+        try:
+            check_same_data(folder, config.data, stored, may_be_gone=is_finished)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; give the new run another name") from error
+    if finished is not None and is_finished:
         if trainer.is_global_zero:
-            if not finished.is_tracked:
-                _upload_rest(config, folder, finished)
-            print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+            _show_finished(config, folder, finished)
         return 0
     with StopRequests(folder.path, config.trainer.stop_seconds) as requests:
         data = _open_data(config, trainer)
@@ -79,21 +88,15 @@ def _train_on_rank_0(
     requests: StopRequests,
 ) -> int:
     """Train together with the other ranks, and record metrics and the run's status."""
-    description = describe(
-        config, module.model.num_parameters(), data.manifest, data.validation_manifest
-    )
+    parameters = module.model.num_parameters()
+    description = describe(config, parameters, data.manifest, data.validation_manifest)
     tracker = _new_tracker(config, folder, description)
-    status: Status | None = None
+    recorder = Recorder(config, folder, tracker, data, parameters, source)
+    callback = TrainingCallback(config, folder, data, requests, recorder)
+    status: Status = "FAILED"
     finished: Finished | None = None
     try:
-        folder.record_start(config)
-        status = "FAILED"
-        tracker.start()
-        recorder = Recorder(config, folder, tracker)
-        callback = TrainingCallback(config, folder, data, requests, recorder)
-        with _log_to(folder.log_file):
-            if source is not None:
-                logger.info("the run begins with the weights of %s", source)
+        with _log_to(folder.log_file, recorder):
             _fit(trainer, module, callback)
         if not callback.is_stopped:
             finished = Finished(module.progress.step, module.progress.tokens, is_tracked=False)
@@ -103,9 +106,17 @@ def _train_on_rank_0(
         status = "KILLED" if finished is None else "FINISHED"
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         status = "KILLED"
+        if lost := module.progress.step - callback.saved_step:
+            logger.warning(
+                "%d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
+                "run ends",
+                *(lost, callback.saved_step, folder.path / "STOP"),
+            )
         raise KeyboardInterrupt from None
     finally:
-        is_tracked = tracker.finish(status, timeout_s=_SECONDS_TO_UPLOAD)
+        # What was refused before it began leaves the run's status as it was.
+        ended = status if recorder.has_begun else None
+        is_tracked = tracker.finish(ended, timeout_s=_SECONDS_TO_UPLOAD)
     if finished is None:
         print(
             f"longhaul: stopped after step {module.progress.step}, saved; "
@@ -132,6 +143,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
             ranks_per_sample=config.trainer.context_parallel,
             pin_memory=torch.cuda.is_available(),
         )
+        data.check_present()
     except FileNotFoundError as error:
         raise ConfigError(f"data: {error}") from error
     vocabulary = data.manifest.vocab_size
@@ -247,6 +259,18 @@ def _new_tracker(
     )
 
 
+def _show_finished(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
+    """Say that the run is finished, or that it is and its weights are damaged."""
+    if any(folder.checkpoints.glob("step-*")) and newest_checkpoint(folder.checkpoints) is None:
+        raise CheckpointError(
+            f"run {folder.path} is finished, {finished.tokens:,} tokens, but found no intact "
+            "checkpoint of it; to train it again, give the run another name or remove its folder"
+        )
+    if not finished.is_tracked:
+        _upload_rest(config, folder, finished)
+    print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+
+
 def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
     """Upload to MLflow what was still missing there when the run ended."""
     tracker = _new_tracker(config, folder)
@@ -256,23 +280,23 @@ def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> No
 
 
 @contextmanager
-def _log_to(file: Path) -> Iterator[None]:
-    """Within the context, log to a file as well, including the traceback of a failure."""
-    handler = logging.FileHandler(file)
+def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
+    """Within the context, log to a file as well, and the traceback of a failure after the start."""
+    handler = logging.FileHandler(file, delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
+    loggers = logging.getLogger(), LOG
+    for one in loggers:
+        one.addHandler(handler)
     try:
         yield
     except Exception:
-        # The terminal shows only one line; the file gets the traceback.
-        root.removeHandler(handler)
-        file_logger = logging.Logger("longhaul.failure")
-        file_logger.addHandler(handler)
-        file_logger.exception("the run failed")
+        if recorder.has_begun:
+            # The terminal shows only one line; the file gets the traceback.
+            LOG.exception("the run failed")
         raise
     finally:
-        root.removeHandler(handler)
+        for one in loggers:
+            one.removeHandler(handler)
         handler.close()
 
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ _SILENCE_S = 20.0
 _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
+_INTERRUPTED_KEY = "longhaul/interrupted"
 
 
 class Watchdog:
@@ -85,6 +87,12 @@ class Watchdog:
             for key in keys:
                 self._store.delete_key(key)
 
+    def report_interrupt(self) -> None:
+        """Tell rank 0 that a user interrupts this rank, which is no failure of it."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # rank 0, which hosts the store, has ended
+                self._store.set(_INTERRUPTED_KEY, "")
+
     def report_failure(self, message: str) -> str | None:
         """Stop watching, because this rank failed, and send its error message to the other ranks.
 
@@ -92,6 +100,9 @@ class Watchdog:
             On rank 0, a sentence that names the ranks that died or failed with another message. It
             is empty if there are none. On the other ranks, None if rank 0 failed with the same
             message and therefore reports it for all, else an empty string.
+
+        Raises:
+            KeyboardInterrupt: on rank 0, if this rank failed because another was interrupted.
         """
         self._stopping.set()
         if self._store is None:
@@ -102,6 +113,8 @@ class Watchdog:
             return ""
         if self._rank:
             return None if self._read_failure(0, 2 * _HEARTBEAT_S) == message else ""
+        if self._is_interrupted():
+            raise KeyboardInterrupt
         self._read_heartbeats()
         previous = {rank: text for rank, (text, _) in self._heartbeats.items()}
         time.sleep(3 * _HEARTBEAT_S)
@@ -119,6 +132,12 @@ class Watchdog:
                     else f"rank {rank} is gone, last seen {_describe(text)}"
                 )
         return "; ".join(findings)
+
+    def _is_interrupted(self) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([_INTERRUPTED_KEY]))
+        except RuntimeError:
+            return False
 
     def _read_failure(self, rank: int, timeout_s: float = 0.0) -> str | None:
         """The message of a rank that failed; None if it has not failed, or the store is gone."""
@@ -213,7 +232,7 @@ class Watchdog:
         os.write(2, f"longhaul: {message}; the job is ended\n".encode())
         logger.error("%s; the job is ended", message)
         self._on_abort()
-        os._exit(1)
+        os._exit(130 if self._rank == 0 and self._is_interrupted() else 1)
 
 
 def _describe(heartbeat: str) -> str:

@@ -14,6 +14,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 LARGEST_VOCABULARY = 4096
@@ -69,6 +70,7 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
-    bigram = count_bigrams(trained.config.data)
+    with moved_data_are_explained("manifest"):
+        bigram = count_bigrams(trained.config.data)
     loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
     return TaskResult({f"{metric_prefix(trained, options)}/bigram_loss": loss})

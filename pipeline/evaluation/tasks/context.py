@@ -3,7 +3,6 @@
 import csv
 from pathlib import Path
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
@@ -34,7 +33,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     contexts = chosen_contexts(trained, options)
     documents = read_documents(trained, options, max(contexts))
     num_tokens = max(contexts) * len(documents)
-    bos_id = load_manifest(trained.config.data.manifest).bos_id
+    bos_id = trained.manifest.bos_id
     metrics: dict[int, PositionLoss] = {}
     with trained.ranks.progress(num_tokens * len(contexts), "context") as progress:
         for context in contexts:

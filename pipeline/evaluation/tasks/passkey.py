@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
@@ -126,7 +125,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, "
             "one per depth"
         )
-    manifest = load_manifest(trained.config.data.manifest)
+    manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
     sampling = Sampling(vocabulary=manifest.vocab_size)
 
@@ -144,10 +143,13 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         return [tokenizer.decode(ids) for ids in answers]
 
     scores: dict[tuple[int, float], list[bool]] = {}
-    total = sum(length + ANSWER_TOKENS for length in lengths) * options.prompts
+    prompts_of = {length: make_prompts(tokenizer, length, options.prompts) for length in lengths}
+    # Prompts are a little longer than asked for, and each begins with another token.
+    total = sum(
+        len(prompt.ids) + 1 + ANSWER_TOKENS for some in prompts_of.values() for prompt in some
+    )
     with trained.ranks.progress(total, "passkey") as progress:
-        for length in lengths:
-            prompts = make_prompts(tokenizer, length, options.prompts)
+        for prompts in prompts_of.values():
             answers = ask(list(trained.ranks.share(prompts)), answer)
             scores |= score(prompts, trained.ranks.gather(answers))
     table = folder / "passkey.csv"

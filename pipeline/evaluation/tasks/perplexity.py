@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
@@ -72,7 +71,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         )
     length = max(windows)
     documents = read_documents(trained, options, length)
-    bos_id = load_manifest(trained.config.data.manifest).bos_id
+    bos_id = trained.manifest.bos_id
     work = sum(window * len(list(sliding_windows(length, window, stride))) for window in windows)
     losses: dict[int, float] = {}
     with trained.ranks.progress(work * len(documents), "perplexity") as progress:

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, figure, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
@@ -86,7 +85,7 @@ def recall_accuracy(
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     if options.prompts < 1:
         raise ValueError(f"--prompts: found {options.prompts}, wanted 1 or more")
-    manifest = load_manifest(trained.config.data.manifest)
+    manifest = trained.manifest
     keys, values = _known_ids(trained, options, {manifest.bos_id, manifest.eot_id})
     sizes = [size for size in SIZES if size <= len(keys)]
     if not sizes:

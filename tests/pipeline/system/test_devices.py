@@ -1,8 +1,9 @@
 """The table of accelerators against the names that torch gives them."""
 
 import pytest
+import torch
 
-from longhaul.pipeline.system.devices import DEVICES, find_device, measured_cpu_flops
+from longhaul.pipeline.system.devices import DEVICES, find_device, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_peaks_are_dense_and_fall_with_precision() -> None:
         assert device.fp32_flops < device.tf32_flops
 
 
-def test_the_cpu_is_measured_once() -> None:
-    flops = measured_cpu_flops()
-    assert 1e8 < flops < 1e14
-    assert measured_cpu_flops() == flops
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the peak of a known GPU is known")
+def test_the_peak_of_a_cpu_is_not_known() -> None:
+    # What a product reaches on a shared CPU says little: utilisations came out above 1.
+    assert peak_flops("32-true") is None

@@ -363,7 +363,7 @@ def test_a_run_without_validation_text_trains(run: Run) -> None:
     expect_one_line(result, 2, "data.validation_manifest: found null")
 
 
-def damage_a_shard(run: Run, corpus: Path) -> tuple[str, str]:
+def damage_a_shard(run: Run, corpus: Path) -> tuple[str, list[str]]:
     """Cut the end off the shard that is read first; its name, and what trains on that copy."""
     copy = run.path / "damaged"
     shutil.copytree(corpus, copy)
@@ -371,19 +371,20 @@ def damage_a_shard(run: Run, corpus: Path) -> tuple[str, str]:
     order = SampleOrder(load_manifest(corpus / "train"), data.context, 0, data.shuffle_shards)
     shard = sorted((copy / "train").glob("*.tar"))[order.locate(0).shard]
     shard.write_bytes(shard.read_bytes()[:-1000])
-    return shard.name, f"data.manifest={copy}/train"
+    manifests = f"data.manifest={copy}/train", f"data.validation_manifest={copy}/validation"
+    return shard.name, list(manifests)
 
 
 def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:
-    name, manifest = damage_a_shard(run, corpus)
-    result = run.longhaul("train", "small.yaml", manifest, check=False)
+    name, manifests = damage_a_shard(run, corpus)
+    result = run.longhaul("train", "small.yaml", *manifests, check=False)
     expect_one_line(result, 2, name)
     assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["FAILED"]
 
 
 def test_a_replaced_shard_is_recorded(run: Run, corpus: Path) -> None:
-    name, manifest = damage_a_shard(run, corpus)
-    options = (manifest, "data.on_bad_shard=replace", "data.max_bad_fraction=0.5", BRIEF)
+    name, manifests = damage_a_shard(run, corpus)
+    options = (*manifests, "data.on_bad_shard=replace", "data.max_bad_fraction=0.5", BRIEF)
     result = run.longhaul("train", "small.yaml", *options)
     assert name in result.stderr
     assert name in (run.path / "small" / "logs" / "train.log").read_text()

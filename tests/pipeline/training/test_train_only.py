@@ -10,7 +10,7 @@ import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
-from longhaul.configs import load_run_config
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -97,7 +97,7 @@ def test_two_processes_train_initial_states_alone(
 
 
 def test_what_a_run_began_with_is_fixed(tuned: Run, base: Run) -> None:
-    stored = load_run_config(tuned.path / "small" / "config.yaml").trainer.start_from
+    stored = stored_config(RunFolder(tuned.path / "small")).trainer.start_from
     assert stored == f"{base.path}/small"
     begins = "trainer.start_from: found '/"
     refused(tune(tuned, base, "trainer.start_from=elsewhere", check=False), begins)
@@ -115,7 +115,7 @@ def test_a_relative_path_is_made_absolute_and_a_checkpoint_will_do(
     message = f"the run begins with the weights of {run.path}/{source}"
     assert message in result.stderr
     assert message in (run.path / "small" / "logs" / "train.log").read_text()
-    stored = load_run_config(run.path / "small" / "config.yaml").trainer.start_from
+    stored = stored_config(RunFolder(run.path / "small")).trainer.start_from
     assert stored == f"{run.path}/{source}"
 
 

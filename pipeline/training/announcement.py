@@ -1,0 +1,101 @@
+"""What is said at the start of a run: what will be trained on what, and what may not be meant."""
+
+from collections.abc import Iterator
+
+import torch
+
+from longhaul.configs import RunConfig
+from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.datamodules.manifest import Manifest
+from longhaul.pipeline.runs.folder import RunFolder
+
+
+def summary(
+    config: RunConfig, folder: RunFolder, train: Manifest, parameters: int
+) -> tuple[str, str]:
+    """Two lines: the model and its budget; the devices, and where results go.
+
+    Args:
+        config, folder: of the run.
+        train: manifest of the training shards.
+        parameters: number of elements in all weights.
+    """
+    trainer, tracking = config.trainer, config.tracking
+    tokens = _budget(config)
+    dropped = train.dropped_tokens
+    unused = f", {dropped:,} more did not fill a document" if dropped else ""
+    gpus = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if gpus else f"CPU, {torch.get_num_threads()} threads"
+    ranks = f"{trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}"
+    return (
+        f"{parameters:,} parameters, {', '.join(config.model.kinds)}; {tokens:,} tokens in "
+        f"{config.num_updates:,} updates are {tokens / train.num_tokens:.3g} epochs of "
+        f"{config.data.manifest} ({train.num_tokens:,} tokens{unused})",
+        f"{device}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
+        f"MLflow {tracking.uri}, experiment {tracking.experiment}",
+    )
+
+
+def warnings(config: RunConfig, data: TokenDataModule, before: RunConfig | None) -> Iterator[str]:
+    """A line for each part of the config that does not do what it seems to ask for.
+
+    Args:
+        config: of the run.
+        data: that is trained on.
+        before: the config with which the run was started last, None for a new run.
+    """
+    schedule, tokens = config.optim.schedule, _budget(config)
+    if before is not None and before.trainer.max_tokens != config.trainer.max_tokens:
+        yield (
+            f"trainer.max_tokens: found {config.trainer.max_tokens}, "
+            f"{before.trainer.max_tokens} before; the learning rate schedule ends there"
+        )
+    if tokens != config.trainer.max_tokens:
+        yield (
+            f"trainer.max_tokens: {config.trainer.max_tokens:,} are no whole number of updates of "
+            f"{config.optim.tokens_per_update:,} tokens, so {tokens:,} are trained"
+        )
+    decay = config.trainer.max_tokens - schedule.decay_tokens
+    if config.trainer.max_tokens <= schedule.warmup_tokens:
+        yield (
+            f"optim.schedule.warmup_tokens: the budget of {config.trainer.max_tokens:,} tokens "
+            f"ends within the warm-up of {schedule.warmup_tokens:,}; the learning rate only rises"
+        )
+    elif schedule.name == "wsd" and decay < schedule.warmup_tokens:
+        yield (
+            f"optim.schedule.decay_tokens: a decay of {schedule.decay_tokens:,} of "
+            f"{config.trainer.max_tokens:,} tokens begins within the warm-up of "
+            f"{schedule.warmup_tokens:,}; the learning rate never reaches its peak"
+        )
+    validation = data.validation_manifest
+    if validation is None:
+        return
+    context = config.data.context
+    asked = config.data.validation_tokens // context * context
+    there = validation.num_tokens // context * context
+    if there < asked:
+        yield (
+            f"data.validation_tokens: {validation.location} has {there:,} of the "
+            f"{config.data.validation_tokens:,} tokens asked for"
+        )
+    if _is_other_corpus(data.manifest, validation):
+        yield (
+            f"data.validation_manifest: {validation.location} is of another corpus than "
+            f"data.manifest, {data.manifest.location}"
+        )
+
+
+def _budget(config: RunConfig) -> int:
+    """Tokens of all updates, which are all that is trained on."""
+    return config.num_updates * config.optim.tokens_per_update
+
+
+def _is_other_corpus(train: Manifest, validation: Manifest) -> bool:
+    """Whether two sets of shards neither come from one source nor lie in one folder."""
+    sources = [
+        {key: value for key, value in manifest.source.items() if key != "split"}
+        for manifest in (train, validation)
+    ]
+    # FOLDER/NAME/manifest.json, which may be a URL.
+    folders = [manifest.location.rsplit("/", 2)[0] for manifest in (train, validation)]
+    return sources[0] != sources[1] and folders[0] != folders[1]

@@ -1,0 +1,86 @@
+"""Runs that were copied or moved, with their data and without."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+def copy_of(run: Run, folder: Path) -> Path:
+    """A copy of a run folder that does not know where it was."""
+    shutil.copytree(run.path / "small", folder)
+    shutil.rmtree(folder / "evaluation", ignore_errors=True)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace(f"root: {run.path}", "root: /nowhere"))
+    return folder
+
+
+def test_a_run_that_moves_with_its_data_reads_them_there(
+    uninterrupted: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Data and runs keep their place relative to each other.
+    shutil.copytree(corpus, tmp_path / corpus.parent.name / corpus.name)
+    run = copy_of(uninterrupted, tmp_path / uninterrupted.path.name / "small")
+    data = stored_config(RunFolder(run)).data
+    assert data.manifest == f"{tmp_path}/{corpus.parent.name}/shards/train"
+    assert data.validation_manifest == f"{tmp_path}/{corpus.parent.name}/shards/validation"
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", str(run), "--tasks", "bigram"]) == 0
+    assert list((run / "evaluation").glob("*/bigram.json"))
+    assert (run.parent / "mlflow.db").exists(), "its results went elsewhere"
+
+
+def test_a_run_that_moves_alone_finds_its_data_where_they_were(
+    uninterrupted: Run, corpus: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted.path / "small", tmp_path / "far" / "away")
+    config = stored_config(RunFolder(tmp_path / "far" / "away"))
+    assert config.data.manifest == f"{corpus}/train"
+    assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
+
+
+def test_a_run_alone_generates_and_exports_and_is_told_where_its_data_are(
+    uninterrupted: Run,
+    corpus: Path,
+    empty_store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = copy_of(uninterrupted, tmp_path / "alone" / "small")
+    shutil.copy(empty_store, tmp_path / "alone" / "mlflow.db")
+    assert main(["generate", str(run), "--prompt", "x", "--tokens", "2"]) == 0
+    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
+    capsys.readouterr()
+    evaluate = ["evaluate", str(run), "--tasks", "positions"]
+    assert main(evaluate) == 2
+    assert "`longhaul evaluate --data FOLDER` reads moved data" in capsys.readouterr().err
+    assert main([*evaluate, "--data", f"{corpus}/train"]) == 2
+    assert main([*evaluate, "--data", str(corpus)]) == 0
+
+
+def test_a_tokenizer_file_travels_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    from longhaul.datamodules.config import DataConfig
+    from longhaul.datamodules.tokenizer import tokenizer_of
+    from longhaul.pipeline.runs.data import record_data, training_manifest
+
+    vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("ab" * 64)
+    options = ["--doc-tokens", "16", "--tokenizer", str(tmp_path / "tokenizer.json")]
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "text", "text.txt", "shards", *options]) == 0
+    folder = RunFolder(tmp_path / "run")
+    record_data(folder, DataConfig(manifest=f"{tmp_path}/shards", context=16))
+    shutil.rmtree(tmp_path / "shards")
+    manifest = training_manifest(folder, None)  # type: ignore[arg-type]
+    assert tokenizer_of(manifest).decode([1]) == "b"
