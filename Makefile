@@ -17,6 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	mkdir -p .typing/longhaul
 	for package in $(PACKAGES); do ln -sfn ../../$$package .typing/longhaul/$$package; done
+	ln -sfn ../../pipeline/library/__init__.py .typing/longhaul/__init__.py
 	touch $@
 
 demo: setup
@@ -37,7 +38,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=.typing $(BIN)/lint-imports
 
 soak: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m soak -s

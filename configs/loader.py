@@ -5,7 +5,6 @@ import difflib
 import json
 import typing
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import yaml
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from longhaul.configs.presets import find_preset, nearest_preset
 from longhaul.configs.schema import RunConfig
 from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 
@@ -98,33 +98,51 @@ def _find(path: str | Path) -> Path:
     path = Path(path)
     if path.is_file():
         return path
-    # From a checkout "configs/run/demo.yaml" is a file; from any other folder it is the preset.
-    name = path.relative_to("configs") if path.parts[:1] == ("configs",) else path
-    preset = Path(str(resources.files("longhaul.configs"))) / name
-    if not path.is_absolute() and ".." not in name.parts and preset.is_file():
+    if (preset := find_preset(path)) is not None:
         return preset
-    raise ConfigError(f"config: found no file {path} and no such preset, wanted a YAML file")
+    if path.is_dir():
+        raise ConfigError(f"config: found the folder {path}, wanted a YAML file")
+    if "=" in str(path):
+        raise ConfigError(
+            f"config: found {str(path)!r}, wanted a YAML file or a preset before it, such as "
+            "run/demo.yaml"
+        )
+    near = nearest_preset(str(path))
+    wanted = "wanted a YAML file" if near is None else f"the nearest preset is {near}"
+    raise ConfigError(f"config: found no file {path} and no such preset, {wanted}")
 
 
 def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
     """The file merged over the files it inherits, in order; their paths are relative to it."""
     if path.resolve() in below:
         raise ConfigError(f"{path}: inherits itself")
-    try:
-        raw = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, DictConfig):
-        raise ConfigError(f"{path}: found a {type(raw).__name__}, wanted a mapping of keys")
+    raw = _load(path)
     parents = raw.pop("inherits", ListConfig([]))
     if not isinstance(parents, ListConfig) or not all(isinstance(name, str) for name in parents):
         raise ConfigError(f"{path}: inherits: wanted a list of file names")
     merged = OmegaConf.create({})
     for parent in parents:
         file = path.parent / parent
-        file = file if file.is_file() else _find(parent)
+        try:
+            file = file if file.is_file() else _find(parent)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: inherits: {str(error).removeprefix('config: ')}") from None
         merged = _merge(merged, _read(file, (*below, path.resolve())))
     return _merge(merged, raw)
+
+
+def _load(path: Path) -> DictConfig:
+    """The mapping in a YAML file."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):  # OmegaConf would make a key of a text
+            found = "nothing" if values is None else f"{json.dumps(values, default=str):.60}"
+            raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
+        raw = OmegaConf.load(path)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    assert isinstance(raw, DictConfig)
+    return raw
 
 
 def _merge(lower: DictConfig, upper: DictConfig) -> DictConfig:
@@ -236,7 +254,8 @@ def _check(
 ) -> None:
     """Raise at unknown keys, with the nearest known one, and at values of a wrong type.
 
-    OmegaConf would find unknown keys late, without a suggestion, and accept "2" for 2.
+    Whole numbers such as 1e6 become integers where one is wanted. OmegaConf would find unknown keys
+    late, without a suggestion, and accept "2" for 2.
     """
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -262,6 +281,9 @@ def _check(
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING
         found_mapping = isinstance(value, dict | list)
+        if isinstance(value, float) and float not in wanted and value.is_integer():
+            # YAML reads 1e6 as a number with a fraction.
+            values[key] = value = int(value)
         found_fraction = isinstance(value, float) and float not in wanted
         if (
             found_text

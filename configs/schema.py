@@ -187,7 +187,7 @@ class TrackingConfig:
     """Updates between records of the training metrics, 1 or more."""
 
     parent_run_id: str | None = None
-    """Id of the parent run in MLflow, or null; `submit --sweep` sets it."""
+    """Id of the parent run in MLflow, or null; --sweep sets it."""
 
     def __post_init__(self) -> None:
         if not self.uri.startswith(("sqlite:///", "http://", "https://")):

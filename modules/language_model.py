@@ -124,7 +124,7 @@ class Head(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """From tokens to final activations, losses, or the logits of the next token."""
+    """From tokens to logits, losses, or final activations."""
 
     sequence_part: SequencePart | None = None
 
@@ -155,7 +155,12 @@ class LanguageModel(nn.Module):
         # makes the scale of the embedding irrelevant.
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def forward(
+    def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Logits of the token after each of T tokens, float32. `loss` needs far less memory."""
+        hidden, _ = self.activations(tokens)
+        return self.head(hidden.flatten(0, 1)).unflatten(0, tokens.shape)  # type: ignore[no-any-return]
+
+    def activations(
         self,
         tokens: Int[Tensor, "B T"],
         state: list[Any] | None = None,
@@ -178,7 +183,7 @@ class LanguageModel(nn.Module):
 
     def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient."""
-        hidden, _ = self(tokens)
+        hidden, _ = self.activations(tokens)
         return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -191,7 +196,7 @@ class LanguageModel(nn.Module):
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T"], list[Any] | None]:
         """Cross-entropy of every token in nats, float32, and the state after the last token."""
-        hidden, state = self(tokens, state, keep_state=keep_state)
+        hidden, state = self.activations(tokens, state, keep_state=keep_state)
         losses = [
             F.cross_entropy(self.head(rows), wanted, reduction="none")
             for rows, wanted in zip(
@@ -207,7 +212,7 @@ class LanguageModel(nn.Module):
         self, tokens: Int[Tensor, "B T"], state: list[Any] | None = None
     ) -> tuple[Float[Tensor, "B V"], list[Any]]:
         """Logits of the token after the prompt, and the state to continue from."""
-        hidden, state = self(tokens, state, keep_state=True)
+        hidden, state = self.activations(tokens, state, keep_state=True)
         assert state is not None
         return self.head(hidden[:, -1]), state
 

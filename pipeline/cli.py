@@ -1,17 +1,22 @@
 """The `longhaul` command. Each subcommand is a module of `commands/`, imported when called."""
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
+
+import longhaul
 
 # A command's module is imported only when it runs: torch and mlflow take seconds to import, and
 # `longhaul --help` or a preparation on a login node should not wait for them.
 COMMANDS = {
     "prepare": "write a corpus as shards",
-    "train": "start a run, or resume it",
+    "config": "print a config with all its values, or list keys, kinds and presets",
+    "train": "start a run, or resume it; or train a sweep of runs",
     "status": "show the progress of runs",
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
@@ -21,22 +26,41 @@ COMMANDS = {
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "doctor": "report what this machine or allocation can run, and why not",
     "bench": "compare speeds with other implementations, measured in the same run",
+    "help": "explain a command: longhaul help COMMAND",
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses abbreviations of options, as do the parsers of its sub-commands.
+
+    An abbreviation would change its meaning, or end a script, when an option is added.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "allow_abbrev": False})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status 0, 1 for a failure while running, 2 for bad input."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in COMMANDS:
-        return _help(arguments)
-    logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
     try:
-        return _run(arguments[0], arguments[1:])
+        try:
+            return _status(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            sys.stdout.flush()  # At the exit of Python, a failure could not be caught any more.
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed it. Python must not write to it at
         # exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _status(arguments: list[str]) -> int:
+    """The exit status of a command, after a line that explains a failure."""
+    logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        raise
     except ValueError as error:
         return _fail(error, status=2)
     except (OSError, RuntimeError) as error:
@@ -46,25 +70,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(name: str, arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
+    if not arguments:
+        print(_summary(), file=sys.stderr)
+        raise ValueError("command: found none, wanted one of those above")
+    name, *rest = arguments
+    if name == "help":
+        name, rest = (rest[0], ["--help"]) if rest else ("--help", [])
+    if name in ("-h", "--help", "help"):
+        print(_summary())
+        return 0
+    if name == "--version":
+        print(f"longhaul {longhaul.__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        wanted = f"the nearest is {near[0]}" if near else f"wanted one of {', '.join(COMMANDS)}"
+        raise ValueError(f"command: found {name!r}, {wanted}")
     module = importlib.import_module(f"longhaul.pipeline.commands.{name}")
-    parser = argparse.ArgumentParser(prog=f"longhaul {name}", description=COMMANDS[name])
+    parser = _Parser(prog=f"longhaul {name}", description=COMMANDS[name])
     module.add_arguments(parser)
     # Intermixed, because values such as model.width=64 may come before or after options.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-    return int(module.main(parse(arguments)))
+    return int(module.main(parse(rest)))
 
 
-def _help(arguments: list[str]) -> int:
-    lines = ["usage: longhaul COMMAND ... (longhaul COMMAND --help explains each)", ""]
-    lines += [f"  {name:<10} {text}" for name, text in COMMANDS.items()]
-    if arguments and arguments[0] in ("-h", "--help"):
-        print("\n".join(lines))
-        return 0
-    found = f"found {arguments[0]!r}" if arguments else "found none"
-    print("\n".join(lines), file=sys.stderr)
-    print(f"longhaul: command: {found}, wanted one of {', '.join(COMMANDS)}", file=sys.stderr)
-    return 2
+def _summary() -> str:
+    lines = ["usage: longhaul COMMAND ... (longhaul help COMMAND explains each)", ""]
+    return "\n".join(lines + [f"  {name:<10} {text}" for name, text in COMMANDS.items()])
 
 
 def _fail(error: BaseException, status: int) -> int:

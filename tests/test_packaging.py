@@ -1,13 +1,17 @@
 """What is installed is what the checkout holds."""
 
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import longhaul
+
 CHECKOUT = Path(__file__).parent.parent
 SOURCE_FOLDERS = ("pipeline", "modules", "kernels", "datamodules", "configs", "slurm")
+LIBRARY = "longhaul.pipeline.library"  # the folder that is installed as `longhaul` itself
 
 
 def test_every_source_folder_is_listed_as_a_package() -> None:
@@ -23,7 +27,7 @@ def test_every_source_folder_is_listed_as_a_package() -> None:
         for file in (CHECKOUT / folder).rglob("*")
         if file.suffix in (".py", ".yaml", ".sbatch")
     }
-    assert found == set(settings["packages"])
+    assert found - {LIBRARY} | {"longhaul"} == set(settings["packages"])
     assert holds_files <= found
 
 
@@ -32,6 +36,8 @@ def test_packages_come_from_this_checkout() -> None:
         file = importlib.import_module(f"longhaul.{folder}").__file__
         assert file is not None
         assert Path(file).parent == CHECKOUT / folder
+    assert longhaul.__file__ == str(CHECKOUT / "pipeline/library/__init__.py")
+    assert longhaul.__version__ == importlib.metadata.version("longhaul")
 
 
 def test_no_init_file_makes_tests_a_package() -> None:

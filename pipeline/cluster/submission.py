@@ -1,14 +1,14 @@
 """Queues a run, or a sweep of runs, with Slurm."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
@@ -16,10 +16,11 @@ from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
-from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
+from longhaul.pipeline.runs.checks import check_run
+from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.sweep import read_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.mlflow_run import create_parent
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ def submit(
         ConfigError: the run could not work on the cluster.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    (config,) = _checked_configs([load_run_config(path, overrides)], after, dry_run)
+    config = with_absolute_root(load_run_config(path, overrides))
+    _check([config], after, dry_run)
     job = _training_job(config)
     if dry_run:
         print(job.text, end="")
@@ -58,8 +60,9 @@ def submit(
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
-    _write_job_files(config, job)
-    ids = [_queue(folder.path, job, _dependency_on(after))]
+    with _removed_if_refused([folder.path]):
+        _write_job_files(config, job)
+        ids = [_queue(folder.path, job, _dependency_on(after))]
     for _ in range(chain):
         # After all earlier jobs, since afternotok is also met by a cancelled job. If one of them
         # finishes the run, this job is cancelled.
@@ -85,25 +88,23 @@ def submit_sweep(
         sweep: items such as `key.sub=A,B`.
         throttle: most runs at the same time.
     """
-    configs = _checked_configs(_combinations(path, overrides, sweep), after, dry_run)
-    base = load_run_config(path, overrides)
-    # Not the base run's own folder: a run of that name may exist.
-    folder = RunFolder.of(_with_absolute_paths(base)).path.with_name(f"{base.name}-sweep")
+    runs = read_sweep(path, overrides, sweep)
+    folder, configs = runs.folder, runs.configs
+    _check(configs, after, dry_run)
     scripts = [_training_job(config).script for config in configs]
     text = sweep_script(configs, folder, scripts, throttle)
     if dry_run:
         print(text, end="")
         return
-    tracking = configs[0].tracking
-    parent = create_parent(folder, tracking.uri, tracking.experiment, folder.name)
-    for config in configs:
-        nested = dataclasses.replace(config.tracking, parent_run_id=parent)
-        config = dataclasses.replace(config, tracking=nested)
-        _write_job_files(config, _training_job(config))
-    (folder / "slurm").mkdir(parents=True, exist_ok=True)
-    array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
-    write_atomically(array.script, array.text)
-    job_id = _queue(folder, array, _dependency_on(after))
+    configs = runs.below_parent().configs
+    # Not the sweep's own folder, which names its parent run in MLflow.
+    with _removed_if_refused([RunFolder.of(config).path for config in configs]):
+        for config in configs:
+            _write_job_files(config, _training_job(config))
+        (folder / "slurm").mkdir(parents=True, exist_ok=True)
+        array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
+        write_atomically(array.script, array.text)
+        job_id = _queue(folder, array, _dependency_on(after))
     for index, config in enumerate(configs):
         run = RunFolder.of(config).path
         _record_job(run, "train", f"{job_id}_{index}")
@@ -112,44 +113,26 @@ def submit_sweep(
     print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
 
 
-def _checked_configs(
-    configs: Iterable[RunConfig], after: str | None, dry_run: bool
-) -> list[RunConfig]:
-    """The configs with absolute paths, after all checks that allow them to be queued."""
-    settled = [_with_absolute_paths(config) for config in configs]
+def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> None:
+    """Raise where the configs could not be queued, or their runs would fail."""
     if not dry_run and shutil.which("sbatch") is None:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
-    for config in settled:
+    for config in configs:
         _check_can_run(config)
     if not dry_run:
-        _check_not_queued(settled, after)
-    return settled
+        _check_not_queued(configs, after)
 
 
-def _combinations(path: str, overrides: Sequence[str], sweep: Sequence[str]) -> Iterator[RunConfig]:
-    """One run for each combination of the sweep's values, which become part of its name."""
-    axes: list[list[str]] = []
-    for axis in sweep:
-        key, equals, values = axis.partition("=")
-        if not (key and equals and values):
-            raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
-        axes.append([f"{key}={value}" for value in values.split(",")])
-    base = load_run_config(path, overrides)
-    names = set()
-    for combination in itertools.product(*axes):
-        pairs = [one.split("=", 1) for one in combination]
-        parts = [f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, value in pairs]
-        name = "-".join([base.name, *parts])
-        if name in names:
-            raise ConfigError(f"--sweep: found two runs {name!r}, wanted names that differ")
-        names.add(name)
-        # Not as an override: YAML would read more into a name than text.
-        yield dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, so that the job does not depend on its working folder."""
-    return dataclasses.replace(with_absolute_paths(config), root=str(Path(config.root).absolute()))
+@contextmanager
+def _removed_if_refused(folders: Sequence[Path]) -> Iterator[None]:
+    """Within the context, a failure removes those of the folders that were not there before."""
+    new = [folder for folder in folders if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for folder in new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _check_can_run(config: RunConfig) -> None:
@@ -159,7 +142,7 @@ def _check_can_run(config: RunConfig) -> None:
             f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
             "replaces in names of logs"
         )
-    folder.check_same_run(config)
+    check_run(config)
     if config.slurm.gpu is None:
         return
     device = find_device(config.slurm.gpu)

@@ -21,6 +21,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_sweep_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --sweep, for commands that train runs."""
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="key.sub=A,B",
+        help="one run for each of these values; repeat the option for all combinations with others",
+    )
+
+
 def named_model(args: argparse.Namespace) -> "NamedModel":
     """The model that the arguments name, not loaded yet."""
     if args.factor is not None and args.positions == "none":

@@ -2,17 +2,13 @@
 
 import argparse
 
+from longhaul.pipeline.commands.arguments import add_sweep_argument
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
-    parser.add_argument(
-        "--sweep",
-        nargs="+",
-        default=[],
-        metavar="key.sub=A,B",
-        help="one run for each combination of these values, in one job array",
-    )
+    add_sweep_argument(parser)
     parser.add_argument(
         "--throttle",
         type=int,

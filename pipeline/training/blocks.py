@@ -5,7 +5,11 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.base import InFloat32
@@ -47,3 +51,5 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
         fully_shard(block, mesh=mesh, mp_policy=policy)
     # The root stays gathered after its forward, because the loss needs the embedding once more.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    # Training calls this method in place of `forward`, which would hold all logits.
+    register_fsdp_forward_method(model, "activations")

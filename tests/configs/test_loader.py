@@ -301,3 +301,42 @@ def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
         assert isinstance(text, str), ast.unparse(statement)
         assert text.endswith("."), text
         assert "\n" not in text, text
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder", "config: found the folder folder, wanted a YAML file"),
+        ("empty.yaml", "empty.yaml: found nothing, wanted a mapping of keys"),
+        ("text.yaml", 'text.yaml: found "hello", wanted a mapping of keys'),
+        ("list.yaml", 'list.yaml: found ["a"], wanted a mapping of keys'),
+        ("child.yaml", "child.yaml: inherits: found no file run/dmo.yaml and no such preset, the "),
+        ("model.width=3", "config: found 'model.width=3', wanted a YAML file or a preset before"),
+        ("run/demo", "found no file run/demo and no such preset, the nearest preset is run/demo.y"),
+        ("softmax-256", "the nearest preset is run/paper/softmax-256.yaml"),
+        ("xyzzy", "config: found no file xyzzy and no such preset, wanted a YAML file"),
+    ],
+)
+def test_what_is_no_config_is_named(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    files = {"empty": "", "text": "hello", "list": "- a", "child": "inherits: [run/dmo.yaml]"}
+    for name, text in files.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_run_config(path)
+    assert message in str(raised.value)
+
+
+def test_whole_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("inherits: [run/demo.yaml]\ndata: {validation_tokens: 3.0e4}\n")
+    config = load_run_config(file, ["trainer.max_tokens=1e6", "model.attention.degree=4e0"])
+    found = (config.trainer.max_tokens, config.data.validation_tokens, config.model.attention)
+    assert found == (1_000_000, 30_000, attention_config("conformal_sympow")(degree=4))
+    assert all(type(one) is int for one in found[:2])
+    for value in ("1.5", ".inf", "1e-3"):
+        with pytest.raises(ConfigError, match=r"trainer\.max_tokens: expected int, got"):
+            load_run_config(file, [f"trainer.max_tokens={value}"])

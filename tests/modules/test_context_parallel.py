@@ -349,7 +349,7 @@ def test_splitting_the_sequence_can_be_undone() -> None:
     model = build_model()
     model.split_sequence(FirstOfTwo())
     model.split_sequence(None)
-    assert model(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, WIDTH)
+    assert model.activations(torch.zeros(1, 4, dtype=torch.long))[0].shape == (1, 4, WIDTH)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ model = LanguageModel(
 T = int(sys.argv[1])
 tokens = torch.zeros(1, T, dtype=torch.int64)
 hidden = torch.randn(1, T, 16, requires_grad=True)
-model.forward = lambda tokens, state=None, keep_state=False: (hidden, None)
+model.activations = lambda tokens, state=None, keep_state=False: (hidden, None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 loss = model.loss(tokens, tokens)
 loss.backward()
@@ -64,7 +64,7 @@ def test_the_loss_of_many_tokens_never_stores_all_logits(T: int) -> None:
 def test_loss_is_the_cross_entropy_of_the_logits() -> None:
     model = small().double()
     tokens, target = torch.randint(64, (2, 3, 40)).unbind(0)
-    hidden, _ = model(tokens)
+    hidden, _ = model.activations(tokens)
     logits = hidden @ model.embedding.weight.T
     wanted = F.cross_entropy(logits.flatten(0, 1), target.flatten())
     parameters = list(model.parameters())
@@ -98,13 +98,14 @@ def test_a_new_model_has_the_loss_of_uniform_guesses() -> None:
 def test_prefill_and_steps_equal_one_forward_pass(kind: str) -> None:
     model = small(kind).double().eval()
     tokens = torch.randint(64, (2, 30))
-    hidden, _ = model(tokens)
-    wanted = hidden @ model.embedding.weight.T
+    hidden, _ = model.activations(tokens)
+    wanted = model(tokens)
+    torch.testing.assert_close(wanted, (hidden @ model.embedding.weight.T).float())
     logits, state = model.prefill(tokens[:, :20])
-    torch.testing.assert_close(logits, wanted[:, 19].float())
+    torch.testing.assert_close(logits, wanted[:, 19])
     for t in range(20, 30):
         logits, state = model.step(tokens[:, t], state)
-        torch.testing.assert_close(logits, wanted[:, t].float())
+        torch.testing.assert_close(logits, wanted[:, t])
 
 
 def test_token_losses_continue_from_a_state() -> None:
@@ -164,7 +165,7 @@ def test_a_hybrid_is_built_from_the_kinds_of_its_layers() -> None:
     kinds = [block.attention.config.kind for block in model.blocks]
     assert kinds == ["conformal_sympow", "softmax"] * 2
     tokens = torch.randint(64, (2, 30))
-    hidden, _ = model(tokens)
+    hidden, _ = model.activations(tokens)
     wanted = hidden @ model.embedding.weight.T
     logits, state = model.prefill(tokens[:, :20])
     for t in range(20, 30):
@@ -177,13 +178,13 @@ def test_a_hybrid_is_built_from_the_kinds_of_its_layers() -> None:
 def test_position_scaling_reaches_every_layer_or_is_refused() -> None:
     model = hybrid().double().eval()
     tokens = torch.randint(64, (2, 30))
-    plain, _ = model(tokens)
+    plain = model(tokens)
     model.set_positions(PositionScaling(name="linear", factor=2.0))
     for block in model.blocks:
         assert block.attention.rotary.scaling.factor == 2
-    assert not torch.allclose(model(tokens)[0], plain)
+    assert not torch.allclose(model(tokens), plain)
     model.set_positions(PositionScaling())
-    assert torch.equal(model(tokens)[0], plain)
+    assert torch.equal(model(tokens), plain)
     with pytest.raises(ValueError, match="positions: found 'linear' for attention of kind alibi"):
         small("alibi").set_positions(PositionScaling(name="linear", factor=2.0))
 

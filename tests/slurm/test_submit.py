@@ -115,9 +115,10 @@ def test_a_sweep_is_one_array_of_runs_below_a_parent(
     # One of them is asked to stop, and comes back alone.
     first = "os.environ['SLURM_ARRAY_TASK_ID'] + os.environ.get('SLURM_RESTART_COUNT', '0') == '00'"
     fault(f"self.progress.step == 1 and {first}", "os.kill(os.getpid(), 10)")
-    axes = ["model.attention.kind=softmax,conformal_sympow", "data.context=64,128"]
+    axes = ["--sweep", "model.attention.kind=softmax,conformal_sympow"]
+    axes += ["--sweep", "data.context=64,128"]
     brief = [*ONE_TASK, "trainer.max_tokens=2048", "trainer.micro_batch=1"]
-    work.submit(*brief, "--sweep", *axes, "--throttle", "2")
+    work.submit(*brief, *axes, "--throttle", "2")
     (array,) = work.jobs("small-sweep")
     most = 0
     deadline = time.monotonic() + 200

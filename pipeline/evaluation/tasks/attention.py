@@ -77,7 +77,7 @@ def attention_inputs(
         for block in model.blocks
     ]
     try:
-        model(tokens)
+        model.activations(tokens)
     finally:
         for handle in handles:
             handle.remove()

@@ -75,7 +75,7 @@ def recall_accuracy(
     # The input is shifted: a query at t is read at t + 1, where token t + 1 is predicted.
     is_answer = is_query.roll(1, dims=1)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
-        hidden, _ = model(given)
+        hidden, _ = model.activations(given)
         logits = model.head(hidden[is_answer.to(device)])
     predicted = logits[:, :vocabulary].argmax(dim=-1).cpu()
     right = predicted == tokens[is_answer]

@@ -79,7 +79,7 @@ def test_the_harness_finds_what_a_plain_loop_finds(
         for choice in pair["choices"]:
             text, added = pair["context"].encode(), choice.encode()
             tokens = torch.tensor([[256, *text, *added]])[:, -context - 1 :]
-            hidden, _ = trained.model(tokens[:, :-1])
+            hidden, _ = trained.model.activations(tokens[:, :-1])
             logs = (hidden[0] @ trained.model.embedding.weight.T).log_softmax(-1)
             own = logs.gather(1, tokens[0, 1:, None])[-len(added) :]
             sums.append((own.sum().item(), own.sum().item() / len(choice)))

@@ -21,7 +21,7 @@ BOS = 63
 
 
 def token_loss(model: LanguageModel, before: list[int], token: int) -> float:
-    hidden, _ = model(torch.tensor([[BOS, *before]]))
+    hidden, _ = model.activations(torch.tensor([[BOS, *before]]))
     logits = hidden[0, -1].double() @ model.embedding.weight.double().T
     return -logits.log_softmax(0)[token].item()
 
@@ -48,7 +48,7 @@ def test_sliding_loss_is_that_of_a_brute_force_window(kind: str, positions: str)
             if positions == "dynamic_ntk":
                 # Rates follow the length of the whole window, not of what precedes the token.
                 whole = [BOS, *tokens[start : start + window - 1]]
-                hidden, _ = model(torch.tensor([whole]))
+                hidden, _ = model.activations(torch.tensor([whole]))
                 logits = hidden[0, position - start] @ model.embedding.weight.T
                 wanted -= logits.log_softmax(0)[token].item()
             else:

@@ -98,7 +98,7 @@ def test_softmax_solves_recall_in_a_short_run() -> None:
     for step in range(1500):
         tokens, is_query = batch_of(8, 32, step)
         given = torch.cat([torch.full((32, 1), BOS), tokens[:, :-1]], dim=1)
-        hidden, _ = model(given)
+        hidden, _ = model.activations(given)
         told = is_query.roll(1, dims=1)
         loss = model.head(hidden[told], tokens[told])
         optimizer.zero_grad()

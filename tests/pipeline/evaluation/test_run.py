@@ -82,7 +82,7 @@ def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
     )
     losses = []
     for batch in data.val_dataloader():
-        hidden, _ = trained.model(batch["input"])
+        hidden, _ = trained.model.activations(batch["input"])
         logits = hidden[0] @ trained.model.embedding.weight.T
         losses.append(
             torch.nn.functional.cross_entropy(logits, batch["target"][0], reduction="none")

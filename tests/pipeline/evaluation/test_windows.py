@@ -40,7 +40,7 @@ def test_losses_read_in_pieces_are_those_of_the_whole_window(kind: str) -> None:
     seen: list[int] = []
     found = read_losses(model, tokens, target, "32-true", 32, seen.append)
     wanted = torch.nn.functional.cross_entropy(
-        (model(tokens)[0] @ model.embedding.weight.T).mT, target, reduction="none"
+        (model.activations(tokens)[0] @ model.embedding.weight.T).mT, target, reduction="none"
     )
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6)
     assert seen == [64, 64, 64, 8]

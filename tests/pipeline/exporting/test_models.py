@@ -141,7 +141,7 @@ def exports(make_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
             model.to(dtype)
             for T, tokens in inputs.items():
                 with torch.inference_mode():
-                    logits = model(tokens)[0] @ model.embedding.weight.T
+                    logits = model.activations(tokens)[0] @ model.embedding.weight.T
                 wanted[f"{name}/{T}/{str(dtype).removeprefix('torch.')}"] = logits
     tokenizers = {}
     for name, tokenizer in every_tokenizer().items():

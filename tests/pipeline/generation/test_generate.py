@@ -66,7 +66,7 @@ def likeliest(model: LanguageModel, tokens: list[int], count: int) -> list[int]:
     """By full passes over everything so far."""
     tokens = list(tokens)
     for _ in range(count):
-        hidden, _ = model(torch.tensor([tokens]))
+        hidden, _ = model.activations(torch.tensor([tokens]))
         tokens.append(int((hidden[0, -1] @ model.embedding.weight.T)[:VOCABULARY].argmax()))
     return tokens[-count:]
 
@@ -292,7 +292,7 @@ def test_generation_gives_the_likeliest_tokens_of_full_passes(base: Run) -> None
     model = load_trained_model(base.path / "small").model
     tokens = [256, *b"def "]
     for _ in range(12):
-        hidden, _ = model(torch.tensor([tokens]))
+        hidden, _ = model.activations(torch.tensor([tokens]))
         tokens.append(int((hidden[0, -1] @ model.embedding.weight.T)[:257].argmax()))
     result = base.longhaul("generate", "small", "--prompt", "def ", "--tokens", "12", *GREEDY)
     assert result.stdout == bytes(tokens[1:]).decode(errors="replace") + "\n"

@@ -1,0 +1,113 @@
+"""Every key of a config with its type, default and meaning, read from the dataclasses."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from longhaul.configs.schema import RunConfig
+from longhaul.modules.attention import AttentionConfig, attention_config
+
+
+class Key(NamedTuple):
+    """One key of a config."""
+
+    name: str
+    """Dotted path, or in the section of a kind the option's name."""
+    type: str
+    default: str
+    """As in YAML; "required" if there is none."""
+    meaning: str
+
+
+class Section(NamedTuple):
+    """The keys of one dataclass."""
+
+    title: str
+    """What the names of its keys begin with, or a kind; empty for the run itself."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def sections() -> list[Section]:
+    """The run's own keys, and those of each of its parts; kinds have sections of their own."""
+    return list(_sections("", RunConfig))
+
+
+def kind_section(kind: str) -> Section:
+    """The options of a kind."""
+    cls = attention_config(kind)
+    return Section(kind, _first_paragraph(cls), _keys("", cls))
+
+
+def kind_meaning(kind: str) -> str:
+    """The sentence with which a kind's module begins."""
+    module = inspect.getmodule(attention_config(kind))
+    return "" if module is None else _first_paragraph(module)
+
+
+def _sections(path: str, cls: type[Any]) -> Iterator[Section]:
+    yield Section(path.removesuffix("."), _first_paragraph(cls), _keys(path, cls))
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        below = hints[field.name]
+        if _is_section(below):
+            yield from _sections(f"{path}{field.name}.", below)
+
+
+def _keys(path: str, cls: type[Any]) -> tuple[Key, ...]:
+    hints, meanings = typing.get_type_hints(cls), _field_docs(cls)
+    return tuple(
+        Key(f"{path}{field.name}", _type(hints[field.name]), _default(field), meanings[field.name])
+        for field in dataclasses.fields(cls)
+        if not _is_section(hints[field.name])
+    )
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and hint is not AttentionConfig
+
+
+def _first_paragraph(documented: object) -> str:
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+
+
+def _field_docs(cls: type[Any]) -> dict[str, str]:
+    """The string literal below each field, those of the classes above it included."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(each):
+            continue
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(each))).body
+        assert isinstance(tree, ast.ClassDef)
+        for line, below in zip(tree.body, tree.body[1:], strict=False):
+            if not (isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[line.target.id] = " ".join(str(below.value.value).split())
+    return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
+
+
+def _type(hint: Any) -> str:
+    if hint is AttentionConfig:
+        return "mapping with `kind`"
+    if typing.get_origin(hint) is dict:
+        return "mapping of layers to mappings with `kind`"
+    if typing.get_origin(hint) is list:
+        return "list of text"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    parts = typing.get_args(hint) or (hint,)
+    return " or ".join("null" if part is type(None) else names[part] for part in parts)
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    if field.default is dataclasses.MISSING:
+        return "required"
+    if field.default is None:
+        return "null"
+    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)

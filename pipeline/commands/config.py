@@ -1,0 +1,56 @@
+"""`longhaul config`: a config with all its values; or the keys, kinds and presets there are."""
+
+import argparse
+
+from longhaul.pipeline.terminal.table import print_columns
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
+    what = parser.add_mutually_exclusive_group()
+    for name in ("keys", "kinds", "presets"):
+        what.add_argument(
+            f"--{name}", action="store_const", const=name, dest="listed", help=f"list all {name}"
+        )
+
+
+def main(args: argparse.Namespace) -> int:
+    if (args.config is None) == (args.listed is None):
+        found = "found none" if args.config is None else f"found {args.config} with --{args.listed}"
+        raise ValueError(f"config: {found}, wanted CONFIG, or one of --keys, --kinds, --presets")
+    from longhaul.configs import load_run_config, to_yaml
+
+    if args.listed == "keys":
+        _print_keys()
+    elif args.listed == "kinds":
+        _print_kinds()
+    elif args.listed == "presets":
+        from longhaul.configs.presets import presets
+
+        print_columns([*presets().items()])
+    else:
+        print(to_yaml(load_run_config(args.config, args.overrides)), end="")
+    return 0
+
+
+def _print_keys() -> None:
+    from longhaul.configs.reference import kind_section, sections
+    from longhaul.modules.attention import registered_variants
+
+    rows = [key for section in sections() for key in section.keys]
+    for kind in registered_variants():
+        rows += [
+            key._replace(name=f"model.attention.{key.name} ({kind})")
+            for key in kind_section(kind).keys
+        ]
+    print_columns(rows)
+
+
+def _print_kinds() -> None:
+    from longhaul.configs.reference import kind_meaning
+    from longhaul.modules.attention import attention_config, registered_variants
+
+    print_columns(
+        [(kind, attention_config(kind).cost, kind_meaning(kind)) for kind in registered_variants()]
+    )

@@ -1,0 +1,92 @@
+"""Loads a trained or an exported model for use from Python, with its tokenizer."""
+
+import json
+from os import PathLike
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.tokenizer import (
+    FileTokenizer,
+    LongCrawl64Tokenizer,
+    Tokenizer,
+    tokenizer_of,
+)
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+
+class LoadedModel(LanguageModel):
+    """A language model with its tokenizer."""
+
+    def __init__(self, config: LanguageModelConfig, tokenizer: Tokenizer) -> None:
+        super().__init__(config)
+        self.tokenizer = tokenizer
+
+    def encode(self, text: str) -> Int[Tensor, "1 T"]:
+        """The ids of a text on the model's device, after the id that begins every sequence."""
+        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()]
+        return torch.tensor([ids], device=self.embedding.weight.device)
+
+    def decode(self, tokens: Int[Tensor, "T"]) -> str:
+        """The text of these ids."""
+        return self.tokenizer.decode(tokens.tolist())
+
+
+def load_model(path: str | PathLike[str]) -> LoadedModel:
+    """The model in a run folder, a checkpoint or an exported folder; see `longhaul.load`."""
+    folder = Path(path)
+    if is_exported(folder):
+        config, tokenizer = _exported_config(folder), _exported_tokenizer(folder)
+        weights = exported_weights(folder)
+    else:
+        trained = load_trained_model(folder)
+        config, weights = trained.config.model, trained.model.state_dict()
+        tokenizer = tokenizer_of(load_manifest(trained.config.data.manifest))
+    with torch.device("meta"):
+        model = LoadedModel(config, tokenizer)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: the weights are not those of its config, {error}") from error
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _exported_config(folder: Path) -> LanguageModelConfig:
+    shape = exported_shape(folder)
+    try:
+        layers = {
+            layer: attention_config(options["kind"])(
+                **{key: value for key, value in options.items() if key != "kind"}
+            )
+            for layer, options in shape["attention"].items()
+        }
+        # One layer's variant stands for all of them where they are equal.
+        first = layers["0"]
+        others = {layer: one for layer, one in layers.items() if one != first}
+        return LanguageModelConfig(
+            attention=first,
+            layer_attention=others,
+            layers=len(layers),
+            width=shape["hidden_size"],
+            heads=shape["num_attention_heads"],
+            vocabulary=shape["vocab_size"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'config.json'}: not the config of a model, {error}") from error
+
+
+def _exported_tokenizer(folder: Path) -> Tokenizer:
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
+        if settings["tokenizer_class"] == "LonghaulTokenizer":
+            return LongCrawl64Tokenizer()
+        file = folder / "tokenizer.json"
+        return FileTokenizer(file.read_bytes(), str(file))
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise ValueError(f"{folder}: found no tokenizer of an export, {error}") from error

@@ -1,0 +1,69 @@
+"""A sweep: one run for each combination of values, all below one parent run in MLflow."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
+from longhaul.pipeline.tracking.mlflow_run import create_parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """The runs of a sweep, and the folder of what they share."""
+
+    folder: Path
+    configs: tuple[RunConfig, ...]
+
+    def below_parent(self) -> "Sweep":
+        """The sweep with its parent run in MLflow, which is created once per folder.
+
+        Raises:
+            RuntimeError: MLflow cannot be reached.
+        """
+        tracking = self.configs[0].tracking
+        parent = create_parent(self.folder, tracking.uri, tracking.experiment, self.folder.name)
+        configs = (
+            dataclasses.replace(
+                config, tracking=dataclasses.replace(config.tracking, parent_run_id=parent)
+            )
+            for config in self.configs
+        )
+        return Sweep(self.folder, tuple(configs))
+
+
+def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Sweep:
+    """The sweep of a config over axes such as `key.sub=A,B`; nothing is written.
+
+    The values of a run become part of its name, so that the same axes give the same runs.
+
+    Raises:
+        ConfigError: an axis or a config is wrong, or two runs would have the same name.
+    """
+    values: list[list[str]] = []
+    for axis in axes:
+        key, equals, listed = axis.partition("=")
+        if not (key and equals and listed):
+            raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
+        values.append([f"{key}={value}" for value in listed.split(",")])
+    base = load_run_config(path, overrides)
+    configs: dict[str, RunConfig] = {}
+    for combination in itertools.product(*values):
+        pairs = [one.split("=", 1) for one in combination]
+        parts = [f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, value in pairs]
+        name = "-".join([base.name, *parts])
+        if name in configs:
+            raise ConfigError(f"--sweep: found two runs {name!r}, wanted names that differ")
+        # Not as an override: YAML would read more into a name than text.
+        config = dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
+        configs[name] = with_absolute_root(config)
+    # Not the base run's own folder: a run of that name may exist.
+    folder = RunFolder.of(with_absolute_root(base)).path.with_name(f"{base.name}-sweep")
+    return Sweep(folder, tuple(configs.values()))
+
+
+def with_absolute_root(config: RunConfig) -> RunConfig:
+    """The config with all paths absolute, `root` too, for a process in another working folder."""
+    return dataclasses.replace(with_absolute_paths(config), root=str(Path(config.root).absolute()))

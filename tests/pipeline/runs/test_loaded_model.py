@@ -1,0 +1,60 @@
+"""`longhaul.load`: the model of a run, a checkpoint and an export, with its tokenizer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import longhaul
+from longhaul.pipeline.exporting.folder import export
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+
+def test_a_run_a_checkpoint_and_an_export_give_the_same_logits(
+    uninterrupted: Run, tmp_path: Path
+) -> None:
+    run = uninterrupted.path / "small"
+    export(run, tmp_path / "exported")
+    trained = load_trained_model(run)
+    of_run = longhaul.load(run)
+    tokens = of_run.encode("def f(é):")
+    assert tokens.tolist() == [[256, *"def f(é):".encode()]]
+    assert of_run.decode(tokens[0, 1:]) == "def f(é):"
+    with torch.no_grad():
+        wanted = trained.model(tokens)
+        assert wanted.shape == (1, 11, 320)
+        for path in (str(run), trained.checkpoint, tmp_path / "exported"):
+            model = longhaul.load(path)
+            assert not model.training
+            assert torch.equal(model.encode("def f(é):"), tokens)
+            assert torch.equal(model(tokens), wanted)
+
+
+def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found no config\.yaml, wanted a run folder"):
+        longhaul.load(tmp_path)
+    exported = tmp_path / "exported"
+    export(uninterrupted.path / "small", exported)
+    config = json.loads((exported / "config.json").read_bytes())
+    config["attention"][0]["degree"] = "two"
+    (exported / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"config\.json: not the config of a model"):
+        longhaul.load(exported)
+    config["attention"][0]["degree"] = 2
+    config["vocab_size"] = 64
+    (exported / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="the weights are not those of its config"):
+        longhaul.load(exported)
+
+
+def test_importing_longhaul_imports_nothing_else() -> None:
+    code = "import sys, longhaul; print(longhaul.__version__, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"{longhaul.__version__} False\n"
+    assert longhaul.__doc__

@@ -1,0 +1,113 @@
+"""The `longhaul` command itself: help, version, and how it refuses what it does not know."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import longhaul
+from longhaul.configs import load_run_config
+from longhaul.configs.loader import flatten
+from longhaul.modules.attention import registered_variants
+from longhaul.pipeline.cli import COMMANDS, main
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("arguments", [["help"], ["--help"], ["-h"], ["help", "help"]])
+def test_help_lists_all_commands(arguments: list[str], capsys: Output) -> None:
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_help_of_a_command_is_its_own(capsys: Output) -> None:
+    shown = []
+    for arguments in (["help", "export"], ["export", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(arguments)
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+    assert "DST" in shown[0]
+
+
+def test_version(capsys: Output) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"longhaul {longhaul.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "command: found 'trian', the nearest is train"),
+        (["help", "trian"], "command: found 'trian', the nearest is train"),
+        (["xyzzy"], f"command: found 'xyzzy', wanted one of {', '.join(COMMANDS)}"),
+        ([], "command: found none, wanted one of those above"),
+    ],
+)
+def test_unknown_commands_are_named(arguments: list[str], message: str, capsys: Output) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"longhaul: {message}"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["status", "--exp", "demo"], ["prepare", "text", "--tok", "bytes", "data"]]
+)
+def test_options_are_not_abbreviated(arguments: list[str], capsys: Output) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["help"], ["train", "--help"], ["config", "--keys"]])
+def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
+    command = [sys.executable, "-P", "-m", "longhaul.pipeline.cli", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait() == 0
+
+
+def test_config_prints_what_it_would_load(tmp_path: Path, capsys: Output) -> None:
+    overrides = ["name=wide", "model.width=384", "trainer.max_tokens=1e6"]
+    assert main(["config", "run/demo.yaml", *overrides]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "wide.yaml").write_text(text)
+    assert load_run_config(tmp_path / "wide.yaml") == load_run_config("run/demo.yaml", overrides)
+    assert yaml.safe_load(text)["checkpoint"]["keep_last"] == 2
+
+
+def test_config_lists_keys_kinds_and_presets(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "run/demo.yaml"]) == 0
+    used = flatten(yaml.safe_load(capsys.readouterr().out))
+    assert main(["config", "--keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {key for key in used if "attention" not in key} <= {line.split()[0] for line in lines}
+    (row,) = [line for line in lines if line.startswith("trainer.micro_batch ")]
+    assert row.split(maxsplit=4)[1:4] == ["whole", "number", "required"]
+    assert "Samples that a rank passes" in row
+    (row,) = [line for line in lines if line.startswith("model.attention.degree (sympow) ")]
+    assert row.split()[4] == "2"
+
+    assert main(["config", "--kinds"]) == 0
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows] == list(registered_variants())
+    assert ["softmax", "quadratic"] in [row[:2] for row in rows]
+    assert all(row[2].endswith(".") for row in rows)
+
+    assert main(["config", "--presets"]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    told = dict(rows)
+    assert told["run/demo.yaml"].startswith("On a laptop: about three minutes")
+    assert "run/paper/softmax-256.yaml" in told
+
+
+@pytest.mark.parametrize("arguments", [[], ["run/demo.yaml", "--keys"]])
+def test_config_wants_a_config_or_a_list(arguments: list[str], capsys: Output) -> None:
+    assert main(["config", *arguments]) == 2
+    assert "wanted CONFIG, or one of --keys, --kinds, --presets" in capsys.readouterr().err
