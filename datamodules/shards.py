@@ -24,7 +24,8 @@ _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 # Python literal, however deeply it is nested.
 _NPY_HEADER = re.compile(
     rb"\x93NUMPY\x01\x00(..)"
-    rb"\{'descr': '([<>|=]\w{1,9})', 'fortran_order': (?:False|True), 'shape': \((\d{1,18}),\), \} *\n",
+    rb"\{'descr': '([<>|=]\w{1,9})', 'fortran_order': (?:False|True), "
+    rb"'shape': \((\d{1,18}),\), \} *\n",
     re.DOTALL,
 )
 _NPY_HEADER_BYTES = 1024

@@ -9,8 +9,10 @@ import functools
 import os
 import re
 import stat
+from collections.abc import Hashable
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -34,7 +36,7 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading.
 
     Reading a FIFO would wait for a writer, and reading a device may never end.
@@ -48,7 +50,7 @@ def open_regular(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_mode(path, os.fstat(handle).st_mode)
-        return os.fdopen(handle, "rb")
+        return open(handle, "rb")
     except BaseException:
         os.close(handle)
         raise
@@ -80,17 +82,19 @@ def parse_json(schema: type[T], content: bytes | str, where: object) -> T:
         ValueError: it is not JSON, is nested too deeply, or does not match the schema.
     """
     try:
-        return _adapter(schema).validate_json(content, strict=True)
+        value: T = _adapter(cast(Hashable, schema)).validate_json(content, strict=True)
     except ValidationError as error:
         raise ValueError(f"{where}: {_first_violation(error)}") from None
+    return value
 
 
 def parse_row(schema: type[T], row: object, where: object) -> T:
     """The value that a row of a CSV describes, in which numbers are text; errors as above."""
     try:
-        return _adapter(schema).validate_python(row, strict=False)
+        value: T = _adapter(cast(Hashable, schema)).validate_python(row, strict=False)
     except ValidationError as error:
         raise ValueError(f"{where}: {_first_violation(error)}") from None
+    return value
 
 
 def shown(value: object) -> str:

@@ -305,6 +305,6 @@ def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
     replacing = store_of(small, replaces_bad=True)
     assert first_tokens(replacing, 1) == [0, 64, 128]
     document = np.array([1, 2, 300], np.uint16)
-    with pytest.raises(ShardError, match="id 300 in document 0, wanted ids below .* 300$"):
+    with pytest.raises(ShardError, match=r"id 300 in document 0, wanted ids below .* 300$"):
         write_shard(tmp_path / "new.tar", 0, [document], 300)
     assert not list(tmp_path.glob("*new*"))
