@@ -53,7 +53,7 @@ class Manifest:
     """The id put in front of every window."""
     eot_id: TokenId
     """The id that ends a text."""
-    document_tokens: Positive
+    document_tokens: Annotated[int, Field(ge=1, le=1 << 40)]
     """Length of every document, in tokens."""
     dtype: Literal["uint16", "uint32"]
     """`uint16` or `uint32`: the type in which tokens are stored."""

@@ -73,11 +73,16 @@ class SavedCheckpoint:
         for name in sorted(found.keys() | wanted.keys()):
             size = found[name].size if name in found else None
             shape = wanted[name].shape if name in wanted else None
-            kind = found[name].properties.dtype if name in found else None
-            if size != shape or (kind is not None and not kind.is_floating_point):
+            if size != shape:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: found {_shape(size)} of {kind} for {group}/{name}, "
-                    f"wanted {_shape(shape)} of a floating-point type"
+                    f"checkpoint {self.path}: found {_shape(size)} for {group}/{name}, wanted "
+                    f"{_shape(shape)}"
+                )
+            dtype = found[name].properties.dtype
+            if not dtype.is_floating_point:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {dtype} for {group}/{name}, wanted a "
+                    "floating-point type"
                 )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
