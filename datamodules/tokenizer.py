@@ -95,6 +95,13 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
             f"{manifest.location}: tokenizer_sha256 is {manifest.tokenizer_sha256}, "
             f"but {manifest.tokenizer} has {tokenizer.sha256}"
         )
+    for key in ("vocab_size", "bos_id", "eot_id"):
+        found, wanted = getattr(manifest, key), getattr(tokenizer, key)
+        if found != wanted:
+            raise ValueError(
+                f"{manifest.location}: {key}: found {found}, wanted {wanted} as in "
+                f"{manifest.tokenizer}"
+            )
     return tokenizer
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.untrusted import Count, parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
@@ -37,8 +38,8 @@ _FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
 class Finished:
     """The contents of the file DONE."""
 
-    step: int
-    tokens: int
+    step: Count
+    tokens: Count
     is_tracked: bool  # whether everything has been uploaded to MLflow
 
 
@@ -97,7 +98,7 @@ class RunFolder:
         """How the run finished, None if it has not."""
         if not self.done_file.exists():
             return None
-        return Finished(**json.loads(self.done_file.read_text()))
+        return parse_json(Finished, read_regular(self.done_file, 1 << 16), self.done_file)
 
     def mark_finished(self, finished: Finished) -> None:
         write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
@@ -124,7 +125,7 @@ def stored_config(folder: RunFolder) -> RunConfig:
     Its paths are absolute. A relative one begins at the run folder; if nothing is there, since the
     folder alone was moved, it begins where the folder was when the run was started.
     """
-    config = load_run_config(folder.config_file)
+    config = load_stored_config(folder.config_file)
     here, before = folder.path.absolute(), Path(config.root, config.name)
 
     def absolute(path: str) -> str:

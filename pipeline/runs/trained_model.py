@@ -15,6 +15,7 @@ from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_manifest
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
@@ -106,10 +107,11 @@ def _load(folder: RunFolder, checkpoint: Path, positions: str, factor: float) ->
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.set_positions(scaling)
+    saved.check_group("model", model.state_dict())
     model.load_state_dict(saved.read_group("model"), assign=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
-    step = int(saved.state["progress"]["step"])
+    step = saved.state(TrainingState).progress.step
     manifest = training_manifest(folder, config)
     checksums = (checkpoint / CHECKSUMS).read_bytes()
     return TrainedModel(

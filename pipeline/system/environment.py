@@ -6,6 +6,7 @@ import inspect
 import os
 import platform
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,15 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
 def main_device() -> str:
     """The name of what a run computes on: its first GPU, or the processor."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else _processor()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The part of `describe_environment` that is read again."""
+
+    commit: str | None = None
+    accelerators: list[str] = field(default_factory=list)
+    processor: str | None = None
 
 
 def source_checkout() -> Path | None:

@@ -7,7 +7,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from longhaul.modules.pretraining import Progress, Update
+from longhaul.modules.pretraining import Update
+from longhaul.modules.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
 # A long run writes about this many lines of losses to its log.

@@ -310,7 +310,7 @@ def test_a_run_that_cannot_be_read_is_named(
     shown = "".join(Page((tmp_path / "new" / "index.html").read_text()).texts)
     assert "Run <b>old: config.yaml is of another version: model.attention.kind" in shown
     table = "evaluation/step-000000004/context.csv"
-    assert f"Run older: {table}: found no column context, loss_nats" in shown
+    assert f"Run older: {table}: row 1: context: found nothing, wanted a value" in shown
     assert "Run bare: config.yaml is not in MLflow" in shown
     assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["whole"]
 
