@@ -27,11 +27,12 @@ sys.meta_path.insert(0, _Missing())
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
 def _kept_bytes(cache: Any) -> int:
-    return sum(one.numel() * one.element_size() for layer in cache.layers for one in layer.values())
+    return sum(one.nbytes for _, state in cache.groups for one in pytree.tree_leaves(state))
 
 
 def _bits(model: Any, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
