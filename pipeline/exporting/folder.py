@@ -61,9 +61,10 @@ def export(
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
         write_model_files(folder, config, manifest, model, code)
-        write_tokenizer(folder, tokenizer)
+        adds_bos = write_tokenizer(folder, tokenizer)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        write_card(folder, run, config, checkpoint, progress, manifest, parameters)
+        about = run, config, checkpoint, progress, manifest, parameters
+        write_card(folder, *about, adds_bos=adds_bos)
         check_export(folder, model, SavedCheckpoint(checkpoint, "model", verified=names))
     return sorted(Path(destination).iterdir())
 

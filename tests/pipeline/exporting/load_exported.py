@@ -109,12 +109,15 @@ def main(folder: Path) -> None:
     for name, path in work["tokenizers"].items():
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
         ids = [tokenizer(text).input_ids for text in work["texts"]]
-        begun = AutoTokenizer.from_pretrained(path, trust_remote_code=True, add_bos_token=True)
+        bare = AutoTokenizer.from_pretrained(path, trust_remote_code=True, add_bos_token=False)
         facts["tokenizers"][name] = {
             "ids": ids,
             "together": tokenizer(work["texts"]).input_ids,
-            "decoded": [tokenizer.decode(one) for one in ids],
-            "begun": begun("a").input_ids,
+            "bare": [bare(text).input_ids for text in work["texts"]],
+            "unbegun": [
+                tokenizer(text, add_special_tokens=False).input_ids for text in work["texts"]
+            ],
+            "decoded": [tokenizer.decode(one[1:]) for one in ids],
         }
     save_file(tensors, folder / "found.safetensors")
     (folder / "found.json").write_text(json.dumps(facts))
