@@ -7,6 +7,7 @@ absent result is an empty tensor of shape (0,); callers and backends use None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,12 @@ from longhaul.kernels.power.cost import power_backward_flops, power_flops, power
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.shapes import state_features
+
+# Exported models carry copies of this file. Each copy in a process has ops of its own.
+_NAMESPACE = "longhaul"
+if not __name__.startswith("longhaul."):
+    _NAMESPACE += "_" + sha256(__name__.encode()).hexdigest()[:16]
+_OPS = getattr(torch.ops, _NAMESPACE)
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
@@ -83,7 +90,7 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
-@torch.library.custom_op("longhaul::power_forward", mutates_args=(), schema=_FORWARD)
+@torch.library.custom_op(f"{_NAMESPACE}::power_forward", mutates_args=(), schema=_FORWARD)
 def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
     """The results of a backend's `forward`: out, kv, norm, inverse, is_live."""
     q = inputs[0]
@@ -93,7 +100,7 @@ def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, 
     return tuple(_or_empty(x, q) for x in results)
 
 
-@torch.library.custom_op("longhaul::power_backward", mutates_args=(), schema=_BACKWARD)
+@torch.library.custom_op(f"{_NAMESPACE}::power_backward", mutates_args=(), schema=_BACKWARD)
 def power_backward(
     *tensors: Any, needs: list[bool], backend: str, **settings: Any
 ) -> tuple[Tensor, ...]:
@@ -189,14 +196,14 @@ def _flops(
     return q.shape[2] * sum(count(T, *sizes) for T in _lengths(q, cu_seqlens))
 
 
-@register_flop_formula(torch.ops.longhaul.power_forward, get_raw=True)
+@register_flop_formula(_OPS.power_forward, get_raw=True)
 def _forward_flops(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
 ) -> int:
     return _flops(power_flops, q, v, rest[3], settings)
 
 
-@register_flop_formula(torch.ops.longhaul.power_backward, get_raw=True)
+@register_flop_formula(_OPS.power_backward, get_raw=True)
 def _backward_flops(
     q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **settings: Any
 ) -> int:
@@ -211,7 +218,7 @@ def state_call(degree: int, chunk_size: int) -> PowerCall:
     )  # fmt: skip
 
 
-@torch.library.custom_op("longhaul::power_state", mutates_args=(), schema=_STATE_FORWARD)
+@torch.library.custom_op(f"{_NAMESPACE}::power_state", mutates_args=(), schema=_STATE_FORWARD)
 def power_state(*inputs: Any, degree: int, chunk_size: int, backend: str) -> tuple[Tensor, Tensor]:
     """kv and norm after the last token of every sequence."""
     with torch.autocast(inputs[0].device.type, enabled=False):
@@ -221,7 +228,9 @@ def power_state(*inputs: Any, degree: int, chunk_size: int, backend: str) -> tup
     return state.kv, state.norm
 
 
-@torch.library.custom_op("longhaul::power_state_backward", mutates_args=(), schema=_STATE_BACKWARD)
+@torch.library.custom_op(
+    f"{_NAMESPACE}::power_state_backward", mutates_args=(), schema=_STATE_BACKWARD
+)
 def power_state_backward(
     *tensors: Any, needs: list[bool], degree: int, chunk_size: int, backend: str
 ) -> tuple[Tensor, ...]:
@@ -281,12 +290,12 @@ def _state_backward(
 power_state.register_autograd(_state_backward, setup_context=_state_context)
 
 
-@register_flop_formula(torch.ops.longhaul.power_state, get_raw=True)
+@register_flop_formula(_OPS.power_state, get_raw=True)
 def _state_flops(k: Tensor, v: Tensor, *rest: Any, out_val: Any, degree: int, **_: Any) -> int:
     sizes = k.shape[3], v.shape[3], degree
     return k.shape[2] * sum(power_state_flops(T, *sizes) for T in _lengths(k, rest[3]))
 
 
-@register_flop_formula(torch.ops.longhaul.power_state_backward, get_raw=True)
+@register_flop_formula(_OPS.power_state_backward, get_raw=True)
 def _state_backward_flops(*tensors: Any, out_val: Any, **settings: Any) -> int:
     return 2 * _state_flops(*tensors[:6], out_val=out_val, **settings)

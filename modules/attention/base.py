@@ -3,17 +3,25 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from itertools import chain
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # torch has no public name for it yet
+from torch.utils.flop_counter import FlopCounterMode
 
+from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
+
+# FLOPs of a kind of linear cost are counted on this many tokens: more would take longer to count,
+# and cost the same per token.
+_COUNTED_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +31,11 @@ class AttentionConfig(ABC):
     kind: ClassVar[str] = ""
     cost: ClassVar[str] = "linear"  # or "quadratic": how training time grows with T
     positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
+    speed_options: ClassVar[tuple[str, ...]] = ()  # options that change nothing but speed
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        _check_complete(cls, f"kind: found {cls.kind}, whose class {cls.__name__}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
         """Check the options. A subclass calls super().__post_init__() first."""
@@ -48,12 +61,20 @@ class RotaryConfig(AttentionConfig):
 
 
 class Attention(nn.Module, ABC):
-    """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past."""
+    """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past.
+
+    A variant must write `forward`. All other methods have defaults, which measure what `forward`
+    does; a variant replaces those that it knows better.
+    """
 
     config: AttentionConfig
     rotary: Rotary | None = None
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        _check_complete(cls, f"attention.kind: found one whose class {cls.__name__}")
+        return super().__new__(cls)
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -75,6 +96,9 @@ class Attention(nn.Module, ABC):
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         """The output for x, and the new state, which is None when keep_state is False.
 
+        A state is a tensor, or tuples, lists and dicts of tensors, all of whose first dimension is
+        B: states of several sequences are joined, and taken apart, along it.
+
         Args:
             x: activations of T new tokens.
             state: the state that an earlier call returned, or None at the start of a document.
@@ -83,34 +107,62 @@ class Attention(nn.Module, ABC):
                 a state that nobody uses costs time.
         """
 
-    @abstractmethod
+    def per_document(
+        self,
+        x: Float[Tensor, "1 T D"],
+        state: Any,
+        cu_seqlens: Int[Tensor, "documents_plus_1"],
+        keep_state: bool,
+    ) -> tuple[Float[Tensor, "1 T D"], None]:
+        """`forward` of packed documents, one after the other, for variants without a faster way."""
+        if state is not None or keep_state:
+            raise ValueError(
+                "cu_seqlens: found with a state or keep_state, wanted neither: packed documents of "
+                f"kind {self.config.kind} keep no states"
+            )
+        documents = Documents(x, cu_seqlens).split(x)
+        return torch.cat([self(one, keep_state=False)[0] for one in documents], dim=1), None
+
     def step(self, x: Float[Tensor, "B 1 D"], state: Any) -> tuple[Float[Tensor, "B 1 D"], Any]:
         """One more token after `state`, in variants of linear cost at a cost independent of T."""
+        y, new_state = self(x, state)
+        return y, new_state
 
-    @abstractmethod
     def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
         """The attention matrices written out, in the precision of x: for tests and figures.
 
         There are W = H of them, unless the variant documents another number. `forward` equals
-        read_out(weights @ values), except for what a learned initial state adds.
+        read_out(weights @ values), except for what a learned initial state adds. ValueError in a
+        variant that does not write its matrices out.
         """
+        self._refuse_to_write_out()
 
-    @abstractmethod
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
         """The values that the attention matrices multiply."""
+        self._refuse_to_write_out()
 
-    @abstractmethod
     def read_out(
         self, x: Float[Tensor, "B T D"], mixed: Shaped[Tensor, "B T W V"]
     ) -> Float[Tensor, "B T D"]:
         """The output of the layer from weights @ values: norm and gate, if any, then W_o."""
+        self._refuse_to_write_out()
 
-    @abstractmethod
+    def _refuse_to_write_out(self) -> NoReturn:
+        raise ValueError(
+            f"attention.kind: found {self.config.kind}, which does not write out its attention "
+            "matrices; wanted kinds with weights, values and read_out"
+        )
+
     def form(self, T: int, backend: str) -> str:
         """The form that training uses at context T, with its chunk size if it has chunks.
 
         backend is "torch" or "triton": each has its own cost model.
         """
+        return self.config.cost
+
+    def passes_on_state(self, T: int, backend: str) -> bool:
+        """Whether T tokens are read best in pieces, each of which passes its state to the next."""
+        return self.config.cost == "linear"
 
     def projection_flops(self) -> int:
         """Forward FLOPs per token of all products with weights (a multiply-add counts as two)."""
@@ -120,21 +172,49 @@ class Attention(nn.Module, ABC):
             if name.endswith("weight") and parameter.ndim == 2
         )
 
-    @abstractmethod
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        """Forward FLOPs per token of attention or state at context T, in the backend's form."""
+        """Forward FLOPs per token of attention or state at context T, in the backend's form.
+
+        By default all matrix products of `forward`, as torch's FlopCounterMode counts them, but
+        those of `projection_flops`.
+        """
+        T = T if self.config.cost == "quadratic" else min(T, _COUNTED_TOKENS)
+        with FlopCounterMode(display=False) as counter:
+            self._state_after(T, torch.float32)
+        return max(0, counter.get_total_flops() // T - self.projection_flops())
 
     def flops_per_token(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token at context T."""
         return self.projection_flops() + self.mixing_flops(T, backend)
 
-    @abstractmethod
     def state_size(self) -> int | None:
-        """Numbers in the state of one sequence, without padding; None if it grows with T."""
+        """Numbers in the state of one sequence, without padding; None if it grows with T.
 
-    @abstractmethod
+        By default a state that is larger after two tokens than after one is one that grows, also
+        if it grows no more from some length on.
+        """
+        one, two = (sum(x.numel() for x in self._state_after(T, torch.float32)) for T in (1, 2))
+        return one if one == two else None
+
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         """Bytes in the state of one sequence after T tokens of `dtype`, padding included."""
+        T = T if self.state_size() is None else 1
+        storages = [x.untyped_storage() for x in self._state_after(T, dtype)]
+        # Tensors that are views of the same memory hold it once, but all of it.
+        return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+    def _state_after(self, T: int, dtype: torch.dtype) -> list[Tensor]:
+        """The tensors of the state that `forward` returns for T tokens: shapes without data."""
+        tensors = {
+            name: torch.empty(
+                x.shape, dtype=dtype if x.is_floating_point() else x.dtype, device="meta"
+            )
+            for name, x in chain(self.named_parameters(), self.named_buffers())
+        }
+        x = torch.empty(1, T, self.model_dim, dtype=dtype, device="meta")
+        with torch.no_grad():
+            _, state = torch.func.functional_call(self, tensors, (x,))
+        return pytree.tree_leaves(state)
 
     def check_positions(self, scaling: PositionScaling) -> None:
         """Raise ValueError where the variant does not support this scaling of positions."""
@@ -153,8 +233,17 @@ class Attention(nn.Module, ABC):
     def check_context_parallel(self) -> None:
         """Raise ValueError where the variant does not support context parallelism."""
         raise ValueError(
-            f"attention.kind: found {self.config.kind}, wanted a kind of linear cost, whose states "
-            "the ranks of context parallelism can exchange"
+            f"attention.kind: found {self.config.kind}, wanted a kind of PowerAttention, whose "
+            "states the ranks of context parallelism can exchange"
+        )
+
+
+def _check_complete(cls: type, found: str) -> None:
+    """Raise ValueError for a class with abstract methods; Python's TypeError would name no kind."""
+    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ValueError(
+            f"{found} does not define {', '.join(missing)}; wanted every method that "
+            "docs/adding-a-variant.md asks for"
         )
 
 
@@ -200,8 +289,13 @@ class InFloat32(nn.Module):
     """
 
 
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which products with x have its own precision, also inside of autocast."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A projection in at least float32, also under autocast, for outputs summed over tokens."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x):
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -11,7 +11,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, AttentionConfig
-from longhaul.modules.documents import Documents
 
 
 class KeyValueCache(NamedTuple):
@@ -66,13 +65,7 @@ class FusedAttention(Attention):
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], KeyValueCache | None]:
         if cu_seqlens is not None:
-            if state is not None or keep_state:
-                raise ValueError(
-                    "cu_seqlens: found with a state or keep_state, wanted neither: packed "
-                    "documents have no key-value cache"
-                )
-            documents = Documents(x, cu_seqlens).split(x)
-            return torch.cat([self(one, keep_state=False)[0] for one in documents], dim=1), None
+            return self.per_document(x, state, cu_seqlens, keep_state)
         q, cache = self.project(x, 0 if state is None else state.k.shape[2])
         if state is not None:
             pairs = zip(state, cache, strict=True)
@@ -82,12 +75,6 @@ class FusedAttention(Attention):
             cache = KeyValueCache(*(one.contiguous() for one in cache))
         mixed = rearrange(self.mix(q, cache), "b h t v -> b t h v")
         return self.read_out(x, mixed), cache if keep_state else None
-
-    def step(
-        self, x: Float[Tensor, "B 1 D"], state: KeyValueCache
-    ) -> tuple[Float[Tensor, "B 1 D"], KeyValueCache]:
-        y, new_state = self(x, state)
-        return y, new_state
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = self.logits(x)

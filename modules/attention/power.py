@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from einops import rearrange
@@ -29,6 +29,8 @@ from longhaul.modules.documents import Documents
 @dataclass(frozen=True, kw_only=True)
 class PowerConfig(AttentionConfig):
     """Options that all variants of linear cost share."""
+
+    speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
 
     initial_state: str = "zero"
     """zero | learned: the state before the first token of a document."""
@@ -269,6 +271,9 @@ class PowerAttention(Attention):
     def form(self, T: int, backend: str) -> str:
         form, chunk_size = self._choose(T, backend)
         return form if form == "attention" else f"{form} {chunk_size}"
+
+    def passes_on_state(self, T: int, backend: str) -> bool:
+        return self._choose(T, backend)[0] == "chunked"
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         heads = self.num_sums * self.num_heads

@@ -25,16 +25,14 @@ A causal language model of {parameters:,} parameters, trained with longhaul.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained(
-    "FOLDER", trust_remote_code=True, add_bos_token=True
-)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
 prompt = tokenizer("def main(", return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
+text = model.generate(**prompt, max_new_tokens=64)[0]
+print(tokenizer.decode(text, skip_special_tokens=True))
 ```
 
-It needs torch and transformers 5. In training every sequence began with the token {bos}, which
-`add_bos_token=True` puts before a text.
+It needs torch and transformers 5. In training every sequence began with the token {bos}: {begins}.
 
 ## Model
 
@@ -68,6 +66,8 @@ def write_card(
     progress: dict[str, Any],
     manifest: Manifest,
     parameters: int,
+    *,
+    adds_bos: bool,
 ) -> None:
     """Write README.md.
 
@@ -79,6 +79,7 @@ def write_card(
         progress: the step and tokens of the checkpoint.
         manifest: of the training data.
         parameters: number of elements in all weights.
+        adds_bos: whether the exported tokenizer puts bos before a text.
     """
     rows = _rows(run, config, checkpoint, progress, manifest)
     text = _TEXT.format(
@@ -86,6 +87,7 @@ def write_card(
         name=config.name,
         parameters=parameters,
         bos=manifest.bos_id,
+        begins="the tokenizer puts\nit before a text" if adds_bos else "put\nit before every text",
         evaluation=_evaluation(run, checkpoint),
         **{
             name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())

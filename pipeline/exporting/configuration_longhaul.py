@@ -18,14 +18,20 @@ class LonghaulConfig(PreTrainedConfig):
         attention: list[dict[str, Any]] | None = None,
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
+        caches_tokens: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`attention` has one dict per layer: its `kind`, and that kind's options."""
+        """`attention` has one dict per layer: its `kind`, and that kind's options.
+
+        With caches_tokens the cache holds tokens, which are all read again for each new one: states
+        would be too large.
+        """
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
         self.attention = [{"kind": "softmax"}] * 12 if attention is None else attention
         self.use_cache = use_cache
+        self.caches_tokens = caches_tokens
         self.tie_word_embeddings = tie_word_embeddings
         self.num_hidden_layers = len(self.attention)
         kwargs.pop("num_hidden_layers", None)

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
-from longhaul.pipeline.checkpoints.reader import read_state
+from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.exporting.card import write_card
+from longhaul.pipeline.exporting.check import check_export
 from longhaul.pipeline.exporting.model_files import write_model_files
+from longhaul.pipeline.exporting.source import model_code
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
 from longhaul.pipeline.runs.data import training_manifest
@@ -37,8 +40,10 @@ def export(
         The files written.
 
     Raises:
-        ValueError: there is no such checkpoint, or the destination holds something.
+        ValueError: there is no such checkpoint, the destination holds something, or a kind's code
+            cannot be carried, or does not run without longhaul.
         OSError: the checkpoint is damaged, or the folder could not be written.
+        RuntimeError: what was written does not compute the logits of the run's model.
     """
     target = new_or_empty_folder(destination)
 
@@ -53,21 +58,30 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
     config = stored_config(run)
     manifest = training_manifest(run, config)
     tokenizer = tokenizer_of(manifest)
-    tensors = _weights(checkpoint, config.model)
+    layers = [config.model.attention_of(layer) for layer in range(config.model.layers)]
+    code = model_code(layers)
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    names = verify(checkpoint, only=("model",))
+    tensors = _weights(checkpoint, names, model)
     progress = dataclasses.asdict(read_state(checkpoint, TrainingState).progress)
 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
-        write_model_files(folder, config, manifest)
-        write_tokenizer(folder, tokenizer)
+        write_model_files(folder, config, manifest, model, code)
+        adds_bos = write_tokenizer(folder, tokenizer)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        write_card(folder, run, config, checkpoint, progress, manifest, parameters)
+        about = run, config, checkpoint, progress, manifest, parameters
+        write_card(folder, *about, adds_bos=adds_bos)
+        check_export(folder, model, SavedCheckpoint(checkpoint, "model", verified=names))
 
 
-def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTensor]:
+def _weights(
+    checkpoint: Path, names: Sequence[str], model: LanguageModel
+) -> dict[str, SavedTensor]:
     """The checkpoint's tensors, in the order of the model, after a check of their shapes."""
-    saved = saved_tensors(checkpoint, verify(checkpoint, only=("model",)), "model")
-    wanted = _shapes(model)
+    saved = saved_tensors(checkpoint, names, "model")
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in sorted(saved.keys() | wanted.keys()):
         shape = saved[name].shape if name in saved else None
         if shape != wanted.get(name):
@@ -76,9 +90,3 @@ def _weights(checkpoint: Path, model: LanguageModelConfig) -> dict[str, SavedTen
                 f"{wanted.get(name)} as in its run's model"
             )
     return {name: saved[name] for name in wanted}
-
-
-def _shapes(model: LanguageModelConfig) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        state = LanguageModel(model).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}

@@ -1,19 +1,30 @@
 """Writes config.json, generation_config.json and the model code that config.json names."""
 
 import json
-import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest
+from longhaul.modules.block import Block
+from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.runs.exported import shape_of
 
-_CODE = ("configuration_longhaul.py", "modeling_longhaul.py")
+# A layer whose state has more bytes than this for one sequence makes the cache hold tokens instead.
+_LARGEST_STATE = 1 << 28
 
 
-def write_model_files(folder: Path, config: RunConfig, manifest: Manifest) -> None:
-    """Write all of them into `folder`."""
+def write_model_files(
+    folder: Path,
+    config: RunConfig,
+    manifest: Manifest,
+    model: LanguageModel,
+    code: Mapping[str, str],
+) -> None:
+    """Write all of them into `folder`; `model` is on `meta`, `code` is of `source.model_code`."""
     ids = {
         "bos_token_id": manifest.bos_id,
         "eos_token_id": manifest.eot_id,
@@ -35,6 +46,7 @@ def write_model_files(folder: Path, config: RunConfig, manifest: Manifest) -> No
         "max_position_embeddings": config.data.context,
         "tie_word_embeddings": True,
         "use_cache": True,
+        "caches_tokens": _has_large_states(model),
         **ids,
     }
     generation: dict[str, Any] = dict(ids)
@@ -43,5 +55,10 @@ def write_model_files(folder: Path, config: RunConfig, manifest: Manifest) -> No
         generation["suppress_tokens"] = padding
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
-    for name in _CODE:
-        shutil.copyfile(Path(__file__).with_name(name), folder / name)
+    for name, text in code.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _has_large_states(model: LanguageModel) -> bool:
+    attentions = [cast(Block, block).attention for block in model.blocks]
+    return any(one.allocated_bytes(1, torch.float32) > _LARGEST_STATE for one in attentions)

@@ -10,12 +10,15 @@ from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer
 _ESCAPING_CODE = "tokenization_longhaul.py"
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and its config, and the code that escapes text if that is needed."""
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
+    """Write tokenizer.json and its config, and the code that escapes text if that is needed.
+
+    Returns:
+        Whether it puts bos before a text: where bos is a special token of the tokenizer's.
+    """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
     }
     if isinstance(tokenizer, FileTokenizer):
         content = _without_additions(tokenizer.content)
@@ -29,6 +32,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     for role, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eot_id)):
         if token in added:
             config[f"{role}_token"] = added[token]
+    # Every sequence of training began with bos. Without it a model starts in a way that it never saw.
+    config["add_bos_token"] = "bos_token" in config
     if "eos_token" in config:
         config["pad_token"] = config["eos_token"]
     if tokenizer.name == "longcrawl64":
@@ -37,6 +42,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         shutil.copyfile(Path(__file__).with_name(_ESCAPING_CODE), folder / _ESCAPING_CODE)
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    return bool(config["add_bos_token"])
 
 
 def _without_additions(content: bytes) -> dict[str, Any]:

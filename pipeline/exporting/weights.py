@@ -129,6 +129,14 @@ def write_shards(folder: Path, tensors: Mapping[str, SavedTensor], shard_bytes: 
     return [folder / name for name in names]
 
 
+def files_of_tensors(folder: Path) -> dict[str, str]:
+    """The name of the file in which each tensor of a folder is that `write_shards` has filled."""
+    if (folder / WEIGHTS_INDEX).is_file():
+        index: dict[str, str] = json.loads((folder / WEIGHTS_INDEX).read_bytes())["weight_map"]
+        return index
+    return dict.fromkeys(read_header(folder / WEIGHTS).tensors, WEIGHTS)
+
+
 def _write_shard(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -20,8 +20,8 @@ TOKENS_AT_ONCE = 4096
 def tokens_at_once(model: LanguageModel, T: int) -> int | None:
     """How many of a window's T tokens to read at a time, carrying the state; None means all.
 
-    All are read at once if a layer has no state of fixed size, if its state would cost more than
-    attention over pairs of tokens, or if its positions depend on the window's length.
+    All are read at once if a layer does not pass on a state (it has none of fixed size, or one
+    that costs more than pairs of tokens), or if its positions depend on the window's length.
     """
     if T <= TOKENS_AT_ONCE:
         return None
@@ -30,7 +30,7 @@ def tokens_at_once(model: LanguageModel, T: int) -> int | None:
         attention = cast(Block, block).attention
         if attention.rotary is not None and attention.rotary.depends_on_length:
             return None
-        if not attention.form(T, backend).startswith("chunked"):
+        if not attention.passes_on_state(T, backend):
             return None
     return TOKENS_AT_ONCE
 

@@ -20,8 +20,6 @@ WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 """If there are several files, the index that says which one holds a tensor."""
 
-# Options that the exported config.json omits, because they change only the speed of our own ops.
-_NOT_EXPORTED = ("chunk_size",)
 _MOST_BYTES = 16 << 20
 
 
@@ -44,16 +42,19 @@ class _Index:
 def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
     """The options that determine what a model's weights mean, named as in the exported config.json.
 
-    `attention` maps each layer's number to all options of its variant.
+    `attention` maps each layer's number to all options of its variant that change its results.
     """
-    attention = [to_dict(model.attention_of(layer)) for layer in range(model.layers)]
     return {
         "vocab_size": model.vocabulary,
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
         "attention": {
-            str(layer): {key: v for key, v in options.items() if key not in _NOT_EXPORTED}
-            for layer, options in enumerate(attention)
+            str(layer): {
+                key: value
+                for key, value in to_dict(config).items()
+                if key not in config.speed_options
+            }
+            for layer, config in enumerate(map(model.attention_of, range(model.layers)))
         },
     }
 

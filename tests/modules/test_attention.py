@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels import state_features, symmetric_dim
@@ -12,15 +13,17 @@ from longhaul.kernels.power import op
 from longhaul.kernels.power.cost import power_state_flops
 from longhaul.modules.attention import (
     Attention,
+    AttentionConfig,
     attention_config,
     build_attention,
     power,
     registered_variants,
 )
+from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.attention.power import PowerAttention, PowerConfig
 
 VARIANTS = registered_variants()
-LINEAR = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
+POWER = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
 WIDTH, HEADS = 16, 2
 
 # Options that change what a variant computes, tested besides its defaults. A new variant needs no
@@ -54,7 +57,7 @@ CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(k
 LEARNED = [
     (kind, {**options, "initial_state": "learned", "rank": 3})
     for kind, options in CASES
-    if kind in LINEAR and options.get("degree", 2) <= 4  # type: ignore[operator]
+    if kind in POWER and options.get("degree", 2) <= 4  # type: ignore[operator]
 ]
 
 
@@ -84,8 +87,8 @@ def name(case: object) -> str | None:
 
 every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
 every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LEARNED, ids=name)
-linear_cases = pytest.mark.parametrize(
-    ("kind", "options"), [case for case in CASES + LEARNED if case[0] in LINEAR], ids=name
+power_cases = pytest.mark.parametrize(
+    ("kind", "options"), [case for case in CASES + LEARNED if case[0] in POWER], ids=name
 )
 
 
@@ -97,6 +100,11 @@ def build(kind: str, options: dict[str, object] | None = None) -> Attention:
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)
     return attention
+
+
+def has_matrices(attention: Attention) -> bool:
+    """Whether a kind writes out its attention matrices, and what they multiply."""
+    return type(attention).values is not Attention.values
 
 
 def tokens(T: int, batch: int = 2) -> Tensor:
@@ -126,6 +134,10 @@ def test_forward_equals_the_explicit_attention_matrix(
     kind: str, options: dict[str, object], T: int
 ) -> None:
     attention, x = build(kind, options), tokens(T)
+    if not has_matrices(attention):
+        with pytest.raises(ValueError, match=f"found {kind}, which does not write out"):
+            attention.values(x)
+        return
     weights, values = attention.weights(x), attention.values(x)
     assert weights.shape == (2, values.shape[2], T, T)
     assert not weights.triu(1).any()
@@ -156,6 +168,23 @@ def test_steps_continue_a_prefill(kind: str, options: dict[str, object]) -> None
 
 
 @every_case_and_learned
+def test_rows_of_different_lengths_go_on_together(kind: str, options: dict[str, object]) -> None:
+    """Where their states have the same shapes, generation joins them along the first dimension."""
+    attention, x = build(kind, options), tokens(40)
+    rows, lengths = x.split(1), (20, 33)
+    states = [attention(row[:, :T])[1] for row, T in zip(rows, lengths, strict=True)]
+    leaves = [pytree.tree_leaves(state) for state in states]
+    assert all(isinstance(leaf, Tensor) and leaf.shape[0] == 1 for leaf in leaves[0])
+    if [leaf.shape for leaf in leaves[0]] != [leaf.shape for leaf in leaves[1]]:
+        return
+    together = pytree.tree_map(lambda *parts: torch.cat(parts), *states)
+    following = torch.cat([row[:, T : T + 1] for row, T in zip(rows, lengths, strict=True)])
+    found, _ = attention.step(following, together)
+    for row, T, one in zip(rows, lengths, found.split(1), strict=True):
+        assert_same(one, attention(row[:, : T + 1])[0][:, -1:])
+
+
+@every_case_and_learned
 def test_packed_documents_are_separate(kind: str, options: dict[str, object]) -> None:
     attention, x = build(kind, options), tokens(100, batch=1)
     packed, _ = attention(x, cu_seqlens=torch.tensor([0, 1, 64, 100]), keep_state=False)
@@ -163,7 +192,7 @@ def test_packed_documents_are_separate(kind: str, options: dict[str, object]) ->
     assert_same(packed, torch.cat(parts, 1))
 
 
-@linear_cases
+@power_cases
 def test_packed_documents_continue_their_own_states(kind: str, options: dict[str, object]) -> None:
     attention, x = build(kind, options), tokens(100, batch=1)
     first, second = x[:, :40], x[:, 40:]
@@ -178,7 +207,7 @@ def test_packed_documents_continue_their_own_states(kind: str, options: dict[str
     assert_same(late, torch.cat([one[:, 25:], other[:, 15:]], 1))
 
 
-@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("kind", POWER)
 def test_offsets_of_documents_are_checked(kind: str) -> None:
     attention, x = build(kind), tokens(20, batch=1)
     for bounds in ([0, 10, 10, 20], [0, 10, 19], [0, 10, 30]):
@@ -196,7 +225,7 @@ def test_batch_rows_are_independent(kind: str, options: dict[str, object]) -> No
         assert_same(attention(x[row : row + 1], keep_state=False)[0], whole[row : row + 1])
 
 
-@linear_cases
+@power_cases
 def test_chunk_size_changes_nothing(kind: str, options: dict[str, object]) -> None:
     x = tokens(100)
     attention = build(kind, options)
@@ -214,6 +243,8 @@ def test_gradients_equal_those_of_the_explicit_attention_matrix(
     kind: str, options: dict[str, object]
 ) -> None:
     attention, x = build(kind, options), tokens(63).requires_grad_()
+    if not has_matrices(attention):
+        return
     parameters = [x, *attention.parameters()]
     probe = torch.randn(2, 63, WIDTH, dtype=torch.float64)
     found = torch.autograd.grad((attention(x, keep_state=False)[0] * probe).sum(), parameters)
@@ -285,27 +316,43 @@ def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, objec
     attention = build(kind, options).float().requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
         _, state = attention(tokens(T, batch=1).float())
-    counted = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
-    products = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
-    assert attention.projection_flops() * T == products
     assert attention.flops_per_token(T) == (
         attention.projection_flops() + attention.mixing_flops(T)
     )
-    tensors = torch.utils._pytree.tree_leaves(state)
+    tensors = pytree.tree_leaves(state)
     held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    if kind not in LINEAR:  # the memory under a view counts too
+    if kind not in POWER:  # the memory under a view counts too
         assert attention.allocated_bytes(T, torch.float32) == sum(held.values())
-    assert attention.allocated_bytes(T, torch.float32) == sum(x.nbytes for x in tensors)
-    if kind not in LINEAR:
-        assert attention.state_size() is None
+        assert attention.state_size() in (None, sum(x.numel() for x in tensors))
+    if isinstance(attention, FusedAttention):
         pairs = T * (T + 1) // 2
         assert attention.mixing_flops(T) * T == 4 * pairs * WIDTH
+    if kind not in POWER:
         return
+    counted = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    products = counted.get("aten.mm", 0) + counted.get("aten.addmm", 0)
+    assert attention.projection_flops() * T == products
+    assert attention.allocated_bytes(T, torch.float32) == sum(x.nbytes for x in tensors)
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
     pivots = 3 if options.get("initial_state") == "learned" else 0
     learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
     assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_sums * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
+
+
+@pytest.mark.parametrize("kind", [k for k in VARIANTS if attention_config(k).cost == "linear"])
+def test_a_linear_kind_has_bounded_state_and_cost(kind: str) -> None:
+    with torch.device("meta"):
+        attention = build_attention(kind, WIDTH, HEADS)
+    short, long = 2048, 4096
+    sizes = [attention.allocated_bytes(T, torch.float32) for T in (short, long)]
+    assert sizes[0] == sizes[1]
+    costs = []
+    for T in (short, long):
+        with FlopCounterMode(display=False) as counter:
+            attention(torch.empty(1, T, WIDTH, device="meta"), keep_state=False)
+        costs.append(counter.get_total_flops() / T)
+    assert costs[1] < 1.05 * costs[0], f"{kind}: wanted cost = 'quadratic' in its config"
 
 
 def padding(attention: PowerAttention) -> int:
@@ -341,7 +388,7 @@ def test_numbers_of_parameters_match_the_formulas() -> None:
     assert found == PARAMETERS
 
 
-@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("kind", POWER)
 def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     attention = build(kind, {"initial_state": "learned", "rank": 5})
     added = sum(p.numel() for p in attention.parameters()) - sum(
@@ -351,7 +398,7 @@ def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     assert added == HEADS * 5 * (attention.key_dim + attention.value_dim) + masses
 
 
-@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize("kind", POWER)
 def test_a_new_learned_state_has_values_of_zero(kind: str) -> None:
     torch.manual_seed(0)
     attention = build_attention(kind, WIDTH, HEADS, initial_state="learned")
@@ -373,11 +420,13 @@ def test_bf16_is_near_float64_late_in_a_document(kind: str, options: dict[str, o
     assert error < 0.02
 
 
-@every_case
+@pytest.mark.parametrize(
+    ("kind", "options"), [case for case in CASES if case[0] in POWER], ids=name
+)
 def test_head_norm_gives_late_tokens_unit_variance(kind: str, options: dict[str, object]) -> None:
     torch.manual_seed(0)
     attention = build_attention(kind, 64, 2, **options)
-    norm = getattr(attention, "norm", None)
+    norm = attention.norm
     if norm is None:
         return
     heads: list[Tensor] = []
@@ -409,6 +458,43 @@ def test_state_size_matches_the_published_one() -> None:
         assert size is not None
         assert 12 * 2 * size == pytest.approx(published, rel=0.03)
         assert size == 12 * symmetric_dim(64, degree) * 65 + 1  # + 1 is the rotation
+
+
+class Incomplete(AttentionConfig):
+    """A config that cannot build its module, which lacks what it needs."""
+
+    kind = "incomplete"
+
+
+class Unfinished(Attention):
+    """A module without `forward`."""
+
+
+def test_what_an_unfinished_kind_lacks_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^kind: found incomplete, .* does not define build; wa"):
+        Incomplete()
+    with pytest.raises(ValueError, match="class Unfinished does not define forward; wanted"):
+        Unfinished(attention_config("softmax")(), WIDTH, HEADS)
+
+
+class Everything(Attention):
+    """All that a kind must write; the rest is measured."""
+
+    def forward(self, x, state=None, *, cu_seqlens=None, keep_state=True):  # type: ignore
+        seen = x if state is None else torch.cat([state, x], dim=1)
+        return x + (x @ seen.mT) @ seen, seen if keep_state else None
+
+
+def test_what_a_kind_does_not_say_is_measured() -> None:
+    attention = Everything(attention_config("softmax")(), WIDTH, HEADS)
+    assert attention.state_size() is None
+    assert attention.allocated_bytes(7, torch.bfloat16) == 7 * WIDTH * 2
+    assert attention.mixing_flops(50) == attention.flops_per_token(50) == 4 * 50 * WIDTH
+    assert attention.form(50, "torch") == "quadratic"
+    assert not attention.passes_on_state(50, "torch")
+    y, state = attention.step(torch.ones(2, 1, WIDTH), torch.ones(2, 3, WIDTH))
+    assert y.shape == (2, 1, WIDTH)
+    assert state.shape == (2, 4, WIDTH)
 
 
 def test_softmax_has_no_state_of_fixed_size() -> None:

@@ -58,10 +58,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sympow": [{}, {"degree": 4} | LEARNED],
     "zeros": [{}, {"ordered": True, "second_order": True, "zeroth": "first_layer"}, LEARNED],
 }
-LINEAR = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
+POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
 LAYERS = {
     f"{kind} {options or ''} {packing}": (kind, options, offsets)
-    for kind in LINEAR
+    for kind in POWER
     for options in OPTIONS.get(kind, [{}, LEARNED])
     for packing, offsets in PACKINGS.items()
 }
@@ -303,8 +303,8 @@ class FirstOfTwo:
         raise AssertionError
 
 
-@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(LINEAR)))
-def test_quadratic_kinds_are_refused_by_name(kind: str) -> None:
+@pytest.mark.parametrize("kind", sorted(set(registered_variants()) - set(POWER)))
+def test_other_kinds_are_refused_by_name(kind: str) -> None:
     model = LanguageModel(
         LanguageModelConfig(
             attention=attention_config("retention")(),
@@ -315,7 +315,7 @@ def test_quadratic_kinds_are_refused_by_name(kind: str) -> None:
             vocabulary=8,
         )
     )
-    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of linear cost"):
+    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of PowerAttention"):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 

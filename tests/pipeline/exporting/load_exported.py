@@ -27,11 +27,12 @@ sys.meta_path.insert(0, _Missing())
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
 def _kept_bytes(cache: Any) -> int:
-    return sum(one.numel() * one.element_size() for layer in cache.layers for one in layer.values())
+    return sum(one.nbytes for _, state in cache.groups for one in pytree.tree_leaves(state))
 
 
 def _bits(model: Any, tokens: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -108,12 +109,15 @@ def main(folder: Path) -> None:
     for name, path in work["tokenizers"].items():
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)
         ids = [tokenizer(text).input_ids for text in work["texts"]]
-        begun = AutoTokenizer.from_pretrained(path, trust_remote_code=True, add_bos_token=True)
+        bare = AutoTokenizer.from_pretrained(path, trust_remote_code=True, add_bos_token=False)
         facts["tokenizers"][name] = {
             "ids": ids,
             "together": tokenizer(work["texts"]).input_ids,
-            "decoded": [tokenizer.decode(one) for one in ids],
-            "begun": begun("a").input_ids,
+            "bare": [bare(text).input_ids for text in work["texts"]],
+            "unbegun": [
+                tokenizer(text, add_special_tokens=False).input_ids for text in work["texts"]
+            ],
+            "decoded": [tokenizer.decode(one[1:]) for one in ids],
         }
     save_file(tensors, folder / "found.safetensors")
     (folder / "found.json").write_text(json.dumps(facts))

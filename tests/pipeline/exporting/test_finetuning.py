@@ -13,7 +13,7 @@ from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
-from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM, symmetric_power
+from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.runs.exported import shape_of
 
@@ -89,13 +89,36 @@ def test_rows_can_be_added_to_the_embedding() -> None:
 
 def test_what_generation_has_cached_does_not_stop_training() -> None:
     _, exported = both("conformal_sympow")
-    symmetric_power.cache_clear()
     with torch.inference_mode():
-        exported(tokens(20))
-    assert symmetric_power.cache_info().currsize == 1
-    exported(tokens(20), labels=tokens(20)).loss.backward()
-    assert symmetric_power.cache_info().hits > 0
+        exported.generate(tokens(20), max_new_tokens=2)
+    exported.train()(tokens(20), labels=tokens(20)).loss.backward()
     assert all(parameter.grad is not None for parameter in exported.parameters())
+
+
+def test_padding_behind_the_tokens_is_trained_as_one_batch() -> None:
+    """Without a cache, nothing that matters follows the tokens of a row."""
+    _, exported = both("conformal_sympow")
+    x, calls = tokens(20, 2), []
+    mask, labels = torch.ones_like(x), x.clone()
+    mask[1, 15:], labels[1, 15:] = 0, -100
+    exported.embedding.register_forward_hook(lambda *_: calls.append(1))
+    loss = exported.train()(x, mask, labels=labels).loss
+    assert len(calls) == 1
+    losses = [exported(row[None, :T], labels=row[None, :T]).loss * (T - 1)
+              for row, T in zip(x, (20, 15), strict=True)]  # fmt: skip
+    torch.testing.assert_close(loss, sum(losses) / (19 + 14))
+
+
+def test_at_padding_stand_the_logits_of_the_token_before() -> None:
+    _, exported = both("softmax")
+    x, mask = tokens(20, 2), torch.ones(2, 20)
+    mask[0, :4] = mask[1, 15:] = 0
+    with torch.no_grad():
+        found = exported(x, mask).logits
+        torch.testing.assert_close(found[1, 15:], exported(x[1:, :15]).logits[0, -1:].expand(5, -1))
+        grown = exported.generate(x, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        alone = exported.generate(x[1:, :15], max_new_tokens=5, do_sample=False)
+    assert torch.equal(grown[1, 20:], alone[0, 15:])
 
 
 def test_trainer_divides_the_loss_by_the_updates_it_accumulates() -> None:

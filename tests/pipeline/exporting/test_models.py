@@ -27,8 +27,7 @@ from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 CHECKOUT = Path(__file__).parents[3]
 LOADER = Path(__file__).parent / "load_exported.py"
 LEARNED = {"initial_state": "learned", "rank": 3}
-# Options that change what a kind computes. A new kind needs no entry, but a place in the exported
-# modeling_longhaul.py.
+# Options that change what a kind computes. A new kind needs no entry.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "cartan": [
         {"generator": "additive", "negative_diagonal": True},
@@ -253,9 +252,10 @@ def test_the_loss_is_that_of_the_next_tokens(exports: Exports, name: str) -> Non
 def test_ids_are_those_of_training(exports: Exports, name: str) -> None:
     tokenizer, found = every_tokenizer()[name], exports.facts["tokenizers"][name]
     ids = [tokenizer.encode(text).tolist() for text in TEXTS]
-    assert found["ids"] == found["together"] == ids
+    # As every sequence of training begins.
+    assert found["ids"] == found["together"] == [[tokenizer.bos_id, *one] for one in ids]
+    assert found["bare"] == found["unbegun"] == ids
     assert found["decoded"] == [tokenizer.decode(one) for one in ids]
-    assert found["begun"] == [tokenizer.bos_id, *tokenizer.encode("a").tolist()]
 
 
 @pytest.mark.soak

@@ -1,0 +1,147 @@
+"""The code of an exported model: what is copied, what stands in, and what is refused."""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import einops
+import pytest
+import torch
+
+from longhaul.modules.attention import AttentionConfig, base
+from longhaul.pipeline.exporting.source import model_code
+from longhaul.pipeline.exporting.stand_ins import einops as stand_in
+
+KIND = """
+from dataclasses import dataclass
+from longhaul.modules.attention import AttentionConfig
+from longhaul.modules.attention.base import register
+{imports}
+
+@register("{name}")
+@dataclass(frozen=True, kw_only=True)
+class Config(AttentionConfig):
+    def build(self, model_dim, num_heads, layer=0):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def kind_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], AttentionConfig]]:
+    """Makes a kind whose module has these imports, as a user would: in a file on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before, names = set(base._REGISTRY), []
+
+    def make(imports: str) -> AttentionConfig:
+        names.append(f"own_kind_{len(names)}")
+        (tmp_path / f"{names[-1]}.py").write_text(KIND.format(imports=imports, name=names[-1]))
+        importlib.invalidate_caches()
+        module: ModuleType = importlib.import_module(names[-1])
+        return module.Config()  # type: ignore[no-any-return]
+
+    yield make
+    for name in set(base._REGISTRY) - before:
+        del base._REGISTRY[name]
+    for name in names:
+        del sys.modules[name]
+
+
+def test_a_kind_of_another_package_goes_along(
+    kind_with: Callable[[str], AttentionConfig],
+) -> None:
+    imports = """
+import math, einops
+import longhaul.modules.rotary as turning
+from longhaul.kernels import power_attention as attend, state_features
+from longhaul.modules.attention import base
+try:
+    import a_faster_package
+except ImportError:
+    pass
+"""
+    code = model_code([kind_with(imports)])
+    lines = code["own_kind_0.py"].splitlines()
+    for line in (
+        "from .modules_attention_base import AttentionConfig",
+        "import math",
+        "from . import stand_ins_einops as einops",
+        "from . import modules_rotary as turning",
+        "from .kernels_power_op import power_attention as attend",
+        "from .kernels_shapes import state_features",
+        "from . import modules_attention_base as base",
+        "    import a_faster_package",
+    ):
+        assert line in lines, line
+    assert (
+        "from .own_kind_0 import __name__ as _  # registers own_kind_0" in code["architecture.py"]
+    )
+    assert "kernels_power_op.py" in code
+    # What a package's __init__ would import, but the kind does not need.
+    assert "modules_attention_softmax.py" not in code
+
+
+@pytest.mark.parametrize(
+    ("imports", "message"),
+    [
+        ("import lightning", "imports lightning in own_kind_0, which an export cannot carry"),
+        ("from omegaconf import OmegaConf", "imports omegaconf in own_kind_0"),
+        ("from longhaul.configs import RunConfig", "imports longhaul.configs in own_kind_0"),
+        ("import longhaul.modules.rotary", "has `import longhaul.modules.rotary` in own_kind_0; w"),
+        ("from longhaul.modules.rotary import *", r"imports \* from longhaul.modules.rotary"),
+    ],
+)
+def test_what_cannot_go_along_is_named(
+    kind_with: Callable[[str], AttentionConfig], imports: str, message: str
+) -> None:
+    config = kind_with(imports)
+    with pytest.raises(
+        ValueError, match=f"^attention.kind: found own_kind_0, whose code {message}"
+    ):
+        model_code([config])
+
+
+def test_a_kind_without_a_file_is_refused(
+    kind_with: Callable[[str], AttentionConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = kind_with("")
+    monkeypatch.setattr(type(config), "__module__", "__main__")
+    with pytest.raises(ValueError, match="found own_kind_0, whose code is defined in __main__"):
+        model_code([config])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes"),
+    [
+        ("b t (s h k) d -> s b h t k d", {"s": 3, "h": 2}),
+        ("... (g r) d -> ... d g r", {"g": 3}),
+        ("b t ... -> (b t) ...", {}),
+        ("b ... d -> d (b ...)", {}),
+        ("b t c d -> b 1 (t c) d", {}),
+    ],
+)
+def test_einops_is_stood_in_for(pattern: str, sizes: dict[str, int]) -> None:
+    x = torch.randn(2, 3, 24, 4)
+    assert torch.equal(
+        stand_in.rearrange(x, pattern, **sizes), einops.rearrange(x, pattern, **sizes)
+    )
+    for wrong in ("b t c -> b t c", "b t (c e) d -> b t c e d"):
+        with pytest.raises(ValueError, match=r"einops: "):
+            stand_in.rearrange(x, wrong, e=5)
+    with pytest.raises(ValueError, match=r"loses c, wanted it on the right"):
+        stand_in.rearrange(x, "b t c d -> b t d")
+
+
+def test_einops_repeats_and_reduces_as_its_stand_in() -> None:
+    x = torch.randn(2, 1, 24, 4)
+    for module in (stand_in, einops):
+        repeated = module.repeat(x, "b 1 (g r) d -> b n g (r m) d", g=3, n=5, m=2)
+        assert repeated.shape == (2, 5, 3, 16, 4)
+        assert torch.equal(repeated[:, 4, 0, 1::2], x[:, 0, :8])
+    for reduction in ("sum", "mean", "max", "min"):
+        found = stand_in.reduce([x, x], "n b t (g r) d -> n g d", reduction, r=8)
+        wanted = einops.reduce([x, x], "n b t (g r) d -> n g d", reduction, r=8)
+        torch.testing.assert_close(found, wanted)
