@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longhaul.datamodules.urls import is_remote, local_path, read_remote, sibling
+from longhaul.datamodules.urls import MissingInputError, is_remote, local_path, read_remote, sibling
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -131,7 +131,7 @@ def load_manifest(location: str | Path) -> Manifest:
         try:
             text = path.read_bytes()
         except FileNotFoundError:
-            raise FileNotFoundError(
+            raise MissingInputError(
                 f"{path}: no such manifest; `longhaul prepare` writes one into the folder of shards"
             ) from None
     try:

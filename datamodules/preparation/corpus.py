@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from longhaul.datamodules.urls import MissingInputError
+
 _log = logging.getLogger(__name__)
 
 # Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
@@ -74,7 +76,7 @@ def open_corpus(sources: list[str]) -> Corpus:
                 else:
                     found.append((path.relative_to(source).as_posix(), path))
         else:
-            raise FileNotFoundError(f"{source}: no such file or folder")
+            raise MissingInputError(f"{source}: no such file or folder")
     if binary:
         _log.warning("%d binary files in the folders are left out", binary)
     if not found:

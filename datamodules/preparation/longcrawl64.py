@@ -17,6 +17,7 @@ from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
+from longhaul.datamodules.urls import MissingInputError
 
 WHOLE = "whole"
 LARGEST_ID = 50_256
@@ -124,7 +125,7 @@ class ZarrStore:
 def open_store(path: Path) -> ZarrStore:
     """Check that a folder is a store with the layout of LongCrawl64, and read its sizes."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder, wanted a Zarr v2 store")
+        raise MissingInputError(f"{path}: no such folder, wanted a Zarr v2 store")
     if not (path / ".zarray").is_file():
         found = "a Zarr group" if (path / ".zgroup").is_file() else "no .zarray"
         raise ValueError(f"{path}: found {found}, wanted a Zarr v2 store of one top-level array")

@@ -79,7 +79,14 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return validation_batches(config)
+        try:
+            return validation_batches(config)
+        except ValueError as error:
+            if context == trained.config.data.context:
+                raise
+            # Here it is an option of the command that decides.
+            option = "--context" if context == options.context else "--contexts"
+            raise ValueError(str(error).replace("data.context", option)) from error
     manifest = load_manifest(config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     texts = []

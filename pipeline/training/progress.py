@@ -7,6 +7,7 @@ from typing import NoReturn
 from tqdm import tqdm
 
 from longhaul.modules.pretraining import Progress, Update
+from longhaul.pipeline.terminal.progress import shows_bars
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -26,7 +27,7 @@ class ProgressLine:
         """Start showing progress, from the run's current step."""
         if progress.step:
             self._print(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
-        if sys.stdout.isatty():
+        if shows_bars(sys.stdout):
             self._bar = tqdm(
                 total=self.num_updates,
                 initial=progress.step,
