@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import FailFast, Field
 
 from longhaul.datamodules.untrusted import Count, PlainName, Sha256, parse_json, read_regular
-from longhaul.datamodules.urls import is_remote, local_path, read_remote, sibling
+from longhaul.datamodules.urls import MissingInputError, is_remote, local_path, read_remote, sibling
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -141,7 +141,7 @@ def load_manifest(location: str | Path) -> Manifest:
                 if below and path.name == MANIFEST_NAME
                 else "`longhaul prepare` writes one into the folder of shards"
             )
-            raise FileNotFoundError(f"{path}: no such manifest; {remedy}") from None
+            raise MissingInputError(f"{path}: no such manifest; {remedy}") from None
     manifest = parse_json(Manifest, text, location)
     return dataclasses.replace(manifest, location=location)
 

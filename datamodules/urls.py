@@ -19,6 +19,10 @@ _ATTEMPTS = 3
 Result = TypeVar("Result")
 
 
+class MissingInputError(FileNotFoundError, ValueError):
+    """A file or folder that the user named is not there: bad input, not a failure while running."""
+
+
 def is_remote(location: str) -> bool:
     """Whether webdataset must open it: `pipe:COMMAND`, or `scheme://` other than file://."""
     scheme = re.match(r"([a-z][a-z0-9+.-]*)://|pipe:", location)

@@ -63,7 +63,9 @@ def _status(arguments: list[str]) -> int:
         raise
     except ValueError as error:
         return _fail(error, status=2)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
+        return _fail(_explained(error), status=1)
+    except RuntimeError as error:
         return _fail(error, status=1)
     except KeyboardInterrupt:
         print("longhaul: interrupted", file=sys.stderr)
@@ -100,9 +102,15 @@ def _summary() -> str:
     return "\n".join(lines + [f"  {name:<10} {text}" for name, text in COMMANDS.items()])
 
 
-def _fail(error: BaseException, status: int) -> int:
+def _explained(error: OSError) -> str:
+    """The message of an error; one of the system's own is a number and a name in brackets."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+def _fail(error: BaseException | str, status: int) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
-    logging.getLogger("longhaul").debug("traceback", exc_info=error)
     print(f"longhaul: {message}", file=sys.stderr)
     return status
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from longhaul.datamodules.untrusted import check_regular, one_line, open_regular, shown
+from longhaul.datamodules.urls import MissingInputError
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def open_corpus(sources: list[str]) -> Corpus:
                 else:
                     found.append((path.relative_to(source).as_posix(), path))
         elif not source.exists():
-            raise FileNotFoundError(f"{source}: no such file or folder")
+            raise MissingInputError(f"{source}: no such file or folder")
         else:
             check_regular(source)
             if _is_binary(source):

@@ -18,6 +18,7 @@ from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
 from longhaul.datamodules.untrusted import parse_json, read_regular, shown
+from longhaul.datamodules.urls import MissingInputError
 
 WHOLE = "whole"
 LARGEST_ID = 50_256
@@ -152,7 +153,7 @@ def _has_content(item: os.DirEntry[str]) -> bool:
 def open_store(path: Path) -> ZarrStore:
     """Check that a folder is a store with the layout of LongCrawl64, and read its sizes."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such folder, wanted a Zarr v2 store")
+        raise MissingInputError(f"{path}: no such folder, wanted a Zarr v2 store")
     if not (path / ".zarray").is_file():
         found = "a Zarr group" if (path / ".zgroup").is_file() else "no .zarray"
         raise ValueError(f"{path}: found {found}, wanted a Zarr v2 store of one top-level array")

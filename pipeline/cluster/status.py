@@ -24,7 +24,10 @@ from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.terminal.table import print_table
 from longhaul.pipeline.tracking.metrics_journal import parse_line
 
-_COLUMNS = ("name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
+_COLUMNS = (
+    *("name", "job", "state", "step", "loss", "validation", "tokens/s", "left", "restarts"),
+    "checkpoint",
+)
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -105,7 +108,9 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     else:
         state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
     updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
-    progress = _progress(folder, updates, is_running=state == "running")
+    validations = [line["values"] for line in lines if line["kind"] == "validation"]
+    validated = f"{float(validations[-1]['validation/loss']):.4f}" if validations else "-"
+    progress = _progress(folder, updates, validated, is_running=state == "running")
     return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
 
 
@@ -130,20 +135,21 @@ def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _progress(
-    folder: Path, updates: Sequence[Mapping[str, Any]], *, is_running: bool
+    folder: Path, updates: Sequence[Mapping[str, Any]], validated: str, *, is_running: bool
 ) -> Sequence[str]:
-    """Step out of all steps, loss, tokens/s, and the time left if the run is running."""
+    """Step out of all steps, losses, tokens/s, and the time left if the run is running."""
     tokens_per_update, total = _budget(folder)
     of_total = "" if total is None else f"/{total:,}"
     if not updates:
-        return [f"0{of_total}", "-", "-", "-"]
+        return [f"0{of_total}", "-", validated, "-", "-"]
     step, values = int(updates[-1]["step"]), updates[-1]["values"]
     rate = statistics.median(float(each["values"]["train/tokens_per_second"]) for each in updates)
     left = "-"
     if total is not None and is_running:
         seconds = (total - step) * tokens_per_update / rate
         left = str(timedelta(seconds=round(seconds)))
-    return [f"{step:,}{of_total}", f"{float(values['train/loss']):.4f}", f"{rate:,.0f}", left]
+    loss = f"{float(values['train/loss']):.4f}"
+    return [f"{step:,}{of_total}", loss, validated, f"{rate:,.0f}", left]
 
 
 def _budget(folder: Path) -> tuple[int, int | None]:
@@ -174,7 +180,7 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _tail(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a journal; they include updates if there are any near its end."""
+    """The last lines of a journal, with updates and a validation if they are near its end."""
     lines: list[dict[str, Any]] = []
     for size in _TAIL_BYTES if path.is_file() else ():
         with path.open("rb") as file:
@@ -183,7 +189,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
             content = file.read()
         # Unless the file begins here, the first line is incomplete.
         lines = _parse(content.partition(b"\n")[2] if begin else content)
-        if begin == 0 or any(line["kind"] == "train" for line in lines):
+        if begin == 0 or {"train", "validation"} <= {line["kind"] for line in lines}:
             break
     return lines
 

@@ -60,32 +60,36 @@ def check_shards(config: RunConfig, first: int) -> Finding:
         first: which shard is hashed first; it differs from node to node.
     """
     end = time.monotonic() + _SECONDS_OF_READING
-    locations, texts = [config.data.manifest], []
-    if config.data.validation_manifest is not None:
-        locations.append(config.data.validation_manifest)
-    for location in locations:
+    texts = []
+    for name, key in (("training", "manifest"), ("validation", "validation_manifest")):
+        location = getattr(config.data, key)
+        if location is None:
+            continue
         fault: Fault
         try:
             manifest = load_manifest(location)
         except (FileNotFoundError, ValueError) as error:
             # A missing manifest may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"
-            remedy = "set data.manifest, or prepare it"
+            remedy = f"set data.{key}, or prepare it"
             return Finding("FAILURE", "shards", str(error), remedy, fault)
         if manifest.vocab_size > config.model.vocabulary:
             text = f"{location} has {manifest.vocab_size} ids"
             remedy = f"set model.vocabulary, {config.model.vocabulary} now"
             return Finding("FAILURE", "shards", text, remedy, "input")
         if is_remote(manifest.location):
-            texts.append(f"{len(manifest.shards)} remote shards, none read")
+            texts.append(f"{name}: {len(manifest.shards)} remote shards, none read")
             continue
         unfit, damaged, sized, hashed = _bad_shards(manifest, first, end)
         if unfit or damaged:
             # All nodes compare all sizes, but each node hashes other shards.
             fault = "either" if unfit else "input"
             return _bad_shard_finding([*unfit, *damaged], len(manifest.shards), config, fault)
-        of_all = "" if sized == len(manifest.shards) else f" of {len(manifest.shards)}"
-        texts.append(f"{sized}{of_all} of the right size, {hashed} of the right hash")
+        sizes = "all" if sized == len(manifest.shards) else f"{sized} looked at, all"
+        texts.append(
+            f"{name}: {len(manifest.shards)} shards, {sizes} of the right size, {hashed} read "
+            "through, all of the right hash"
+        )
     return Finding("ok", "shards", "; ".join(texts))
 
 

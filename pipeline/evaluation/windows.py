@@ -89,7 +89,14 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     """
     config = with_context(trained.config, context)
     if not options.text:
-        return validation_batches(config, trained.manifest)
+        try:
+            return validation_batches(config, trained.manifest)
+        except ValueError as error:
+            if context == trained.config.data.context:
+                raise
+            # Here it is an option of the command that decides.
+            option = "--context" if context == options.context else "--contexts"
+            raise ValueError(str(error).replace("data.context", option)) from error
     tokenizer = tokenizer_of(trained.manifest)
     texts = []
     for path in options.text:

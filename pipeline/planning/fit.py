@@ -1,6 +1,7 @@
 """Whether a run fits its devices: a table of a rank's memory and traffic, and one verdict."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 
 from longhaul.configs import RunConfig, load_run_config
@@ -8,6 +9,8 @@ from longhaul.pipeline.planning.memory import MemorySettings, Plan, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES
 from longhaul.pipeline.system.devices import DEVICES, Device, find_device
 from longhaul.pipeline.terminal.numbers import digits, in_bytes
+
+logger = logging.getLogger(__name__)
 
 # Kept free for the device's context, NCCL's buffers and the allocator's rounding.
 _RESERVED_BYTES = 2 * 10**9
@@ -26,7 +29,11 @@ def device_option(name: str | None) -> Device:
 def with_num_gpus(
     path: str, overrides: Sequence[str], run: RunConfig, gpus: int | None
 ) -> RunConfig:
-    """The run of a path and overrides, on `gpus` ranks instead of its own number; None keeps it."""
+    """The run of a path and overrides, on `gpus` ranks instead of its own number; None keeps it.
+
+    Where an update has too few samples for the run's micro-batches on so many ranks, the largest
+    micro-batch is taken with which it has enough.
+    """
     if gpus is None:
         return run
     if gpus < 1:
@@ -37,6 +44,15 @@ def with_num_gpus(
     elif strategy == "single":
         strategy = "ddp"
     spread = [f"trainer.devices={gpus}", "trainer.nodes=1", f"trainer.strategy={strategy}"]
+    own = run.trainer.micro_batch
+    groups = max(1, gpus // run.trainer.context_parallel)
+    fitting = (n for n in range(own, 0, -1) if run.samples_per_update % (n * groups) == 0)
+    micro_batch = next(fitting, own)
+    if micro_batch != own:
+        spread.append(f"trainer.micro_batch={micro_batch}")
+        logger.info(
+            "--gpus %d: planned with trainer.micro_batch=%d, not %d", *(gpus, micro_batch, own)
+        )
     try:
         return load_run_config(path, [*overrides, *spread])
     except ValueError as error:

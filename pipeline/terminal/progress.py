@@ -1,13 +1,22 @@
 """Shows the progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
+import os
 import sys
 import time
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from tqdm import tqdm
 
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+def shows_bars(stream: TextIO) -> bool:
+    """Whether this is a terminal with columns. A bar on one without, as CI may have, is nothing."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:
+        return False
 
 
 class TokenProgress:
@@ -50,7 +59,7 @@ class TokenProgress:
         if self._first is None:
             self._first = done
             self._started = self._shown = time.monotonic()
-            if sys.stderr.isatty():
+            if shows_bars(sys.stderr):
                 self._bar = tqdm(
                     desc=self._what.rstrip(": ") or None,
                     total=self._total,

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from longhaul.modules.pretraining import Update
 from longhaul.modules.progress import Progress
+from longhaul.pipeline.terminal.progress import shows_bars
 
 _SECONDS_BETWEEN_LINES = 10.0
 # A long run writes about this many lines of losses to its log.
@@ -36,7 +37,7 @@ class ProgressLine:
         """Start showing progress, from the run's current step."""
         if progress.step:
             self.say(f"resumed at step {progress.step}, {progress.tokens:,} tokens")
-        if sys.stdout.isatty():
+        if shows_bars(sys.stdout):
             self._bar = tqdm(
                 total=self.num_updates,
                 initial=progress.step,

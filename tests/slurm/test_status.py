@@ -39,10 +39,10 @@ def test_states_and_restarts_come_from_slurm(cluster: Any, tmp_path: Path) -> No
     rows = {line.split()[0]: line.split() for line in done.stdout.splitlines()}
     assert {name: rows[name][1] for name in jobs} == jobs
     assert rows["running"][2] == "running"
-    assert rows["running"][7] == "0"
+    assert rows["running"][8] == "0"
     assert rows["waiting"][2:4] == ["pending,", "BeginTime"]
     assert rows["restarted"][2] == "running"
-    assert rows["restarted"][7] == "1"
+    assert rows["restarted"][8] == "1"
     assert rows["cancelled"][2] == "cancelled"
     # Of a single job that it does not know Slurm says something else than of one of several.
     (tmp_path / "alone" / "forgotten" / "slurm").mkdir(parents=True)

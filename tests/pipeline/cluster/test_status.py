@@ -10,7 +10,8 @@ import pytest
 
 from longhaul.pipeline.cli import main
 
-COLUMNS = ["name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint"]
+COLUMNS = ["name", "job", "state", "step", "loss", "validation", "tokens/s", "left", "restarts"]
+COLUMNS += ["checkpoint"]
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +57,13 @@ def _status(status: str) -> dict[str, Any]:
 
 def test_a_finished_run_shows_its_end(uninterrupted: Any, status: Any) -> None:
     journal = (uninterrupted.path / "small" / "logs" / "metrics.jsonl").read_text()
-    losses = [line for line in map(json.loads, journal.splitlines()) if line["kind"] == "train"]
+    lines = [*map(json.loads, journal.splitlines())]
+    losses = [line for line in lines if line["kind"] == "train"]
+    (*_, validation) = [line for line in lines if line["kind"] == "validation"]
     row = status(uninterrupted.path)["small"]
     assert (row["state"], row["step"], row["left"]) == ("finished", "30/30", "-")
     assert row["loss"] == f"{losses[-1]['values']['train/loss']:.4f}"
+    assert row["validation"] == f"{validation['values']['validation/loss']:.4f}"
     assert row["checkpoint"].startswith("30, ")
     assert status(uninterrupted.path / "small")["small"] == row
 
@@ -108,6 +112,7 @@ def test_speed_is_the_median_and_time_left_follows_from_it(
         "state": "running",
         "step": "40/100",
         "loss": "2.6000",
+        "validation": "-",
         "tokens/s": "500",
         "left": "0:02:00",
         "restarts": "",
