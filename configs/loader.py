@@ -70,15 +70,15 @@ def load_stored_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: found {shown(values)}, wanted a mapping of keys")
-    for count, (key, value) in enumerate(_leaves(values)):
-        # An alias stands for a value that is written once, but is built at each place.
-        if count > _MOST_STORED_VALUES:
-            raise ConfigError(f"{path}: found more than {_MOST_STORED_VALUES} values")
-        if isinstance(value, str) and "${" in value:
-            raise ConfigError(f"{path}: {key}: found {shown(value)}, wanted a plain value")
     try:
+        for count, (key, value) in enumerate(_leaves(values)):
+            # An alias stands for a value that is written once, but is built at each place.
+            if count > _MOST_STORED_VALUES:
+                raise ConfigError(f"found more than {_MOST_STORED_VALUES} values")
+            if isinstance(value, str) and "${" in value:
+                raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
         return _build(OmegaConf.create(values))
-    except (ConfigError, OmegaConfBaseException, RecursionError) as error:
+    except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
 
 
@@ -158,7 +158,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: inherits itself")
     try:
         raw = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"{path}: found a {type(raw).__name__}, wanted a mapping of keys")
