@@ -70,15 +70,15 @@ def load_stored_config(path: Path) -> RunConfig:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: found {shown(values)}, wanted a mapping of keys")
-    for count, (key, value) in enumerate(_leaves(values)):
-        # An alias stands for a value that is written once, but is built at each place.
-        if count > _MOST_STORED_VALUES:
-            raise ConfigError(f"{path}: found more than {_MOST_STORED_VALUES} values")
-        if isinstance(value, str) and "${" in value:
-            raise ConfigError(f"{path}: {key}: found {shown(value)}, wanted a plain value")
     try:
+        for count, (key, value) in enumerate(_leaves(values)):
+            # An alias stands for a value that is written once, but is built at each place.
+            if count > _MOST_STORED_VALUES:
+                raise ConfigError(f"found more than {_MOST_STORED_VALUES} values")
+            if isinstance(value, str) and "${" in value:
+                raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
         return _build(OmegaConf.create(values))
-    except (ConfigError, OmegaConfBaseException, RecursionError) as error:
+    except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
 
 
@@ -181,12 +181,12 @@ def _load(path: Path) -> DictConfig:
     """The mapping in a YAML file."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):  # OmegaConf would make a key of a text
-            found = "nothing" if values is None else f"{json.dumps(values, default=str):.60}"
-            raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
         raw = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):  # OmegaConf makes a key of a text
+        found = "nothing" if values is None else f"{json.dumps(values, default=str):.60}"
+        raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
     assert isinstance(raw, DictConfig)
     return raw
 

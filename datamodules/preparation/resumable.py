@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
 from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
-from longhaul.datamodules.untrusted import Count, parse_json
+from longhaul.datamodules.untrusted import Count, one_line, parse_json, shown
 
 PROGRESS_NAME = ".progress.jsonl"
 
@@ -143,8 +143,9 @@ def _check_same_job(folder: Path, found: dict[str, Any], wanted: dict[str, Any])
     for key in sorted(found.keys() | wanted.keys()):
         if found.get(key) != wanted.get(key):
             raise ValueError(
-                f"{folder}: holds a preparation with {key} {found.get(key)!r}, this one has "
-                f"{wanted.get(key)!r}; wanted another folder, or the same source and options"
+                f"{folder}: holds a preparation with {one_line(key)} {shown(found.get(key))}, this "
+                f"one has {shown(wanted.get(key))}; wanted another folder, or the same source and "
+                "options"
             )
 
 

@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from longhaul.datamodules.untrusted import parse_json, read_regular
 from longhaul.pipeline.system.programs import output_of
@@ -40,7 +42,7 @@ class _Job:
     """One line of JOBS_FILE."""
 
     kind: str
-    job_id: str
+    job_id: Annotated[str, Field(pattern="^[0-9]{1,20}(_[0-9]{1,20})?$")]
 
 
 class SlurmJob(NamedTuple):

@@ -215,7 +215,8 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
     try:
         return load_stored_config(folder / "config.yaml"), text
     except ConfigError as error:
-        raise _Unreadable(f"config.yaml is of another version: {error}") from error
+        reason = str(error).removeprefix(f"{folder / 'config.yaml'}: ")
+        raise _Unreadable(f"config.yaml is of another version: {reason}") from error
 
 
 def _hardware(fetch: Callable[[str], str]) -> str:

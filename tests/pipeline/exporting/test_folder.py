@@ -355,7 +355,8 @@ def test_memory_is_that_of_a_block(base: Run, tmp_path: Path) -> None:
     store = CheckpointStore(run / "checkpoints", keep_last=1)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     assert sum(4 * tensor.numel() for tensor in tensors.values()) > 200_000_000
-    store.start(3, tensors, {"progress": {"step": 3, "tokens": 1}})
+    progress = {"step": 3, "samples": 1, "tokens": 1}
+    store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
     store.wait()
     exports = [str(run), str(tmp_path / "new"), str(base.path / "small"), str(tmp_path / "small")]
     result = subprocess.run(
@@ -415,11 +416,9 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
-    refuses(
-        other, f"{other}/config.json: not the config of an exported model, model_type is 'gpt2'"
-    )
+    refuses(other, f"{other}/config.json: model_type: found 'gpt2', wanted 'longhaul'")
     (other / "config.json").write_text("[")
-    refuses(other, f"{other}/config.json: not the config of an exported model")
+    refuses(other, f"{other}/config.json: found no JSON")
     shutil.copy(exported / "config.json", other)
     refuses(other, f"{other}: the weights cannot be read, No such file")
     content = (exported / "model.safetensors").read_bytes()

@@ -100,9 +100,9 @@ def write_run(folder: Path, config: RunConfig, model: LanguageModel) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     store = CheckpointStore(folder / "checkpoints", keep_last=1)
-    progress = {"step": 3, "tokens": 1536}
+    progress = {"step": 3, "samples": 48, "tokens": 1536}
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    store.start(3, tensors, {"progress": progress})
+    store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
     store.wait()
 
 
