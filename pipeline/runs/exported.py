@@ -12,6 +12,7 @@ from torch import Tensor
 from longhaul.configs.loader import to_dict
 from longhaul.datamodules.untrusted import Count, PlainName, one_line, parse_json, read_regular
 from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.checkpoints.integrity import reason
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 
 WEIGHTS = "model.safetensors"
@@ -89,5 +90,5 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
             read_header(folder / name)
             weights |= load_file(folder / name)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the weights cannot be read, {one_line(error)}") from error
+        raise ValueError(f"{folder}: the weights cannot be read, {one_line(reason(error))}") from error
     return weights
