@@ -196,8 +196,8 @@ def test_pieces_of_configs_load_over_the_demo(tmp_path: Path) -> None:
             load_run_config(file)
 
 
-# The first is the worked example, below; the second needs a folder that `longhaul export` wrote,
-# and tests/pipeline/exporting/test_models.py loads those.
+# The first are kinds, run below and in tests/pipeline/test_adding_a_variant.py; the second needs a
+# folder that `longhaul export` wrote, and tests/pipeline/exporting/test_models.py loads those.
 RUN_ELSEWHERE = ("docs/adding-a-variant.md", "docs/export.md")
 
 
@@ -218,7 +218,8 @@ def test_the_ten_lines_print_two_shapes(capsys: pytest.CaptureFixture[str]) -> N
 def example(tmp_path: Path) -> Iterator[str]:
     """The kind that adding-a-variant.md adds, registered while a test runs."""
     file = tmp_path / "decayed_linear.py"
-    file.write_text(block_after("docs/adding-a-variant.md", "The file", "python"))
+    page = "docs/adding-a-variant.md"
+    file.write_text(block_after(page, "A kind of power attention", "python"))
     before = set(base._REGISTRY)
     module = module_of(file)
     (kind,) = set(base._REGISTRY) - before

@@ -19,6 +19,9 @@ from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
 
+_Config = TypeVar("_Config", bound="AttentionConfig")
+_Module = TypeVar("_Module", bound="Attention")
+
 # FLOPs of a kind of linear cost are counted on this many tokens: more would take longer to count,
 # and cost the same per token.
 _COUNTED_TOKENS = 1024
@@ -33,9 +36,9 @@ class AttentionConfig(ABC):
     positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
     speed_options: ClassVar[tuple[str, ...]] = ()  # options that change nothing but speed
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls: type[_Config], *_: Any, **__: Any) -> _Config:
         _check_complete(cls, f"kind: found {cls.kind}, whose class {cls.__name__}")
-        return super().__new__(cls)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
         """Check the options. A subclass calls super().__post_init__() first."""
@@ -72,9 +75,9 @@ class Attention(nn.Module, ABC):
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls: type[_Module], *_: Any, **__: Any) -> _Module:
         _check_complete(cls, f"attention.kind: found one whose class {cls.__name__}")
-        return super().__new__(cls)
+        return object.__new__(cls)
 
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -181,7 +184,8 @@ class Attention(nn.Module, ABC):
         T = T if self.config.cost == "quadratic" else min(T, _COUNTED_TOKENS)
         with FlopCounterMode(display=False) as counter:
             self._state_after(T, torch.float32)
-        return max(0, counter.get_total_flops() // T - self.projection_flops())
+        counted: int = counter.get_total_flops()
+        return max(0, counted // T - self.projection_flops())
 
     def flops_per_token(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token at context T."""
@@ -201,7 +205,8 @@ class Attention(nn.Module, ABC):
         T = T if self.state_size() is None else 1
         storages = [x.untyped_storage() for x in self._state_after(T, dtype)]
         # Tensors that are views of the same memory hold it once, but all of it.
-        return sum({one._cdata: one.nbytes() for one in storages}.values())
+        held: dict[int, int] = {one._cdata: one.nbytes() for one in storages}
+        return sum(held.values())
 
     def _state_after(self, T: int, dtype: torch.dtype) -> list[Tensor]:
         """The tensors of the state that `forward` returns for T tokens: shapes without data."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from typing import NoReturn
 
 from longhaul.modules.attention import AttentionConfig
 from longhaul.pipeline import exporting
@@ -59,6 +60,9 @@ def _file(module: str) -> str:
     return module.removeprefix(f"{_HERE}.").removeprefix("longhaul.").replace(".", "_")
 
 
+Import = ast.Import | ast.ImportFrom
+
+
 @dataclass
 class _Code:
     """The modules carried so far."""
@@ -75,8 +79,8 @@ class _Code:
             return
         self.files[module] = ""  # so that a circle of imports ends
         text = self._source(module)
-        lines = text.splitlines(keepends=True)
-        changes: list[tuple[ast.stmt, list[str]]] = []
+        lines = [f"{line}\n" for line in text.rstrip("\n").split("\n")]
+        changes: list[tuple[Import, list[str]]] = []
         for node in _imports(ast.parse(text)):
             new = self._rewritten(node, module)
             if new is not None:
@@ -93,7 +97,7 @@ class _Code:
             self._refuse(f"is defined in {module}, which is no file that an export can copy")
         return Path(str(spec.origin)).read_text(encoding="utf-8")
 
-    def _rewritten(self, node: ast.Import | ast.ImportFrom, module: str) -> list[str] | None:
+    def _rewritten(self, node: Import, module: str) -> list[str] | None:
         """The statements that replace an import; None keeps it."""
         if isinstance(node, ast.Import):
             new = [self._whole(alias, module) for alias in node.names]
@@ -186,7 +190,7 @@ class _Code:
             )
         return f"{source}.{name}", None
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str) -> NoReturn:
         raise ValueError(f"attention.kind: found {self.kind}, whose code {reason}")
 
 
@@ -194,7 +198,7 @@ def _copied(module: str) -> str:
     return _STAND_INS.get(module, module)
 
 
-def _imports(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+def _imports(tree: ast.AST) -> Iterator[Import]:
     """All imports but those in a `try`, which the module can do without."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):

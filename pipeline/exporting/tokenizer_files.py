@@ -32,8 +32,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     for role, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eot_id)):
         if token in added:
             config[f"{role}_token"] = added[token]
-    # Every sequence of training began with bos. Without it a model starts in a way that it never saw.
-    config["add_bos_token"] = "bos_token" in config
+    if "bos_token" in config:
+        # Every sequence of training began with it.
+        content["post_processor"] = _begin_with(config["bos_token"], tokenizer.bos_id)
     if "eos_token" in config:
         config["pad_token"] = config["eos_token"]
     if tokenizer.name == "longcrawl64":
@@ -42,7 +43,19 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
         shutil.copyfile(Path(__file__).with_name(_ESCAPING_CODE), folder / _ESCAPING_CODE)
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    return bool(config["add_bos_token"])
+    return "bos_token" in config
+
+
+def _begin_with(token: str, token_id: int) -> dict[str, Any]:
+    """What puts a token before a text, or before the first of a pair, in a tokenizer.json."""
+    begin = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, first],
+        "pair": [begin, first, second],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
 
 
 def _without_additions(content: bytes) -> dict[str, Any]:

@@ -4,12 +4,12 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-_REDUCTIONS = {
+_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.sum,
     "mean": torch.mean,
     "max": torch.amax,
