@@ -25,6 +25,8 @@ _SNIFF_BYTES = 8192
 _PARQUET_ROWS = 64
 # A compressed line may expand to any size.
 _MOST_LINE_BYTES = 64 << 20
+# Names of files with many records, each of which is a text.
+_RECORDS = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Text:
     """Path of the file relative to its source, with `#` and a number in a file of records."""
     pieces: Callable[[], Iterator[str]]
     """The text in consecutive pieces of about `PIECE_CHARACTERS` at most."""
+    is_file: bool = False
+    """Whether it is a whole file, and not a record of one."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Corpus:
         """Hash of the names and sizes of all files."""
         lines = [f"{name}\0{path.stat().st_size}\n" for name, path in self.files]
         return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+    @property
+    def plain_files(self) -> int:
+        """Number of files that are one text each."""
+        return sum(not path.name.endswith(_RECORDS) for _, path in self.files)
 
     def texts(self) -> Iterator[Text]:
         """All texts. A plain text file is one text; in other files every record is one text."""
@@ -153,7 +162,7 @@ def _texts_of(name: str, path: Path) -> Iterator[Text]:
     elif path.name.endswith(".parquet"):
         yield from _parquet_rows(name, path)
     else:
-        yield Text(name, partial(_plain_pieces, path))
+        yield Text(name, partial(_plain_pieces, path), is_file=True)
 
 
 def _plain_pieces(path: Path) -> Iterator[str]:

@@ -4,7 +4,8 @@ import dataclasses
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -34,6 +35,10 @@ class _FinishedShard:
 
     shard: ShardEntry
     cursor: list[Count]
+
+
+class TooShortError(ValueError):
+    """The source does not fill one document."""
 
 
 class DocumentSource(Protocol):
@@ -98,7 +103,7 @@ def prepare_shards(
             shards.append(entry)
             done += entry.documents
         if not shards:
-            raise ValueError(
+            raise TooShortError(
                 f"{folder}: the source has {source.dropped_tokens} tokens, less than one document "
                 f"of {template.document_tokens}; wanted a larger source or shorter documents"
             )
@@ -121,6 +126,17 @@ def check_destination(folder: Path, known: set[str]) -> None:
         raise ValueError(
             f"{folder}: holds other files ({min(names)}), wanted a new or an empty folder"
         )
+
+
+def remove_preparation(folder: Path, extra_files: Iterable[str]) -> None:
+    """Remove what `prepare_shards` wrote into a folder, and the folder if nothing else is in it."""
+    names = {PROGRESS_NAME, *extra_files}
+    if (folder / MANIFEST_NAME).exists():
+        names |= {MANIFEST_NAME, *(shard.name for shard in load_manifest(folder).shards)}
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _finished_manifest(folder: Path, template: Manifest) -> Manifest | None:

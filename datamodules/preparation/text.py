@@ -1,6 +1,7 @@
 """Prepare text: tokenize, concatenate with end-of-text ids, and cut into equal documents."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -12,11 +13,16 @@ from longhaul.datamodules.preparation.corpus import Corpus, Text, in_validation
 from longhaul.datamodules.preparation.resumable import (
     Cursor,
     Progress,
+    TooShortError,
     check_destination,
     prepare_shards,
+    remove_preparation,
 )
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
+
+FEW_FILES = 100
+"""Below this number of plain files, validation takes the end of each one, not whole files."""
 
 
 def prepare_text(
@@ -33,8 +39,9 @@ def prepare_text(
 
     With a validation fraction, they go into its subfolders `train` and `validation`. The hash of
     its name decides to which of them a text belongs, so adding texts does not change the split of
-    the others. The tokens after the last whole document are dropped, since padding would repeat
-    text; the manifest counts them.
+    the others. Of fewer than FEW_FILES plain files, the end of each one is for validation instead:
+    whole files might leave nothing for a part. The tokens after the last whole document are
+    dropped, since padding would repeat text; the manifest counts them.
 
     Returns:
         The manifest, or those of `train` and `validation`.
@@ -58,8 +65,15 @@ def prepare_text(
         "document_tokens": document_tokens,
         "docs_per_shard": docs_per_shard,
     }
-    manifests: list[Manifest] = []
-    for split, folder in splits.items():
+    if cuts := cuts_files(corpus, validation_fraction):
+        source["validation_from"] = "the end of each file"
+    # With a copy in the folder, the tokens can be decoded without the original file.
+    extra_files = (
+        {tokenizer.name: tokenizer.content} if isinstance(tokenizer, FileTokenizer) else {}
+    )
+    manifests: dict[str, Manifest] = {}
+    # Validation first: it is small, and the first to have too little text.
+    for split, folder in sorted(splits.items(), reverse=True):
         dtype: Literal["uint16", "uint32"] = (
             "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
         )
@@ -74,45 +88,78 @@ def prepare_text(
             source={**source, "split": split},
             shards=(),
         )
-        before = sum(manifest.num_tokens for manifest in manifests)
-        manifest = prepare_shards(
-            folder,
-            template,
-            _PackedTexts(corpus, split, validation_fraction, tokenizer, document_tokens, dtype),
-            docs_per_shard=docs_per_shard,
-            prefix=split,
-            # With a copy in the folder, the tokens can be decoded without the original file.
-            extra_files={tokenizer.name: tokenizer.content}
-            if isinstance(tokenizer, FileTokenizer)
-            else {},
-            progress=partial(_report, progress, before),
-        )
-        manifests.append(manifest)
-    return manifests
+        before = sum(manifest.num_tokens for manifest in manifests.values())
+        texts = _texts_of(corpus, split == "validation", validation_fraction, cuts)
+        try:
+            manifests[split] = prepare_shards(
+                folder,
+                template,
+                _PackedTexts(texts, tokenizer, document_tokens, dtype),
+                docs_per_shard=docs_per_shard,
+                prefix=split,
+                extra_files=extra_files,
+                progress=partial(_report, progress, before),
+            )
+        except TooShortError as error:
+            # What is written would refuse the same text with other options.
+            for each in (*manifests, split):
+                remove_preparation(splits[each], extra_files)
+            with suppress(OSError):
+                destination.rmdir()
+            options = "--doc-tokens" + (", --validation-fraction" if validation_fraction else "")
+            raise ValueError(f"{error} ({options})") from None
+    return [manifests[split] for split in splits]
+
+
+def cuts_files(corpus: Corpus, validation_fraction: float) -> bool:
+    """Whether the end of each plain file is for validation, rather than whole files."""
+    return validation_fraction > 0 and corpus.plain_files < FEW_FILES
 
 
 def _report(progress: Progress, before: int, tokens: int) -> None:
     progress(before + tokens)
 
 
+def _texts_of(
+    corpus: Corpus, is_validation: bool, fraction: float, cuts: bool
+) -> Callable[[], Iterator[Text]]:
+    """A function that gives the texts of one split."""
+
+    def texts() -> Iterator[Text]:
+        for text in corpus.texts():
+            if cuts and text.is_file:
+                yield Text(text.name, partial(_part_of, text, is_validation, fraction))
+            elif in_validation(text.name, fraction) == is_validation:
+                yield text
+
+    return texts
+
+
+def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
+    """The last characters of a text for validation, the others for training."""
+    characters = sum(map(len, text.pieces()))
+    left = characters - round(characters * fraction)
+    for piece in text.pieces():
+        part = piece[left:] if is_validation else piece[:left]
+        left = max(0, left - len(piece))
+        if part:
+            yield part
+
+
 class _PackedTexts:
-    """The texts of one split as documents.
+    """Texts as documents.
 
     A cursor is [number of texts before, tokens already used of the next text].
     """
 
     def __init__(
         self,
-        corpus: Corpus,
-        split: str,
-        validation_fraction: float,
+        texts: Callable[[], Iterator[Text]],
         tokenizer: Tokenizer,
         document_tokens: int,
         dtype: str,
     ) -> None:
-        self._corpus = corpus
-        self._is_validation = split == "validation"
-        self._fraction = validation_fraction
+        self._texts = texts
         self._tokenizer = tokenizer
         self._size = document_tokens
         self._dtype = np.dtype(dtype)
@@ -140,11 +187,6 @@ class _PackedTexts:
                 waiting %= self._size
                 pending = [joined[joined.size - waiting :]]
         self.dropped_tokens = waiting
-
-    def _texts(self) -> Iterator[Text]:
-        for text in self._corpus.texts():
-            if in_validation(text.name, self._fraction) == self._is_validation:
-                yield text
 
     def _tokens_of(self, text: Text) -> Iterator[Tokens]:
         for piece in text.pieces():

@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
+from longhaul.datamodules.preparation.text import FEW_FILES
 from longhaul.datamodules.tokenizer import BUILT_IN
-
-_STDLIB_VALIDATION_FRACTION = 0.05
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--validation-fraction",
         type=float,
+        default=0.05,
         metavar="F",
-        help="write DST/train and DST/validation, the latter from this share of the files "
-        "or records, chosen by hashes of their names "
-        f"(0; without SRC {_STDLIB_VALIDATION_FRACTION})",
+        help="share of the text that goes to DST/validation, not DST/train (%(default)s): the end "
+        f"of each file, or of {FEW_FILES} and more files, and of records, some by hashes of their "
+        "names; 0: none",
     )
     for command in (zarr, text):
         command.add_argument(
@@ -55,14 +55,12 @@ def main(args: argparse.Namespace) -> int:
         )
         return 0
     *sources, destination = args.paths
-    default_fraction = 0.0 if sources else _STDLIB_VALIDATION_FRACTION
-    given = args.validation_fraction
     prepare_from_text(
         sources,
         Path(destination),
         tokenizer=args.tokenizer,
         document_tokens=args.doc_tokens,
         docs_per_shard=args.docs_per_shard,
-        validation_fraction=default_fraction if given is None else given,
+        validation_fraction=args.validation_fraction,
     )
     return 0

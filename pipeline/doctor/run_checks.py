@@ -85,12 +85,11 @@ def check_shards(config: RunConfig, first: int) -> Finding:
             # All nodes compare all sizes, but each node hashes other shards.
             fault = "either" if unfit else "input"
             return _bad_shard_finding([*unfit, *damaged], len(manifest.shards), config, fault)
-        sizes = "all" if sized == len(manifest.shards) else f"{sized} looked at, all"
         texts.append(
-            f"{name}: {len(manifest.shards)} shards, {sizes} of the right size, {hashed} read "
-            "through, all of the right hash"
+            f"{name}: {sized} of {len(manifest.shards)} shards looked at, all of the right size; "
+            f"{hashed} of them read, all of the right hash"
         )
-    return Finding("ok", "shards", "; ".join(texts))
+    return Finding("ok", "shards", ". ".join(texts))
 
 
 def _bad_shard_finding(bad: list[str], count: int, config: RunConfig, fault: Fault) -> Finding:

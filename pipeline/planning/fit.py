@@ -50,9 +50,8 @@ def with_num_gpus(
     micro_batch = next(fitting, own)
     if micro_batch != own:
         spread.append(f"trainer.micro_batch={micro_batch}")
-        logger.info(
-            "--gpus %d: planned with trainer.micro_batch=%d, not %d", *(gpus, micro_batch, own)
-        )
+        text = "--gpus %d: planned with trainer.micro_batch=%d, not %d"
+        logger.info(text, gpus, micro_batch, own)
     try:
         return load_run_config(path, [*overrides, *spread])
     except ValueError as error:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.preparation.corpus import open_corpus
 from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
-from longhaul.datamodules.preparation.text import prepare_text
+from longhaul.datamodules.preparation.text import cuts_files, prepare_text
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
 
@@ -25,11 +25,12 @@ def prepare_from_longcrawl64(
     store = open_store(source)
     ranges = parse_rows(store, rows)
     total = sum(end - start for start, end in ranges) * store.columns
+    there = _prepared([destination])
     with TokenProgress(total) as progress:
         manifest = prepare_longcrawl64(
             store, destination, ranges, docs_per_shard=docs_per_shard, progress=progress.show
         )
-    _print_summary([manifest])
+    _print_summary([manifest], there)
 
 
 def prepare_from_text(
@@ -45,30 +46,45 @@ def prepare_from_text(
 
     Args:
         sources: files and folders of text; none means the sources of Python's standard library.
-        destination: folder of the shards.
+        destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
         tokenizer: its name, or the path of a tokenizer.json.
         document_tokens: tokens per document.
         docs_per_shard: documents per shard.
         validation_fraction: share of the text that becomes validation data.
     """
-    built = build_tokenizer(tokenizer)
+    built, corpus = build_tokenizer(tokenizer), open_corpus(sources)
+    folders = [destination / name for name in ("train", "validation")]
+    there = _prepared(folders)
     with TokenProgress(None) as progress:
         manifests = prepare_text(
-            open_corpus(sources),
-            destination,
+            corpus,
+            destination if validation_fraction else folders[0],
             built,
             document_tokens=document_tokens,
             docs_per_shard=docs_per_shard,
             validation_fraction=validation_fraction,
             progress=progress.show,
         )
-    _print_summary(manifests)
+    _print_summary(manifests, there)
+    if validation_fraction:
+        what = "the end of each file" if cuts_files(corpus, validation_fraction) else "whole texts"
+        print(f"validation: {validation_fraction:.3g} of the text, {what} (--validation-fraction)")
+    else:
+        print("no validation part, as --validation-fraction is 0")
 
 
-def _print_summary(manifests: Sequence[Manifest]) -> None:
+def _prepared(folders: Sequence[Path]) -> list[str]:
+    """The manifests that are in these folders."""
+    files = (folder / MANIFEST_NAME for folder in folders)
+    return [str(file.absolute()) for file in files if file.exists()]
+
+
+def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
+    """Print what was written, or was `there` before."""
     for manifest in manifests:
+        before = "was there already, " if manifest.location in there else ""
         dropped = f", {manifest.dropped_tokens:,} dropped" if manifest.dropped_tokens else ""
         print(
-            f"{manifest.location}: {manifest.num_tokens:,} tokens{dropped}, "
+            f"{manifest.location}: {before}{manifest.num_tokens:,} tokens{dropped}, "
             f"{manifest.num_documents:,} documents, {len(manifest.shards):,} shards"
         )

@@ -90,5 +90,6 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
             read_header(folder / name)
             weights |= load_file(folder / name)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the weights cannot be read, {one_line(reason(error))}") from error
+        message = one_line(reason(error))
+        raise ValueError(f"{folder}: the weights cannot be read, {message}") from error
     return weights

@@ -264,7 +264,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index, file in enumerate(sorted((CHECKOUT / source).glob("*.py"))):
             (run.path / source / f"{index:03d}.txt").write_text(file.read_text())
         options = ("--doc-tokens", "1024", "--docs-per-shard", "4")
-        run.longhaul("prepare", "text", source, f"shards/{name}", *options)
+        # Without a part for validation, which is of other files here.
+        options += ("--validation-fraction", "0")
+        run.longhaul("prepare", "text", source, name, *options)
+        (run.path / "shards").mkdir(exist_ok=True)
+        (run.path / name / "train").rename(run.path / "shards" / name)
     return run.path / "shards"
 
 

@@ -433,9 +433,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     text = Path(__file__).parents[2] / "modules"
     command = [*LONGHAUL, "prepare", "text", str(text), "shards"]
-    sizes = ["--doc-tokens", "1024", "--docs-per-shard", "4"]
-    subprocess.run([*command, *sizes], cwd=folder, check=True, capture_output=True)
-    return folder / "shards"
+    options = ["--doc-tokens", "1024", "--docs-per-shard", "4", "--validation-fraction", "0"]
+    subprocess.run([*command, *options], cwd=folder, check=True, capture_output=True)
+    return folder / "shards" / "train"
 
 
 @pytest.fixture(scope="module")

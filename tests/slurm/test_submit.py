@@ -20,6 +20,11 @@ CHECKOUT = Path(__file__).parent.parent.parent
 ONE_TASK = ["trainer.nodes=1", "trainer.devices=1", "trainer.strategy=single"]
 
 
+def on(corpus: Path) -> list[str]:
+    """Overrides with which a preset reads these shards."""
+    return [f"data.manifest={corpus}", "data.validation_manifest=null"]
+
+
 NASTY = "a b;c\"d'e$(touch pwned)`touch pwned`#f&h|i*"
 
 
@@ -73,17 +78,20 @@ def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
         (["--sweep", "trainer.seed=1,1"], "found two runs 'demo-seed=1', wanted names that differ"),
         (["--sweep", "trainer.seed"], "found 'trainer.seed', wanted key.sub=A,B"),
         (["--chain", "-1"], "--chain: found -1, wanted 0 or more"),
+        (["data.manifest=nowhere"], "data.manifest: "),
+        (["--sweep", "data.validation_manifest=a,b"], "data.validation_manifest: "),
     ],
 )
 def test_what_cannot_be_queued_is_refused(
     arguments: list[str],
     words: str,
+    corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["submit", "run/demo.yaml", "--dry-run", *arguments]) == 2
+    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), *arguments]) == 2
     output, error = capsys.readouterr()
     assert output == ""
     assert words in error
@@ -91,21 +99,43 @@ def test_what_cannot_be_queued_is_refused(
 
 
 def test_a_dry_run_prints_the_script_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    typed = ["name=010", "slurm.time=12:00:00"]
+    typed = [*on(corpus), "name=010", "slurm.time=12:00:00"]
     assert main(["submit", "run/demo.yaml", "--dry-run", *typed]) == 0
     script = capsys.readouterr().out
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=010\n")
     assert "#SBATCH --time=12:00:00\n" in script
     rates = "optim.learning_rate=0.001,0.01"
-    assert main(["submit", "run/demo.yaml", "--dry-run", "--sweep", rates]) == 0
+    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), "--sweep", rates]) == 0
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-1%4\n" in script
     for rate in ("0.001", "0.01"):
         assert f"/runs/demo-learning_rate={rate}/slurm/train.sbatch" in script
     assert not list(tmp_path.iterdir())
+
+
+def test_a_submission_that_sbatch_refuses_leaves_no_run_folder(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["name=one"], ["name=two", "--sweep", "trainer.seed=1,2"]):
+        assert main(["submit", "run/demo.yaml", *on(corpus), *arguments]) == 1
+        assert "invalid partition" in capsys.readouterr().err
+    # The folder of the sweep stays: it names the parent run that MLflow has by now.
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two-sweep"]
 
 
 @pytest.mark.wide

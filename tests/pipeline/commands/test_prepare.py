@@ -1,6 +1,7 @@
 import argparse
 import gzip
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
+from longhaul.pipeline.cli import main
 from longhaul.pipeline.commands import prepare
 from longhaul.pipeline.terminal import progress
 
@@ -81,25 +83,30 @@ def test_a_killed_preparation_goes_on_where_it_was(
 ) -> None:
     options = {
         "longcrawl64": [store, "--docs-per-shard", 16],
-        "text": [records, "--docs-per-shard", 16, "--doc-tokens", COLUMNS],
+        "text": [
+            *(records, "--docs-per-shard", 16, "--doc-tokens", COLUMNS),
+            *("--validation-fraction", 0),
+        ],
     }[kind]
+    below = "train" if kind == "text" else ""
 
     def words(folder: Path) -> list[object]:
         return [kind, options[0], folder, *options[1:]]
 
     assert command(*words(tmp_path / "whole")) == 0
-    expected = contents(tmp_path / "whole")
-    folder = tmp_path / "killed"
+    expected = contents(tmp_path / "whole" / below)
+    destination = tmp_path / "killed"
+    folder = destination / below
     # In the first shard, in the middle, and again at once: the second start reports what is there.
     finished: dict[Path, tuple[int, int]] = {}
     for documents, shards in ((7, 0), (100, 6), (101, 6)):
-        assert killed_at(documents * COLUMNS, *words(folder)) == -9
+        assert killed_at(documents * COLUMNS, *words(destination)) == -9
         now = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("*.tar")}
         assert len(now) == shards
         assert finished.items() <= now.items()
         assert not (folder / "manifest.json").exists()
         finished = now
-    assert command(*words(folder)) == 0
+    assert command(*words(destination)) == 0
     now = {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("*.tar")}
     assert finished.items() <= now.items()
     assert contents(folder) == expected
@@ -115,7 +122,7 @@ def test_a_finished_preparation_is_left_as_it_is(store: Path, tmp_path: Path, ca
     )
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert command(*words) == 0
-    assert capsys.readouterr().out == first
+    assert capsys.readouterr().out == first.replace(".json: ", ".json: was there already, ")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     (tmp_path / "out" / "train-000003.tar").unlink()
     with pytest.raises(ValueError, match=r"train-000003.tar: missing or short"):
@@ -188,3 +195,81 @@ def test_a_full_disk_is_one_line_and_loses_nothing(store: Path, tmp_path: Path) 
     assert not list((tmp_path / "out").glob("*train*"))
     command("longcrawl64", store, tmp_path / "out", *options)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def tokens_of(folder: Path) -> int:
+    """Tokens in the documents of a folder of shards, and those dropped."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    documents = sum(shard["documents"] for shard in manifest["shards"])
+    return documents * int(manifest["document_tokens"]) + int(manifest["dropped_tokens"])
+
+
+def test_one_file_has_a_part_for_validation(tmp_path: Path, capsys) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("".join(f"line {number}\n" for number in range(5000)))
+    out = tmp_path / "out"
+    assert command("text", text, out, "--doc-tokens", 64) == 0
+    size = text.stat().st_size
+    assert tokens_of(out / "validation") == round(size * 0.05) + 1
+    assert tokens_of(out / "train") == size - round(size * 0.05) + 1
+    printed = capsys.readouterr().out
+    assert "validation: 0.05 of the text, the end of each file (--validation-fraction)" in printed
+    assert (
+        command("text", text, tmp_path / "all", "--doc-tokens", 64, "--validation-fraction", 0) == 0
+    )
+    assert [path.name for path in (tmp_path / "all").iterdir()] == ["train"]
+    assert "no validation part, as --validation-fraction is 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.99])
+def test_a_part_that_is_too_small_does_not_refuse_the_remedy(
+    fraction: float, tmp_path: Path
+) -> None:
+    text = tmp_path / "book.txt"
+    text.write_text("some words\n" * 1000)
+    options = ("--validation-fraction", fraction)
+    with pytest.raises(
+        ValueError, match=r"wanted a larger source or shorter documents \(--doc-tok"
+    ):
+        command("text", text, tmp_path / "out", "--doc-tokens", 1024, *options)
+    assert not (tmp_path / "out").exists()
+    assert command("text", text, tmp_path / "out", "--doc-tokens", 64, *options) == 0
+
+
+def test_of_another_preparation_nothing_is_removed(records: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("too short")
+    options = ("--doc-tokens", 64, "--validation-fraction", 0)
+    assert command("text", records, tmp_path / "out", *options) == 0
+    before = contents(tmp_path / "out" / "train")
+    with pytest.raises(ValueError, match="less than one document of 64"):
+        command("text", tmp_path / "a.txt", tmp_path / "out", "--doc-tokens", 64)
+    assert contents(tmp_path / "out" / "train") == before
+
+
+def test_missing_sources_are_bad_input_and_an_unwritable_folder_a_failure(
+    tmp_path: Path, capsys
+) -> None:
+    for words in (["text", "nowhere", "out"], ["longcrawl64", "nowhere", "out"]):
+        assert main(["prepare", *words]) == 2
+        assert capsys.readouterr().err.startswith("longhaul: nowhere: no such ")
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    (tmp_path / "file").write_text("")
+    words = ["text", str(tmp_path / "a.txt"), str(tmp_path / "file" / "out"), "--doc-tokens", "8"]
+    assert main(["prepare", *words]) == 1
+    assert capsys.readouterr().err == f"longhaul: {tmp_path}/file/out/validation: Not a directory\n"
+
+
+def test_a_terminal_without_columns_gets_lines(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main_end, terminal = os.openpty()  # it has no columns unless somebody sets them
+    monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        assert command("longcrawl64", store, tmp_path / "out") == 0
+        stream.flush()
+        shown = os.read(main_end, 1 << 16).decode()
+    os.close(main_end)
+    assert " of 25,600 tokens, " in shown
+    assert "\r\n" in shown
+    assert "%|" not in shown

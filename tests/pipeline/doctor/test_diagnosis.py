@@ -129,12 +129,14 @@ def test_shards_that_take_long_to_read_are_no_failure(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_run_config(run.path / "small.yaml")
-    assert "0 of the right hash" not in check_shards(config, 0).text
+    text = check_shards(config, 0).text
+    assert "0 of them read" not in text
+    assert [part.partition(":")[0] for part in text.split(". ")] == ["training", "validation"]
     monkeypatch.setattr(run_checks, "_SECONDS_OF_READING", 0.0)
     finding = check_shards(config, 0)
     assert finding.status == "ok"
-    assert finding.text.startswith("0 of ")
-    assert "0 of the right hash" in finding.text
+    assert finding.text.startswith("training: 0 of ")
+    assert "; 0 of them read" in finding.text
 
 
 def test_ids_beyond_the_vocabulary_fail(run: Any) -> None:

@@ -21,7 +21,7 @@ from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.planning.fit import verdict
+from longhaul.pipeline.planning.fit import verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import MemorySettings, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import OpWorkspace, _loss_bytes
@@ -293,3 +293,14 @@ def test_bad_arguments_are_one_line(
     assert error.startswith(f"longhaul: {message}")
     assert len(error.splitlines()) == 1
     assert out == ""
+
+
+def test_ranks_that_an_update_has_too_few_samples_for_get_smaller_micro_batches(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = load_run_config("run/demo.yaml")  # 16 samples of 512 tokens in an update
+    with caplog.at_level("INFO"):
+        planned = with_num_gpus("run/demo.yaml", [], run, 8).trainer
+    assert (planned.micro_batch, planned.devices, planned.strategy) == (2, 8, "ddp")
+    assert "--gpus 8: planned with trainer.micro_batch=2, not 8" in caplog.text
+    assert with_num_gpus("run/demo.yaml", [], run, 2).trainer.micro_batch == 8
