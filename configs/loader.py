@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,12 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from longhaul.configs.schema import RunConfig
+from longhaul.datamodules.untrusted import one_line, read_regular, shown
 from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
+
+_MOST_STORED_BYTES = 1 << 20
+_MOST_STORED_VALUES = 100_000
+_MOST_DEPTH = 20
 
 
 class ConfigError(ValueError):
@@ -48,6 +53,47 @@ def load_run_config(
         return _build(merged)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
+
+
+def load_stored_config(path: Path) -> RunConfig:
+    """The run that `to_yaml` has written to a file, perhaps on another machine.
+
+    Nothing in it is resolved: neither files that it inherits nor interpolations, which would put
+    this machine's environment into the config.
+
+    Raises:
+        ConfigError: one line with the file, the key, the value found and the value wanted.
+    """
+    try:
+        values = yaml.safe_load(read_regular(path, _MOST_STORED_BYTES))
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found {shown(values)}, wanted a mapping of keys")
+    try:
+        for count, (key, value) in enumerate(_leaves(values)):
+            # An alias stands for a value that is written once, but is built at each place.
+            if count > _MOST_STORED_VALUES:
+                raise ConfigError(f"found more than {_MOST_STORED_VALUES} values")
+            if isinstance(value, str) and "${" in value:
+                raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
+        return _build(OmegaConf.create(values))
+    except (ConfigError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+
+
+def _leaves(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """All keys, and all values that are not made of others, with their dotted paths."""
+    if depth > _MOST_DEPTH:
+        raise ConfigError(f"{prefix[:60]}: found deeper nesting than {_MOST_DEPTH}")
+    if isinstance(values, dict | list):
+        pairs = values.items() if isinstance(values, dict) else enumerate(values)
+        for key, value in pairs:
+            path = f"{prefix}.{key}" if prefix else str(key)
+            yield path, key
+            yield from _leaves(value, path, depth + 1)
+    else:
+        yield prefix, values
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -112,7 +158,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: inherits itself")
     try:
         raw = OmegaConf.load(path)
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, DictConfig):
         raise ConfigError(f"{path}: found a {type(raw).__name__}, wanted a mapping of keys")

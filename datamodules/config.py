@@ -20,7 +20,7 @@ class DataConfig:
     """Tokens per validation pass, 1 or more: the first ones, the same text for every context."""
 
     workers: int = 1
-    """Processes per rank that read ahead; 0: the training process reads."""
+    """Processes per rank that read ahead, 0 to 4096; 0: the training process reads."""
 
     shuffle_shards: int = 8
     """Number of shards whose samples are shuffled together, 1 or more; twice as many stay open."""
@@ -35,11 +35,13 @@ class DataConfig:
     """Folder for copies of remote shards, never emptied; required for a remote manifest."""
 
     def __post_init__(self) -> None:
+        if self.context > 1 << 40:
+            raise ValueError(f"data.context: found {self.context:.3g}, wanted 2^40 at most")
         for name in ("context", "validation_tokens", "shuffle_shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}: found {getattr(self, name)}, wanted 1 or more")
-        if self.workers < 0:
-            raise ValueError(f"data.workers: found {self.workers}, wanted 0 or more")
+        if not 0 <= self.workers <= 4096:
+            raise ValueError(f"data.workers: found {self.workers:.10g}, wanted 0 to 4096")
         if self.on_bad_shard not in ("stop", "replace"):
             raise ValueError(
                 f"data.on_bad_shard: found {self.on_bad_shard!r}, wanted stop or replace"

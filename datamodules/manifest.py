@@ -4,30 +4,37 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import FailFast, Field
+
+from longhaul.datamodules.untrusted import Count, PlainName, Sha256, parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path, read_remote, sibling
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
-# Names may come from a remote file, and are inserted into paths and `pipe:` commands.
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# Room for 300,000 shards.
+_MOST_BYTES = 64 << 20
+# Indices of tokens are int64.
+_MOST_TOKENS = 1 << 62
+
+Positive = Annotated[int, Field(ge=1, le=1 << 60)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardEntry:
     """The entry of one shard."""
 
-    name: str
+    name: PlainName
     """File name beside the manifest."""
-    bytes: int
+    bytes: Positive
     """Size of the file."""
-    documents: int
+    documents: Positive
     """Number of documents in it."""
-    sha256: str
+    sha256: Sha256
     """SHA-256 of the whole file, in hexadecimal."""
 
 
@@ -37,53 +44,41 @@ class Manifest:
 
     format_version: int = FORMAT_VERSION
     """Version of the format of this file and the shards."""
-    tokenizer: str
+    tokenizer: PlainName
     """`bytes`, `gpt2`, `longcrawl64`, or the name of a tokenizer.json in the same folder."""
-    tokenizer_sha256: str
+    tokenizer_sha256: Annotated[str, Field(max_length=128)]
     """Hash of the tokenizer. Equal hashes mean equal ids."""
-    vocab_size: int
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 32)]
     """Number of ids: every id is below it."""
-    bos_id: int
+    bos_id: TokenId
     """The id put in front of every window."""
-    eot_id: int
+    eot_id: TokenId
     """The id that ends a text."""
-    document_tokens: int
+    document_tokens: Annotated[int, Field(ge=1, le=1 << 40)]
     """Length of every document, in tokens."""
-    dtype: str
+    dtype: Literal["uint16", "uint32"]
     """`uint16` or `uint32`: the type in which tokens are stored."""
-    dropped_tokens: int = 0
+    dropped_tokens: Count = 0
     """Tokens at the end of the source that did not fill a document."""
     source: dict[str, Any] = field(default_factory=dict)
     """The source and the options of the preparation; it only resumes with equal ones."""
-    shards: tuple[ShardEntry, ...]
+    shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1), FailFast()]
     """In the order they were written."""
     location: str = field(default="", compare=False)
     """Path or URL that the manifest was read from; not part of the file."""
 
     def __post_init__(self) -> None:
-        names = [shard.name for shard in self.shards]
+        names = {shard.name for shard in self.shards}
         if self.format_version != FORMAT_VERSION:
-            self._refuse("format_version", self.format_version, str(FORMAT_VERSION))
-        if self.dtype not in ("uint16", "uint32"):
-            self._refuse("dtype", self.dtype, "uint16 or uint32")
-        if self.document_tokens < 1:
-            self._refuse("document_tokens", self.document_tokens, "1 or more")
-        if not 0 <= self.bos_id < self.vocab_size:
-            self._refuse("bos_id", self.bos_id, f"0 to {self.vocab_size - 1}")
-        if not 0 <= self.eot_id < self.vocab_size:
-            self._refuse("eot_id", self.eot_id, f"0 to {self.vocab_size - 1}")
-        if len(set(names)) != len(names):
-            self._refuse("shards", f"{len(names) - len(set(names))} repeated names", "each once")
-        for shard in self.shards:
-            if not _SAFE_NAME.fullmatch(shard.name):
-                self._refuse("shards", repr(shard.name), "a plain file name")
-            if shard.documents < 1:
-                self._refuse(f"documents of {shard.name}", shard.documents, "1 or more")
-        if not _SAFE_NAME.fullmatch(self.tokenizer):
-            self._refuse("tokenizer", repr(self.tokenizer), "a tokenizer or a plain file name")
-
-    def _refuse(self, key: str, found: object, wanted: str) -> None:
-        raise ValueError(f"{self.location or 'manifest'}: {key} is {found}, wanted {wanted}")
+            _refuse("format_version", self.format_version, str(FORMAT_VERSION))
+        for key in ("bos_id", "eot_id"):
+            if getattr(self, key) >= self.vocab_size:
+                _refuse(key, getattr(self, key), f"less than vocab_size = {self.vocab_size}")
+        if len(names) != len(self.shards):
+            repeated = len(self.shards) - len(names)
+            _refuse("shards", f"{repeated} repeated names", "each name once")
+        if self.num_tokens > _MOST_TOKENS:
+            _refuse("shards", f"{self.num_tokens} tokens in all", f"{_MOST_TOKENS} at most")
 
     @property
     def num_documents(self) -> int:
@@ -135,42 +130,14 @@ def load_manifest(location: str | Path) -> Manifest:
         path = path / MANIFEST_NAME if path.is_dir() else path
         location = str(path.absolute())
         try:
-            text = path.read_bytes()
+            text = read_regular(path, _MOST_BYTES)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{path}: no such manifest; `longhaul prepare` writes one into the folder of shards"
             ) from None
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{location}: not a manifest, {error}") from None
-    return _from_json(content, location)
+    manifest = parse_json(Manifest, text, location)
+    return dataclasses.replace(manifest, location=location)
 
 
-def _from_json(content: object, location: str) -> Manifest:
-    values = _checked(Manifest, content, location)
-    shards = content["shards"] if isinstance(content, dict) else ()
-    entries = tuple(
-        ShardEntry(**_checked(ShardEntry, shard, f"{location}: shard {number}"))
-        for number, shard in enumerate(shards)
-    )
-    return Manifest(**{**values, "shards": entries, "location": location})
-
-
-def _checked(kind: type, content: object, where: str) -> dict[str, Any]:
-    """The values of the fields of dataclass `kind`, with checked types; other keys are ignored."""
-    if not isinstance(content, dict):
-        raise ValueError(f"{where}: found {type(content).__name__}, wanted an object")
-    json_types: dict[object, type] = {int: int, str: str, dict[str, Any]: dict}
-    values = {}
-    for item in dataclasses.fields(kind):
-        if item.name == "location":
-            continue
-        if item.name not in content:
-            raise ValueError(f"{where}: has no `{item.name}`")
-        value = content[item.name]
-        wanted = json_types.get(item.type, list)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ValueError(f"{where}: {item.name} is {value!r}, wanted {wanted.__name__}")
-        values[item.name] = value
-    return values
+def _refuse(key: str, found: object, wanted: str) -> None:
+    raise ValueError(f"{key}: found {found}, wanted {wanted}")

@@ -8,6 +8,7 @@ may change between versions.
 
 import functools
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -120,7 +121,9 @@ def windows_per_document(manifest: Manifest, context: int) -> int:
     """Samples per document. ValueError where the context does not divide the document."""
     length = manifest.document_tokens
     if not 1 <= context <= length or length % context:
-        below = max((d for d in range(1, min(context, length) + 1) if length % d == 0), default=1)
+        small = [d for d in range(1, math.isqrt(length) + 1) if length % d == 0]
+        divisors = [*small, *(length // d for d in small)]
+        below = max((d for d in divisors if d <= context), default=1)
         raise ValueError(
             f"data.context: {context} does not divide the documents' {length} tokens "
             f"({manifest.location}); the nearest below that does is {below}"

@@ -3,10 +3,10 @@
 import hashlib
 import mmap
 import os
+import re
 import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -14,8 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.manifest import ShardEntry
+from longhaul.datamodules.untrusted import open_regular, shown
 
 MEMBER_SUFFIX = ".tokens.npy"
+
+_BLOCK_BYTES = 512
+_PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
+# What numpy writes for an array of one dimension. numpy's own reader evaluates the header as a
+# Python literal, however deeply it is nested.
+_NPY_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00(..)"
+    rb"\{'descr': '([<>|=]\w{1,9})', 'fortran_order': (?:False|True), "
+    rb"'shape': \((\d{1,18}),\), \} *\n",
+    re.DOTALL,
+)
+_NPY_HEADER_BYTES = 1024
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
@@ -42,9 +55,13 @@ def _last_line(message: str, kind: type) -> str:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn a missing file into ShardError, and any other error of the file system into OSError."""
+    """Turn a missing or special file into ShardError, other errors of reading into OSError."""
     try:
         yield
+    except ShardError:
+        raise
+    except ValueError as error:
+        raise ShardError(f"shard {error}") from None
     except FileNotFoundError as error:
         raise ShardError(f"shard {path}: {error.strerror}") from None
     except OSError as error:
@@ -53,7 +70,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -76,11 +93,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) -> ShardEntry:
+def write_shard(
+    path: Path, first_document: int, documents: Iterable[Tokens], vocab_size: int
+) -> ShardEntry:
     """Write documents to the temporary name of `path`, read them back, and return the entry.
 
     The caller renames the file. Its bytes are a pure function of the arguments, because the times
-    and owners in the tar headers are fixed.
+    and owners in the tar headers are fixed. Every id must be below `vocab_size`.
     """
     # Imported here: webdataset loads torch, and a bad source should be refused before that.
     from webdataset.writer import TarWriter
@@ -102,7 +121,7 @@ def write_shard(path: Path, first_document: int, documents: Iterable[Tokens]) ->
         )
         check_file(temporary, entry)
         assert document is not None, "a shard has at least one document"
-        Shard(temporary, entry, document.size, document.dtype)
+        Shard(temporary, entry, document.size, document.dtype).check_ids(vocab_size)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, UnreadShardError):
@@ -129,17 +148,19 @@ class Shard:
     def __init__(
         self, path: Path, entry: ShardEntry, document_tokens: int, dtype: np.dtype[Any]
     ) -> None:
-        try:
-            with reading(path), path.open("rb") as file:
+        with reading(path):
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != max(entry.bytes, 1):  # an empty file cannot be mapped
+                    raise ShardError(f"shard {path}: {size} bytes, wanted {max(entry.bytes, 1)}")
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            with reading(path):
-                offsets = _index_members(path, content, document_tokens, dtype)
-        except tarfile.TarError as error:
-            raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
+            offsets = _index_members(path, content, document_tokens, dtype)
         if len(offsets) != entry.documents:
             raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
+        self._path = path
+        self._document_tokens = document_tokens
         self._content = content
         self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
         """The whole file as an array of tokens."""
@@ -153,44 +174,75 @@ class Shard:
         """Whether the file still has its length; reading beyond its end would kill the process."""
         return self._content.size() == len(self._content)
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ShardError at an id that is not below `vocab_size`; this reads the whole file."""
+        if vocab_size > np.iinfo(self.tokens.dtype).max:
+            return
+        for number, start in enumerate(self.starts):
+            largest = int(self.tokens[start : start + self._document_tokens].max())
+            if largest >= vocab_size:
+                raise ShardError(
+                    f"shard {self._path}: id {largest} in document {number}, wanted ids below "
+                    f"the manifest's vocab_size, {vocab_size}"
+                )
+
 
 def _index_members(
     path: Path, content: mmap.mmap, document_tokens: int, dtype: np.dtype[Any]
 ) -> list[int]:
-    """The byte offset at which the tokens of each document start."""
+    """The byte offset at which the tokens of each document start.
+
+    Headers are read one block at a time. tarfile's own loop would also follow extended headers,
+    which may ask for any amount of memory; no shard has them.
+    """
     offsets = []
     known_header = b""
-    with tarfile.open(path, mode="r:") as tar:
-        for member in tar:
-            if not member.name.endswith(MEMBER_SUFFIX):
-                continue
-            start = member.offset_data
-            # All headers of a shard are equal, and parsing one takes longer than reading a window.
-            header = content[start : start + len(known_header)]
-            if not known_header or header != known_header:
-                known_header = _check_header(
-                    content[start : start + min(member.size, 4096)],
-                    f"shard {path}: {member.name}",
-                    document_tokens,
-                    dtype,
-                )
-            if member.size != len(known_header) + document_tokens * dtype.itemsize:
-                raise ShardError(f"shard {path}: {member.name} has {member.size} bytes")
-            offsets.append(start + len(known_header))
+    at = 0
+    while block := content[at : at + _BLOCK_BYTES]:
+        try:
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            if not block.strip(b"\0"):
+                break
+            raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
+        start = at + _BLOCK_BYTES
+        if member.type not in _PLAIN_TYPES or not 0 <= member.size <= len(content) - start:
+            raise ShardError(
+                f"shard {path}: {shown(member.name)} has type {shown(member.type)} and "
+                f"{shown(member.size)} bytes, wanted a plain file that ends within the shard"
+            )
+        at = start + -(-member.size // _BLOCK_BYTES) * _BLOCK_BYTES
+        if not member.name.endswith(MEMBER_SUFFIX):
+            continue
+        # All headers of a shard are equal, and parsing one takes longer than reading a window.
+        header = content[start : start + len(known_header)]
+        if not known_header or header != known_header:
+            known_header = _check_header(
+                content[start : start + min(member.size, _NPY_HEADER_BYTES)],
+                f"shard {path}: {shown(member.name)}",
+                document_tokens,
+                dtype,
+            )
+        if member.size != len(known_header) + document_tokens * dtype.itemsize:
+            raise ShardError(f"shard {path}: {shown(member.name)} has {member.size} bytes")
+        offsets.append(start + len(known_header))
     return offsets
 
 
 def _check_header(content: bytes, where: str, document_tokens: int, dtype: np.dtype[Any]) -> bytes:
     """The header of an npy array, which must have this length and type."""
-    stream = BytesIO(content)
-    try:
-        version = np.lib.format.read_magic(stream)
-        if version != (1, 0):
-            raise ValueError(f"npy version {version}")
-        shape, _, found = np.lib.format.read_array_header_1_0(stream)
-    except ValueError as error:
-        raise ShardError(f"{where} is no npy array, {error}") from None
-    if shape != (document_tokens,) or found != dtype:
+    match = _NPY_HEADER.match(content)
+    if match is None or match.end() != 10 + int.from_bytes(match[1], "little"):
+        raise ShardError(f"{where} is no npy array of one dimension")
+    found, length = match[2].decode(), int(match[3])
+    if found != dtype.str or length != document_tokens:
         wanted = f"({document_tokens},) of {dtype}"
-        raise ShardError(f"{where} has shape {shape} of {found}, wanted {wanted}")
-    return content[: stream.tell()]
+        raise ShardError(f"{where} has shape ({length},) of {_dtype_name(found)}, wanted {wanted}")
+    return match[0]
+
+
+def _dtype_name(text: str) -> str:
+    try:
+        return str(np.dtype(text))
+    except TypeError:
+        return text

@@ -52,10 +52,11 @@ class ShardStore:
         self._is_bad.share_memory_()
         self._open: dict[int, Shard] = {}
         self._checked: dict[int, tuple[int, int, int]] = {}
+        self._ids_checked: dict[int, tuple[int, int, int]] = {}
 
     def __getstate__(self) -> dict[str, object]:
         # A copy for a worker process leaves memory maps behind, which cannot be pickled.
-        return {**self.__dict__, "_open": {}, "_checked": {}}
+        return {**self.__dict__, "_open": {}, "_checked": {}, "_ids_checked": {}}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
@@ -103,7 +104,12 @@ class ShardStore:
         entry = self.manifest.shards[position]
         path = self._local_copy(position, entry)
         self._check(position, path, entry)
-        return Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
+        shard = Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
+        # As often as the file is hashed, which reads all of it too and takes much longer.
+        if self._ids_checked.get(position) != self._checked[position]:
+            shard.check_ids(self.manifest.vocab_size)
+            self._ids_checked[position] = self._checked[position]
+        return shard
 
     def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
         with reading(path):

@@ -20,10 +20,12 @@ from longhaul.datamodules.decoding import (
     UnescapingDecoder,
 )
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.untrusted import one_line, read_regular
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")
 END_OF_TEXT = "<|endoftext|>"
+_MOST_BYTES = 256 << 20  # of a tokenizer.json
 # Names of the end-of-text and the bos token in published tokenizer.json files, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
@@ -79,7 +81,7 @@ def build_tokenizer(name_or_path: str) -> Tokenizer:
             f"tokenizer: found {name_or_path!r}, wanted {', '.join(BUILT_IN)}, "
             "or the path of a tokenizer.json"
         )
-    return FileTokenizer(path.read_bytes(), str(path))
+    return FileTokenizer(read_regular(path, _MOST_BYTES), str(path))
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
@@ -88,13 +90,20 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
         tokenizer = build_tokenizer(manifest.tokenizer)
     else:
         url = manifest.url_of(manifest.tokenizer)
-        content = read_remote(url) if is_remote(url) else local_path(url).read_bytes()
+        content = read_remote(url) if is_remote(url) else read_regular(local_path(url), _MOST_BYTES)
         tokenizer = FileTokenizer(content, url)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise ValueError(
             f"{manifest.location}: tokenizer_sha256 is {manifest.tokenizer_sha256}, "
             f"but {manifest.tokenizer} has {tokenizer.sha256}"
         )
+    for key in ("vocab_size", "bos_id", "eot_id"):
+        found, wanted = getattr(manifest, key), getattr(tokenizer, key)
+        if found != wanted:
+            raise ValueError(
+                f"{manifest.location}: {key}: found {found}, wanted {wanted} as in "
+                f"{manifest.tokenizer}"
+            )
     return tokenizer
 
 
@@ -174,16 +183,17 @@ class FileTokenizer(Tokenizer):
         import tokenizers
 
         self.content = content
+        self._where = where
         self.sha256 = hashlib.sha256(content).hexdigest()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library raises nothing more precise
-            raise ValueError(f"{where}: not a tokenizer.json, {error}") from None
+            raise ValueError(f"{where}: not a tokenizer.json, {one_line(error)}") from None
         # A file may configure truncation or padding to the context of a model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=0) + 1
         eot = next((vocabulary[name] for name in _EOT_NAMES if name in vocabulary), None)
         if eot is None:
             raise ValueError(
@@ -193,7 +203,10 @@ class FileTokenizer(Tokenizer):
         self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eot)
 
     def encode(self, text: str) -> Ids:
-        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        try:
+            encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # as above: a vocabulary may lack what its model refers to
+            raise ValueError(f"{self._where}: cannot encode text, {one_line(error)}") from None
         return np.array(encoded.ids, np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:

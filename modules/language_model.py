@@ -17,6 +17,8 @@ from longhaul.modules.sequence_part import SequencePart
 
 # Rows of logits computed at a time where no gradient is needed: 1,024 x 50,304 float32 are 206 MB.
 _ROWS_AT_ONCE = 1024
+# Every layer is looked at before anything runs.
+_MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class LanguageModelConfig:
     """Other variants for the layers of a number ("5") or slice ("3::4"); the last match wins."""
 
     layers: int = 12
-    """Number of residual blocks, 1 or more."""
+    """Number of residual blocks, 1 to 1024."""
 
     width: int = 768
     """Model width D; a multiple of 2 x heads, because rotary positions rotate pairs."""
@@ -42,9 +44,21 @@ class LanguageModelConfig:
     """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "vocabulary"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}: found {getattr(self, name)}, wanted 1 or more")
+        for name, most in (
+            ("layers", _MOST_LAYERS),
+            ("width", 1 << 20),
+            ("heads", 1 << 16),
+            ("vocabulary", 1 << 32),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(
+                    f"model.{name}: found {getattr(self, name):.10g}, wanted 1 to {most}"
+                )
+        if len(self.layer_attention) > self.layers:
+            raise ValueError(
+                f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
+                f"most one for each of {self.layers} layers"
+            )
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "

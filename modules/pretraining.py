@@ -1,10 +1,9 @@
 """The LightningModule that trains a language model, and the record of its progress."""
 
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from dataclasses import dataclass
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -14,26 +13,10 @@ from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
+from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
 _RECENT_LOSSES = 100
-
-
-@dataclass
-class Progress:
-    """How far a run has got. Whatever can be derived from these values is not stored."""
-
-    step: int = 0  # updates so far, skipped ones included
-    samples: int = 0  # samples consumed so far: this is the whole state of the data stream
-    tokens: int = 0
-    skipped: list[Skip] = field(default_factory=list)
-    skipped_in_a_row: int = 0
-    recent_losses: list[float] = field(default_factory=list)  # without those of skipped updates
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Progress":
-        """The inverse of dataclasses.asdict."""
-        return cls(**{**values, "skipped": [Skip(**skip) for skip in values["skipped"]]})
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from longhaul.datamodules.untrusted import check_regular, one_line, open_regular, shown
+
 _log = logging.getLogger(__name__)
 
 # Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
 PIECE_CHARACTERS = 1 << 18
 _SNIFF_BYTES = 8192
 _PARQUET_ROWS = 64
+# A compressed line may expand to any size.
+_MOST_LINE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -61,25 +65,41 @@ def open_corpus(sources: list[str]) -> Corpus:
     if not sources:
         return _standard_library()
     found: list[tuple[str, Path]] = []
-    binary = 0
+    binary = special = 0
     for source in map(Path, sources):
-        if source.is_file():
-            if _is_binary(source):
-                raise ValueError(f"{source}: found a binary file, wanted text, .jsonl or .parquet")
-            found.append((source.name, source))
-        elif source.is_dir():
+        if source.is_dir():
             for path in _walk(source):
-                if _is_binary(path):
+                if not path.is_file():
+                    special += 1
+                elif _is_binary(path):
                     binary += 1
                 else:
                     found.append((path.relative_to(source).as_posix(), path))
-        else:
+        elif not source.exists():
             raise FileNotFoundError(f"{source}: no such file or folder")
+        else:
+            check_regular(source)
+            if _is_binary(source):
+                raise ValueError(f"{source}: found a binary file, wanted text, .jsonl or .parquet")
+            found.append((source.name, source))
     if binary:
         _log.warning("%d binary files in the folders are left out", binary)
+    if special:
+        _log.warning("%d links to nothing, FIFOs, sockets and devices are left out", special)
     if not found:
         raise ValueError(f"{', '.join(sources)}: no text in it")
-    return Corpus("files", _ordered(found))
+    return Corpus("files", _ordered(_each_once(found)))
+
+
+def _each_once(files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """The files without links to files that are there too."""
+    by_target: dict[str, tuple[str, Path]] = {}
+    # A file goes before links to it, and these by name, whatever the order of the folder.
+    for name, path in sorted(files, key=lambda item: (item[1].is_symlink(), item[0], str(item[1]))):
+        by_target.setdefault(os.path.realpath(path), (name, path))
+    if repeated := len(files) - len(by_target):
+        _log.warning("%d links to files that are read anyway are left out", repeated)
+    return list(by_target.values())
 
 
 def _standard_library() -> Corpus:
@@ -118,7 +138,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 def _is_binary(path: Path) -> bool:
     if path.name.endswith((".jsonl.gz", ".parquet")):
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return b"\0" in file.read(_SNIFF_BYTES)
 
 
@@ -141,19 +161,30 @@ def _plain_pieces(path: Path) -> Iterator[str]:
 
 
 def _json_lines(name: str, path: Path, file: IO[bytes] | gzip.GzipFile) -> Iterator[Text]:
+    number = 0
     try:
-        for number, line in enumerate(file, start=1):
+        while line := file.readline(_MOST_LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > _MOST_LINE_BYTES:
+                raise ValueError(
+                    f"{where}: found a line of more than {_MOST_LINE_BYTES >> 20} MiB, wanted "
+                    "shorter texts"
+                )
             if line.strip():
-                yield Text(f"{name}#{number}", partial(_json_pieces, line, f"{path}:{number}"))
+                yield Text(f"{name}#{number}", partial(_json_pieces, line, where))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}: damaged, {error}") from None
+        raise ValueError(f"{path}: damaged, {one_line(error)}") from None
 
 
 def _json_pieces(line: bytes, where: str) -> Iterator[str]:
     try:
+        # Not by a schema of pydantic's, which refuses single surrogates; crawled text has some.
         record = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read, nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON, {error}") from None
+        raise ValueError(f"{where}: not JSON, {one_line(error)}") from None
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"{where}: no `text`, wanted an object with a string of that name")
@@ -170,7 +201,8 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
             schema = file.schema_arrow
             kinds = (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
             if "text" not in schema.names or schema.field("text").type not in kinds:
-                raise ValueError(f"{path}: columns {schema.names}, wanted a `text` of strings")
+                names = shown(schema.names)
+                raise ValueError(f"{path}: columns {names}, wanted a `text` of strings")
             number = 0
             for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False):
                 for value in batch.column(0):
@@ -178,8 +210,11 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
                     if (text := value.as_py()) is not None:
                         pieces = partial(_cut_up, io.StringIO(text, newline=""))
                         yield Text(f"{name}#{number}", pieces)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not readable as parquet, {error}") from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        # Arrow reports damage as an OSError too, but one without a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{path}: not readable as parquet, {one_line(error)}") from None
 
 
 def _cut_up(file: IO[str]) -> Iterator[str]:

@@ -1,22 +1,23 @@
 """Prepare LongCrawl64: a Zarr v2 array of ids with one document per row, read by rows of chunks."""
 
-import json
 import os
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation.codecs import Codec, decoded
 from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
+from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 
 WHOLE = "whole"
 LARGEST_ID = 50_256
@@ -24,10 +25,33 @@ LARGEST_ID = 50_256
 # limit of 1 GiB for the whole process.
 _MAX_ROW_OF_CHUNKS_BYTES = 512 << 20
 _RANGES_NAMED = 20
-# Versions and flags (4 bytes), then the decoded size, the block size and the stored size.
-_BLOSC_HEADER_BYTES = 16
+# LongCrawl64 has some hundred thousand. The names of all of them are in memory.
+_MOST_CHUNKS = 1 << 20
+_MOST_METADATA_BYTES = 1 << 20
+_TOKEN_BYTES = 2
 
+_Sizes = Annotated[list[Annotated[int, Field(ge=1, le=1 << 40)]], Field(min_length=2, max_length=2)]
 RowRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Compressor:
+    id: Codec
+
+
+@dataclass(frozen=True)
+class _ArrayMetadata:
+    """The file `.zarray` of Zarr v2, of an array of two dimensions whose chunks can be read."""
+
+    zarr_format: Literal[2]
+    shape: _Sizes
+    chunks: _Sizes
+    dtype: Literal["<u2"]
+    compressor: _Compressor | None
+    order: Literal["C"]
+    filters: Annotated[list[object], Field(max_length=0)] | None
+    fill_value: Annotated[int, Field(ge=0, le=0xFFFF)] | None
+    dimension_separator: Literal[".", "/"] = "."
 
 
 @dataclass(frozen=True)
@@ -41,8 +65,8 @@ class ZarrStore:
     chunk_columns: int
     separator: str
     """The character between the two numbers in the name of a chunk file."""
-    is_blosc: bool
-    """Whether chunks are compressed with blosc, and so start with its header."""
+    codec: Codec | None
+    """How chunks are compressed; None means not at all."""
 
     @cached_property
     def missing(self) -> list[str]:
@@ -90,20 +114,17 @@ class ZarrStore:
             f"(--rows takes such ranges, or `{WHOLE}` for all of them)"
         )
 
-    def check_length(self, name: str) -> None:
-        """Raise where the file of a chunk is cut short: blosc would decode memory after its end."""
-        if not self.is_blosc:
-            return
-        path = self.path / name
-        with path.open("rb") as file:
-            header = file.read(_BLOSC_HEADER_BYTES)
-        found = path.stat().st_size
-        wanted = int.from_bytes(header[-4:], "little")
-        if len(header) < _BLOSC_HEADER_BYTES or found != wanted:
-            raise ValueError(f"{found} bytes, wanted {wanted}")
-        decoded = int.from_bytes(header[4:8], "little")
-        if decoded != self.chunk_rows * self.chunk_columns * 2:
-            raise ValueError(f"{decoded} bytes when decoded")
+    def read_chunk(self, name: str) -> NDArray[np.uint16]:
+        """The ids of a chunk, of shape (chunk_rows, chunk_columns).
+
+        Raises:
+            ValueError: the file is no such chunk, whatever its bytes are.
+            OSError: it cannot be read.
+        """
+        size = self.chunk_rows * self.chunk_columns * _TOKEN_BYTES
+        # What does not compress grows a little.
+        content = decoded(self.codec, read_regular(self.path / name, 2 * size + 1024), size)
+        return np.frombuffer(content, "<u2").reshape(self.chunk_rows, self.chunk_columns)
 
     def _chunks_of(self, row: int) -> list[str]:
         columns = range(-(-self.columns // self.chunk_columns))
@@ -111,14 +132,21 @@ class ZarrStore:
 
     def _chunk_files(self) -> set[str]:
         if self.separator == ".":
-            return {item.name for item in os.scandir(self.path) if item.stat().st_size}
+            return {item.name for item in os.scandir(self.path) if _has_content(item)}
         return {
             f"{folder.name}/{item.name}"
             for folder in os.scandir(self.path)
             if folder.is_dir()
             for item in os.scandir(folder)
-            if item.stat().st_size
+            if _has_content(item)
         }
+
+
+def _has_content(item: os.DirEntry[str]) -> bool:
+    try:
+        return item.stat().st_size > 0
+    except FileNotFoundError:  # a link to nothing
+        return False
 
 
 def open_store(path: Path) -> ZarrStore:
@@ -128,28 +156,29 @@ def open_store(path: Path) -> ZarrStore:
     if not (path / ".zarray").is_file():
         found = "a Zarr group" if (path / ".zgroup").is_file() else "no .zarray"
         raise ValueError(f"{path}: found {found}, wanted a Zarr v2 store of one top-level array")
-    try:
-        meta = json.loads((path / ".zarray").read_text())
-        shape, chunks, dtype = meta["shape"], meta["chunks"], meta["dtype"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/.zarray: not the description of an array, {error!r}") from None
-    if dtype != "<u2":
-        raise ValueError(f"{path}: dtype is {dtype}, wanted <u2 (token ids as uint16)")
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"{path}: shape is {tuple(shape)}, wanted (documents, tokens)")
-    if chunks[0] * shape[1] * 2 > _MAX_ROW_OF_CHUNKS_BYTES:
+    file = path / ".zarray"
+    meta = parse_json(_ArrayMetadata, read_regular(file, _MOST_METADATA_BYTES), file)
+    (rows, columns), (chunk_rows, chunk_columns) = meta.shape, meta.chunks
+    if chunk_rows * max(columns, chunk_columns) * _TOKEN_BYTES > _MAX_ROW_OF_CHUNKS_BYTES:
         limit = _MAX_ROW_OF_CHUNKS_BYTES >> 20
         raise ValueError(
-            f"{path}: chunks are {tuple(chunks)}, wanted rows of chunks of at most {limit} MiB"
+            f"{path}: chunks are {shown(tuple(meta.chunks))}, wanted rows of chunks of at most "
+            f"{limit} MiB"
+        )
+    chunks = -(-rows // chunk_rows) * -(-columns // chunk_columns)
+    if chunks > _MOST_CHUNKS:
+        raise ValueError(
+            f"{path}: shape {shown(tuple(meta.shape))} and chunks {shown(tuple(meta.chunks))} make "
+            f"{chunks:,} chunks, wanted {_MOST_CHUNKS:,} at most"
         )
     return ZarrStore(
         path=path,
-        rows=shape[0],
-        columns=shape[1],
-        chunk_rows=chunks[0],
-        chunk_columns=chunks[1],
-        separator=meta.get("dimension_separator", "."),
-        is_blosc=(meta.get("compressor") or {}).get("id") == "blosc",
+        rows=rows,
+        columns=columns,
+        chunk_rows=chunk_rows,
+        chunk_columns=chunk_columns,
+        separator=meta.dimension_separator,
+        codec=meta.compressor.id if meta.compressor else None,
     )
 
 
@@ -231,10 +260,6 @@ class _Rows:
         self._ranges = ranges
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
-        # Imported here, because it is slow and a bad store should be refused at once.
-        import zarr
-
-        array: Any = zarr.open_array(str(self._store.path), mode="r", zarr_format=2)
         store = self._store
         buffer = np.empty((store.chunk_rows, store.columns), np.uint16)
         done = cursor[0] if cursor else 0
@@ -248,25 +273,22 @@ class _Rows:
                 rows = slice(
                     row - chunk_row * store.chunk_rows, last - chunk_row * store.chunk_rows
                 )
-                self._read_row_of_chunks(array, chunk_row, buffer)
+                self._read_row_of_chunks(chunk_row, buffer)
                 self._check_ids(buffer[rows], row)
                 for document in buffer[rows]:
                     done += 1
                     yield document, [done]
                 row = last
 
-    def _read_row_of_chunks(self, array: Any, chunk_row: int, buffer: NDArray[np.uint16]) -> None:
-        """Read chunk by chunk: zarr would hold the chunks and the assembled row at once."""
+    def _read_row_of_chunks(self, chunk_row: int, buffer: NDArray[np.uint16]) -> None:
         store = self._store
-        first = chunk_row * store.chunk_rows
-        last = min(first + store.chunk_rows, store.rows)
         for left in range(0, store.columns, store.chunk_columns):
             right = min(left + store.chunk_columns, store.columns)
             name = f"{chunk_row}{store.separator}{left // store.chunk_columns}"
             try:
-                store.check_length(name)
-                buffer[: last - first, left:right] = array[first:last, left:right]
-            except (RuntimeError, ValueError, OSError, EOFError, zlib.error) as error:
+                # The file of a chunk at an edge of the array has ids beyond the edge too.
+                buffer[:, left:right] = store.read_chunk(name)[:, : right - left]
+            except (ValueError, OSError) as error:
                 raise ValueError(f"{store.path}: chunk {name} is damaged, {error}") from None
 
     def _check_ids(self, rows: NDArray[np.uint16], first_row: int) -> None:

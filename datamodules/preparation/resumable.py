@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -12,11 +13,27 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
 from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
+from longhaul.datamodules.untrusted import Count, one_line, parse_json, shown
 
 PROGRESS_NAME = ".progress.jsonl"
 
 Cursor: TypeAlias = list[int]
 Progress: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The first line of `.progress.jsonl`."""
+
+    source: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _FinishedShard:
+    """Each further line: a shard, and where the source goes on after it."""
+
+    shard: ShardEntry
+    cursor: list[Count]
 
 
 class DocumentSource(Protocol):
@@ -74,7 +91,7 @@ def prepare_shards(
                 partial(_report, progress, done, template.document_tokens),
             )
             path = folder / f"{prefix}-{len(shards):06d}.tar"
-            entry = write_shard(path, done, batch)
+            entry = write_shard(path, done, batch, template.vocab_size)
             record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
             _append(file, record)
             temporary_name(path).replace(path)
@@ -126,8 +143,9 @@ def _check_same_job(folder: Path, found: dict[str, Any], wanted: dict[str, Any])
     for key in sorted(found.keys() | wanted.keys()):
         if found.get(key) != wanted.get(key):
             raise ValueError(
-                f"{folder}: holds a preparation with {key} {found.get(key)!r}, this one has "
-                f"{wanted.get(key)!r}; wanted another folder, or the same source and options"
+                f"{folder}: holds a preparation with {one_line(key)} {shown(found.get(key))}, this "
+                f"one has {shown(wanted.get(key))}; wanted another folder, or the same source and "
+                "options"
             )
 
 
@@ -149,20 +167,21 @@ def _read_progress(
         file.truncate(0)
         _append(file, {"source": template.source})
         return [], None
-    _check_same_job(folder, json.loads(lines[0])["source"], template.source)
+    where = folder / PROGRESS_NAME
+    _check_same_job(folder, parse_json(_Job, lines[0], f"{where}:1").source, template.source)
     shards: list[ShardEntry] = []
     cursor = None
     kept = len(lines[0])
-    for line in lines[1:]:
+    for number, line in enumerate(lines[1:], start=2):
         if not line.endswith(b"\n"):
             break
-        record = json.loads(line)
-        entry = ShardEntry(**record["shard"])
+        record = parse_json(_FinishedShard, line, f"{where}:{number}")
+        entry = record.shard
         path = folder / entry.name
         if not path.exists() or path.stat().st_size != entry.bytes:
             break
         shards.append(entry)
-        cursor = record["cursor"]
+        cursor = record.cursor
         kept += len(line)
     file.truncate(kept)
     return shards, cursor

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -59,7 +60,9 @@ def prepare_text(
     }
     manifests: list[Manifest] = []
     for split, folder in splits.items():
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        dtype: Literal["uint16", "uint32"] = (
+            "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+        )
         template = Manifest(
             tokenizer=tokenizer.name,
             tokenizer_sha256=tokenizer.sha256,

@@ -8,19 +8,60 @@ import json
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from longhaul.datamodules.untrusted import (
+    Count,
+    Sha256,
+    check_regular,
+    open_regular,
+    parse_json,
+    read_regular,
+)
+from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.system.files import flush
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"
 STATE = "state.json"
 _TENSOR_FILE = re.compile(r"([a-z]+)-\d{5,}-\d{3,}\.safetensors")
+# Room for the files of 10,000 ranks.
+_MOST_CHECKSUMS_BYTES = 4 << 20
 
 
 class CheckpointError(OSError):
     """A checkpoint that could not be written or read; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What checksums.json has in every version."""
+
+    format: Count
+
+
+@dataclass(frozen=True)
+class _Checksum:
+    bytes: Count
+    sha256: Sha256
+
+
+@dataclass(frozen=True)
+class _Checksums:
+    """The file checksums.json."""
+
+    files: dict[Annotated[str, Field(max_length=200)], _Checksum]
+
+    def __post_init__(self) -> None:
+        if STATE not in self.files:
+            raise ValueError(f"files: found no {STATE}, wanted its checksum")
+        for name in self.files:
+            if name != STATE and not _TENSOR_FILE.fullmatch(name):
+                raise ValueError(f"files: found {name!r}, wanted {STATE} or a file of tensors")
 
 
 def write_state_and_checksums(
@@ -44,16 +85,7 @@ def verify(path: Path, only: Collection[str] | None = None) -> list[str]:
     """
     if not path.is_dir():
         raise CheckpointError(f"checkpoint {path} is not a folder")
-    try:
-        content = json.loads((path / CHECKSUMS).read_bytes())
-        version, checksums = content["format"], dict(content["files"])
-    except FileNotFoundError as error:
-        raise CheckpointError(f"checkpoint {path} is incomplete: no {CHECKSUMS}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {CHECKSUMS}: {error}") from error
-    if version != FORMAT:
-        # A ValueError, unlike the rest: such a checkpoint is intact and must not be set aside.
-        raise ValueError(f"checkpoint {path} has format {version}, this version reads {FORMAT}")
+    checksums = _read_checksums(path)
     if only is not None:
         if missing := set(only) - {_group(name) for name in checksums}:
             raise CheckpointError(f"checkpoint {path} has no {', '.join(sorted(missing))}")
@@ -61,21 +93,48 @@ def verify(path: Path, only: Collection[str] | None = None) -> list[str]:
         checksums = {name: entry for name, entry in checksums.items() if _group(name) in wanted}
     for name, expected in checksums.items():
         try:
-            actual = checksum(path / name)
-        except OSError as error:
+            _verify_file(path / name, expected)
+        except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {path} is damaged: {name}: {reason(error)}"
             ) from error
-        if actual != expected:
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} has {actual}, {CHECKSUMS} says {expected}"
-            )
     return list(checksums)
+
+
+def _read_checksums(path: Path) -> dict[str, _Checksum]:
+    where = path / CHECKSUMS
+    try:
+        content = read_regular(where, _MOST_CHECKSUMS_BYTES)
+        version = parse_json(_Format, content, CHECKSUMS).format
+    except FileNotFoundError as error:
+        raise CheckpointError(f"checkpoint {path} is incomplete: no {CHECKSUMS}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {reason(error)}") from error
+    if version != FORMAT:
+        # A ValueError, unlike the rest: such a checkpoint is intact and must not be set aside.
+        raise ValueError(f"checkpoint {path} has format {version}, this version reads {FORMAT}")
+    try:
+        return parse_json(_Checksums, content, CHECKSUMS).files
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {error}") from error
+
+
+def _verify_file(path: Path, expected: _Checksum) -> None:
+    """Raise unless the file has its size and hash and, if it holds tensors, a good header."""
+    check_regular(path)
+    size = path.stat().st_size
+    if size != expected.bytes:  # a longer file is not hashed
+        raise ValueError(f"found {size:,} bytes, {CHECKSUMS} says {expected.bytes:,}")
+    sha256 = checksum(path)["sha256"]
+    if sha256 != expected.sha256:
+        raise ValueError(f"found sha256 {sha256}, {CHECKSUMS} says {expected.sha256}")
+    if _TENSOR_FILE.fullmatch(path.name):
+        read_header(path).offsets()
 
 
 def checksum(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -4,12 +4,17 @@ The optimizer's state is keyed by parameter name, not by position in a list, and
 saved as DTensors. Therefore a checkpoint of one strategy can be restored under any other.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of Adam's moments."""
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -23,7 +28,12 @@ def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor
 
 
 def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
-    """Read what `training_tensors` named, under whatever sharding this model has."""
+    """Read what `training_tensors` named, under whatever sharding this model has.
+
+    Raises:
+        CheckpointError: the checkpoint has other tensors than the model and this optimizer.
+    """
+    saved.check_group("model", model.state_dict())
     # Before reading, so that old and new moments are not in memory at the same time.
     optimizer.state.clear()
     into = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
@@ -42,14 +52,35 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpo
             )
         parameter = parameters[name]
         dtype = entry.properties.dtype
-        if entry.size == parameter.shape:
+        wanted = torch.Size() if key == "step" else parameter.shape
+        if entry.size != wanted or not dtype.is_floating_point:
+            raise CheckpointError(
+                f"checkpoint {saved.path}: found shape {tuple(entry.size)} of {dtype} for "
+                f"{full_name}, wanted {tuple(wanted)} of a floating-point type"
+            )
+        if key == "step":
+            value = torch.zeros((), dtype=dtype, device=parameter.device)
+        else:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        else:  # the step counter
-            value = torch.zeros(entry.size, dtype=dtype, device=parameter.device)
         into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
+    _check_complete(saved, states, optimizer)
     saved.read(into)
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
+
+
+def _check_complete(
+    saved: SavedCheckpoint, states: Mapping[str, Mapping[str, Tensor]], optimizer: Optimizer
+) -> None:
+    """Raise where a parameter lacks what others have, or what the next update would look for."""
+    wanted = {key for state in states.values() for key in state}
+    if states and isinstance(optimizer, Adam):  # AdamW is an Adam
+        wanted |= {"step", *MOMENTS}
+    for name, state in states.items():
+        for key in sorted(wanted - state.keys()):
+            raise CheckpointError(
+                f"checkpoint {saved.path}: found no optimizer/{name}/{key}, wanted one"
+            )
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:

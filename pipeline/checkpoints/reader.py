@@ -1,6 +1,6 @@
 """Reads a checkpoint's tensors, on any number of ranks."""
 
-import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +16,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from longhaul.datamodules.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
 
 _Answer = TypeVar("_Answer")
+_MOST_STATE_BYTES = 4 << 20
 
 
 class SavedCheckpoint:
@@ -46,16 +48,42 @@ class SavedCheckpoint:
         self.path = path
         self._rank_group = rank_group
         names = verified or ask_first_rank(rank_group, partial(verify, path, groups or None))
-        self.state: dict[str, Any] = json.loads((path / STATE).read_bytes())
+        self._state_text = _state_text(path)
         self._reader = HuggingFaceStorageReader(str(path))
         # Otherwise the reader would read all files of the folder, unverified ones included.
         self._reader.fs = _ListedFiles(names)
-        metadata = self._reader.read_metadata().state_dict_metadata
-        self.tensors: dict[str, TensorStorageMetadata] = {
-            name: entry
-            for name, entry in metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+        self.tensors = self._read_metadata()
+
+    def state(self, schema: type[_Answer]) -> _Answer:
+        """What the checkpoint holds beside tensors. CheckpointError if it is something else."""
+        return _parsed_state(self.path, self._state_text, schema)
+
+    def check_group(self, group: str, wanted: Mapping[str, Tensor]) -> None:
+        """Raise CheckpointError unless a group has tensors of these names and shapes, and no more.
+
+        Args:
+            group: such as "model".
+            wanted: tensors by name without the prefix GROUP/.
+        """
+        found = {
+            name.removeprefix(f"{group}/"): entry
+            for name, entry in self.tensors.items()
+            if name.startswith(f"{group}/")
         }
+        for name in sorted(found.keys() | wanted.keys()):
+            size = found[name].size if name in found else None
+            shape = wanted[name].shape if name in wanted else None
+            if size != shape:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {_shape(size)} for {group}/{name}, wanted "
+                    f"{_shape(shape)}"
+                )
+            dtype = found[name].properties.dtype
+            if not dtype.is_floating_point:
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {dtype} for {group}/{name}, wanted a "
+                    "floating-point type"
+                )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill these tensors in place: a DTensor with this rank's shard, others with all values."""
@@ -88,6 +116,8 @@ class SavedCheckpoint:
 
     def empty(self, name: str) -> Tensor:
         """Uninitialised memory for one full tensor, on the CPU."""
+        if name not in self.tensors:
+            raise CheckpointError(f"checkpoint {self.path}: found no {name}, wanted one")
         entry = self.tensors[name]
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
@@ -96,6 +126,49 @@ class SavedCheckpoint:
         full = {name: self.empty(name) for name in self.tensors if name.startswith(f"{group}/")}
         self.read(full)
         return {name.removeprefix(f"{group}/"): tensor for name, tensor in full.items()}
+
+    def _read_metadata(self) -> dict[str, TensorStorageMetadata]:
+        """Sizes and types of all tensors, whose shards must fill them."""
+        try:
+            metadata = self._reader.read_metadata().state_dict_metadata
+        except Exception as error:  # whatever torch says of headers that contradict each other
+            raise CheckpointError(
+                f"checkpoint {self.path} cannot be read: {one_line(error)}"
+            ) from error
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for name, entry in metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if found != math.prod(entry.size):
+                raise CheckpointError(
+                    f"checkpoint {self.path}: found {found} numbers for {shown(name)}, wanted "
+                    f"{shown(math.prod(entry.size))}"
+                )
+            tensors[name] = entry
+        return tensors
+
+
+def read_state(checkpoint: Path, schema: type[_Answer]) -> _Answer:
+    """What an intact checkpoint holds beside tensors, without looking at these.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    return _parsed_state(checkpoint, _state_text(checkpoint), schema)
+
+
+def _state_text(checkpoint: Path) -> bytes:
+    try:
+        return read_regular(checkpoint / STATE, _MOST_STATE_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+
+
+def _parsed_state(checkpoint: Path, content: bytes, schema: type[_Answer]) -> _Answer:
+    try:
+        return parse_json(schema, content, STATE)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
 
 
 class _ListedFiles(FileSystem):

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from longhaul.datamodules.untrusted import one_line
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
+
 
 def capture_rng() -> dict[str, Tensor]:
     """State of the generators of Python, NumPy (the global one) and torch (CPU and CUDA devices).
@@ -45,7 +48,25 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
     A run may move to a machine with more or fewer devices. Devices without a saved state keep their
     current one, and saved states of missing devices are ignored.
+
+    Raises:
+        CheckpointError: it is something else.
     """
+    for name, now in capture_rng().items():
+        is_optional = name.startswith("cuda.")
+        saved = state.get(name, now if is_optional else None)
+        if saved is None or saved.shape != now.shape or saved.dtype != now.dtype:
+            found = "nothing" if saved is None else f"shape {tuple(saved.shape)} of {saved.dtype}"
+            raise CheckpointError(
+                f"rng/{name}: found {found}, wanted shape {tuple(now.shape)} of {now.dtype}"
+            )
+    try:
+        _restore(state)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"rng: found no state of a generator: {one_line(error)}") from error
+
+
+def _restore(state: Mapping[str, Tensor]) -> None:
     version, *words = state["python"].tolist()
     has_gauss, gauss = state["python.gauss"].tolist()
     random.setstate((version, tuple(words), gauss if has_gauss else None))
@@ -53,7 +74,7 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
     *keys, position = state["numpy"].tolist()
     has_gauss, gauss = state["numpy.gauss"].tolist()
     np.random.set_state(
-        ("MT19937", np.array(keys, dtype=np.uint32), position, int(has_gauss), gauss)
+        ("MT19937", np.array(keys, dtype=np.uint32), position, int(bool(has_gauss)), gauss)
     )
 
     torch.set_rng_state(state["torch"])

@@ -1,18 +1,23 @@
 """Asks Slurm about jobs, and reads which jobs a run has."""
 
-import json
+import contextlib
 import os
 import re
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from pydantic import Field
+
+from longhaul.datamodules.untrusted import parse_json, read_regular
 from longhaul.pipeline.system.programs import output_of
 
 JOBS_FILE = "slurm/jobs.jsonl"
 """In a run folder: one line for each job that was queued for the run."""
 
+_MOST_BYTES = 16 << 20
 _SECONDS = 20.0  # A controller with thousands of jobs in its queue is slow.
 # Job, state, restarts, and a reason, which may contain spaces.
 _FORMAT = "JobArrayID:64,State:32,RestartCnt:16,Reason:256"
@@ -32,6 +37,14 @@ _ENDED = {
 }
 
 
+@dataclass(frozen=True)
+class _Job:
+    """One line of JOBS_FILE."""
+
+    kind: str
+    job_id: Annotated[str, Field(pattern="^[0-9]{1,20}(_[0-9]{1,20})?$")]
+
+
 class SlurmJob(NamedTuple):
     """What squeue says about a job."""
 
@@ -46,18 +59,17 @@ class SlurmJob(NamedTuple):
 
 def training_jobs(run: Path) -> Sequence[str]:
     """Ids of the jobs that were submitted to train a run, oldest first."""
-    ids = []
     try:
-        lines = (run / JOBS_FILE).read_text().splitlines()
-    except OSError:
+        lines = read_regular(run / JOBS_FILE, _MOST_BYTES).splitlines()
+    except (OSError, ValueError):
         return []
+    ids = []
     for line in lines:
-        try:
-            entry = json.loads(line)
-            if entry["kind"] == "train":
-                ids.append(str(entry["job_id"]))
-        except (ValueError, LookupError, TypeError):
-            continue  # half a line of an interrupted submission
+        # Half a line of an interrupted submission is left out.
+        with contextlib.suppress(ValueError):
+            entry = parse_json(_Job, line, JOBS_FILE)
+            if entry.kind == "train":
+                ids.append(entry.job_id)
     return ids
 
 

@@ -4,8 +4,8 @@ If `RUN/slurm/jobs.jsonl` names a job, Slurm is asked whether the run is running
 on the run's journal shows it. Only the end of a journal is read, since it may be long.
 """
 
+import contextlib
 import fcntl
-import json
 import os
 import re
 import statistics
@@ -19,11 +19,21 @@ from typing import Any
 
 import yaml
 
+from longhaul.datamodules.untrusted import read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.terminal.table import print_table
+from longhaul.pipeline.tracking.metrics_journal import parse_line
 
 _COLUMNS = ("name", "job", "state", "step", "loss", "tokens/s", "left", "restarts", "checkpoint")
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, ArithmeticError, yaml.YAMLError)
+_UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+    yaml.YAMLError,
+)
 # Enough for hundreds of updates; the second size is used if much else was written after them.
 _TAIL_BYTES = (256 << 10, 8 << 20)
 _UPDATES = 20  # the speed is the median of this many
@@ -150,7 +160,7 @@ def _config(folder: Path) -> Any:
     # Not as a RunConfig, whose imports take seconds.
     paths = (folder / name for name in ("config.yaml", "slurm/config.yaml"))
     path = next((path for path in paths if path.is_file()), None)
-    return None if path is None else yaml.safe_load(path.read_text())
+    return None if path is None else yaml.safe_load(read_regular(path, 1 << 20))
 
 
 def _checkpoint(folder: Path) -> str:
@@ -182,12 +192,8 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
     """One object per line; lines that are damaged or incomplete are left out."""
     lines = []
     for raw in content.splitlines():
-        try:
-            line = json.loads(raw)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "kind" in line:
-            lines.append(line)
+        with contextlib.suppress(ValueError):
+            lines.append(parse_line(raw))
     return lines
 
 

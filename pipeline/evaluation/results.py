@@ -3,13 +3,26 @@
 import hashlib
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.untrusted import PlainName, parse_json, read_regular
 from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
 from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The file TASK.json."""
+
+    options: dict[str, Any]
+    values: dict[str, float]
+    files: list[PlainName]
 
 
 class Results:
@@ -25,7 +38,7 @@ class Results:
         """The numbers of all tasks that have complete results."""
         records = map(_read, sorted(self.folder.glob("*.json")))
         return {
-            name: value for record in records if record for name, value in record["values"].items()
+            name: value for record in records if record for name, value in record.values.items()
         }
 
     def stored(self, name: str, task: Task, options: Options) -> TaskResult | None:
@@ -37,12 +50,12 @@ class Results:
         if record is None:
             logger.warning("%s is damaged: its task is measured again", path)
             return None
-        files = tuple(self.folder / file for file in record["files"])
-        if record["options"] != self._deciding_options(task, options) or not all(
+        files = tuple(self.folder / file for file in record.files)
+        if record.options != self._deciding_options(task, options) or not all(
             map(Path.exists, files)
         ):
             return None
-        return TaskResult(record["values"], files)
+        return TaskResult(record.values, files)
 
     def store(self, name: str, result: TaskResult) -> TaskResult:
         """Replace a task's files by new ones; only `mark_complete` makes them its result."""
@@ -84,13 +97,11 @@ class Results:
         return deciding
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> _Record | None:
     """The content of a TASK.json; None for any other file, or a damaged one."""
     try:
-        record = json.loads(path.read_bytes())
-        is_record = isinstance(record["values"], dict) and isinstance(record["files"], list)
-        return record if is_record and "options" in record else None
-    except (ValueError, TypeError, KeyError):
+        return parse_json(_Record, read_regular(path, _MOST_BYTES), path)
+    except ValueError:
         return None
 
 

@@ -7,7 +7,9 @@ from typing import Any
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.untrusted import parse_json, read_regular
 from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.system.environment import Environment
 
 _TEXT = """\
 ---
@@ -145,8 +147,10 @@ def _variants(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def _commit(run: RunFolder) -> str:
     try:
-        return json.loads(run.environment_file.read_bytes())["commit"] or "unknown"
-    except (OSError, ValueError, KeyError):
+        content = read_regular(run.environment_file, 1 << 20)
+        environment = parse_json(Environment, content, run.environment_file)
+        return environment.commit or "unknown"
+    except (OSError, ValueError):
         return "unknown"
 
 
@@ -158,12 +162,12 @@ def _evaluation(run: RunFolder, checkpoint: Path) -> str:
         if label != checkpoint.name and not label.startswith(f"{checkpoint.name}-"):
             continue
         try:
-            values = flatten(json.loads(file.read_bytes()))
-        except (ValueError, AttributeError):
+            values = parse_json(dict[str, Any], read_regular(file, 16 << 20), file)
+        except ValueError:
             raise ValueError(
                 f"{file}: found no JSON object, wanted what longhaul evaluate wrote; run it again"
             ) from None
-        for name, value in values.items():
+        for name, value in flatten(values).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 lines.append(f"| {_cell(label)} | {_cell(name)} | {value:.6g} |")
     if not lines:

@@ -1,16 +1,17 @@
 """Writes a checkpoint as a folder that transformers loads without longhaul."""
 
-import json
+import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, verify
+from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
+from longhaul.pipeline.checkpoints.reader import read_state
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
@@ -45,7 +46,7 @@ def export(
     manifest = load_manifest(config.data.manifest)
     tokenizer = tokenizer_of(manifest)
     tensors = _weights(checkpoint, config.model)
-    progress: dict[str, Any] = json.loads((checkpoint / STATE).read_bytes())["progress"]
+    progress = dataclasses.asdict(read_state(checkpoint, TrainingState).progress)
 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)

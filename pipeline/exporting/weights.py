@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
+from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
 _BLOCK_BYTES = 8 << 20
@@ -77,14 +78,22 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
     for file in sorted(files):
         if not file.startswith(f"{group}-"):
             continue
-        header, start = _header(checkpoint / file)
-        placed = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            offset = tuple(placed[name]["saved_offsets"]) or (0,) * len(shape)
-            tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry["dtype"]))
-            begin = start + entry["data_offsets"][0]
-            tensor.rank_shards.append(_RankShard(checkpoint / file, begin, offset, shape))
+        try:
+            header = read_header(checkpoint / file)
+            offsets = header.offsets()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+        for name, entry in header.tensors.items():
+            tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry.dtype))
+            others = [len(shard.shape) for shard in tensor.rank_shards[:1]]
+            if (entry.dtype, [len(entry.shape)]) != (tensor.dtype, others or [len(entry.shape)]):
+                raise CheckpointError(
+                    f"checkpoint {checkpoint}: found shards of different types or numbers of "
+                    f"dimensions for {name}, wanted equal ones"
+                )
+            begin = header.start + entry.data_offsets[0]
+            shape = tuple(entry.shape)
+            tensor.rank_shards.append(_RankShard(header.path, begin, offsets[name], shape))
     for name, tensor in tensors.items():
         found = sum(math.prod(shard.shape) for shard in tensor.rank_shards)
         if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
@@ -161,11 +170,3 @@ def _read(file: BinaryIO, size: int) -> bytes:
             f"{file.name}: found its end, wanted {size - len(block):,} bytes more"
         )
     return block
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where the bytes of its tensors begin."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(size))
-    return header, 8 + size

@@ -2,15 +2,20 @@
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch.utils import _pytree as pytree
 
+from longhaul.datamodules.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
+from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -18,6 +23,16 @@ from longhaul.pipeline.system.files import write_atomically
 
 _KEY = "longhaul_session"
 _FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Description:
+    """What the file holds beside tensors."""
+
+    format: Count
+    of: str
+    unread: Annotated[list[Count], Field(min_length=1)]
+    sha256: Sha256
 
 
 def origin(trained: TrainedModel) -> str:
@@ -52,27 +67,62 @@ def load_session(path: Path, model: LanguageModel, model_origin: str) -> Session
         ValueError: the file is no saved session, is damaged, or has another origin than the model.
     """
     try:
-        with safe_open(path, "pt") as file:
-            described = json.loads((file.metadata() or {})[_KEY])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            keys = ("format", "of", "unread", "sha256")
-            written_format, file_origin, unread, digest = (described[key] for key in keys)
-    except (KeyError, TypeError):
-        raise ValueError(f"--state: found other tensors in {path}, wanted a saved state") from None
+        header = read_header(path)
+        if _KEY not in header.metadata:
+            raise ValueError("found other tensors")
+        described = parse_json(_Description, header.metadata[_KEY], _KEY)
+        tensors = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"--state: found {path}, wanted a saved state: {error}") from None
-    if written_format != _FORMAT:
-        raise ValueError(f"--state: found format {written_format} in {path}, wanted {_FORMAT}")
-    if _digest(tensors, unread) != digest:
+        raise ValueError(
+            f"--state: found {path}, wanted a saved state: {one_line(error)}"
+        ) from None
+    if described.format != _FORMAT:
+        raise ValueError(f"--state: found format {described.format} in {path}, wanted {_FORMAT}")
+    if _digest(tensors, described.unread) != described.sha256:
         raise ValueError(f"--state: found {path} damaged, wanted an unchanged file")
-    if file_origin != model_origin:
-        raise ValueError(f"--state: found a state of {file_origin}, wanted one of {model_origin}")
+    if described.of != model_origin:
+        raise ValueError(f"--state: found a state of {described.of}, wanted one of {model_origin}")
+    rows = model.config.vocabulary
+    if max(described.unread) >= rows:
+        raise ValueError(
+            f"--state: found id {max(described.unread)} in {path}, wanted ids below the model's "
+            f"vocabulary, {rows}"
+        )
+    return Session(described.unread, _state_of(path, model, tensors))
+
+
+def _state_of(path: Path, model: LanguageModel, tensors: dict[str, torch.Tensor]) -> list[Any]:
+    """The state, in the structure that the model's states have, on its device."""
     device = next(model.parameters()).device
-    # The tree structure is the same for every state of the model.
-    _, any_state = model.prefill(torch.zeros(1, 1, dtype=torch.int64, device=device))
-    flat, structure = pytree.tree_flatten_with_path(any_state)
-    parts = [tensors[pytree.keystr(key)].to(device) for key, _ in flat]
-    return Session(unread, pytree.tree_unflatten(parts, structure))
+    # The structure is the same for every state of the model. Sizes that grow differ between these.
+    _, short = model.prefill(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    _, long = model.prefill(torch.zeros(1, 2, dtype=torch.int64, device=device))
+    flat, structure = pytree.tree_flatten_with_path(short)
+    wanted = {
+        pytree.keystr(key): (one, two)
+        for (key, one), two in zip(flat, pytree.tree_leaves(long), strict=True)
+    }
+    for name in sorted(tensors.keys() | wanted.keys()):
+        if name not in tensors or name not in wanted or not _is_alike(tensors[name], *wanted[name]):
+            found = _described(tensors.get(name))
+            raise ValueError(
+                f"--state: found {found} for {shown(name)} in {path}, wanted "
+                f"{_described(wanted[name][0]) if name in wanted else 'nothing'}"
+            )
+    state: list[Any] = pytree.tree_unflatten([tensors[n].to(device) for n in wanted], structure)
+    return state
+
+
+def _is_alike(found: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether a tensor has the type and shape of both others; where these differ, any size."""
+    if (found.dtype, found.ndim) != (one.dtype, one.ndim):
+        return False
+    sizes = zip(found.shape, one.shape, two.shape, strict=True)
+    return all(size == a or (a != b and size > 0) for size, a, b in sizes)
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"shape {tuple(tensor.shape)} of {tensor.dtype}"
 
 
 def _digest(tensors: dict[str, torch.Tensor], unread: list[int]) -> str:

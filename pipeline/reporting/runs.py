@@ -1,7 +1,5 @@
 """Reads the runs of an MLflow experiment: their configs, losses, speeds and evaluations."""
 
-import csv
-import json
 import logging
 import os
 import statistics
@@ -10,13 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.configs import ConfigError, RunConfig, load_stored_config
+from longhaul.datamodules.untrusted import parse_json, read_regular
 from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
+from longhaul.pipeline.reporting.tables import TABLES, read_table
+from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -26,15 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TASKS = {
-    "positions": {"position", "loss_nats", "mean_up_to_here"},
-    "context": {"context", "loss_nats"},
-    "perplexity": {"window", "stride", "perplexity"},
-    "passkey": {"length", "prompts", "right"},
-}
-"""The tasks of `longhaul evaluate` whose tables are read, and the columns that they must have."""
-
 _NAMES_SHOWN = 20
+_MOST_BYTES = 64 << 20  # of a config or a table
 _NOT_A_NUMBER = 1e300  # MLflow's databases store infinity as the largest float
 
 
@@ -52,7 +46,7 @@ class Evaluated:
     """The table that one task wrote."""
 
     label: Label
-    rows: list[dict[str, str]]
+    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -187,7 +181,8 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     with tempfile.TemporaryDirectory() as folder:
 
         def fetch(path: str) -> str:
-            return Path(client.download_artifacts(run_id, path, folder)).read_text()
+            file = Path(client.download_artifacts(run_id, path, folder))
+            return read_regular(file, _MOST_BYTES).decode()
 
         config, text = _config(fetch, Path(folder))
         evaluations = _evaluations(client, run_id, fetch, config.data.context)
@@ -218,17 +213,18 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
     except Exception as error:
         raise _Unreadable(f"config.yaml is not in MLflow: {one_line(error)}") from error
     try:
-        return load_run_config(folder / "config.yaml"), text
+        return load_stored_config(folder / "config.yaml"), text
     except ConfigError as error:
-        raise _Unreadable(f"config.yaml is of another version: {error}") from error
+        reason = str(error).removeprefix(f"{folder / 'config.yaml'}: ")
+        raise _Unreadable(f"config.yaml is of another version: {reason}") from error
 
 
 def _hardware(fetch: Callable[[str], str]) -> str:
     try:
-        found = json.loads(fetch("environment.json"))
+        found = parse_json(Environment, fetch("environment.json"), "environment.json")
     except Exception:  # Only a note below a figure needs it, so the run is kept without.
         return "unknown"
-    return str((found.get("accelerators") or [found.get("processor")])[0] or "unknown")
+    return next(iter(found.accelerators), found.processor) or "unknown"
 
 
 def _history(
@@ -269,17 +265,18 @@ def _evaluations(
         if label is None:
             continue
         files = {Path(file.path).name for file in client.list_artifacts(run_id, folder.path)}
-        for task in TASKS:
+        for task in TABLES:
             if f"{task}.csv" not in files:
                 continue
             key = task, label.scaling, label.text
             # The newest checkpoint, and of its results the one with the longest windows.
             if key not in newest or recency(label) > recency(newest[key][0]):
                 newest[key] = label, f"{folder.path}/{task}.csv"
-    tables: dict[str, list[Evaluated]] = {task: [] for task in TASKS}
+    tables: dict[str, list[Evaluated]] = {task: [] for task in TABLES}
     for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):
-        rows = list(csv.DictReader(fetch(path).splitlines()))
-        if rows and (missing := TASKS[task] - rows[0].keys()):
-            raise _Unreadable(f"{path}: found no column {', '.join(sorted(missing))}")
+        try:
+            rows = read_table(task, fetch(path), path)
+        except ValueError as error:
+            raise _Unreadable(str(error)) from None
         tables[task].append(Evaluated(label, rows))
     return tables

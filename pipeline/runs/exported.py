@@ -1,15 +1,18 @@
 """Reads a folder that `longhaul export` wrote: the model's shape, and its weights."""
 
-import json
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from longhaul.configs.loader import to_dict
+from longhaul.datamodules.untrusted import Count, PlainName, one_line, parse_json, read_regular
 from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.pipeline.checkpoints.tensor_header import read_header
 
 WEIGHTS = "model.safetensors"
 """The file of all weights. If there are several files, their names are derived from this one."""
@@ -19,6 +22,23 @@ WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 
 # Options that the exported config.json omits, because they change only the speed of our own ops.
 _NOT_EXPORTED = ("chunk_size",)
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class _ExportedConfig:
+    """The part of config.json that decides what the weights mean."""
+
+    model_type: Literal["longhaul"]
+    vocab_size: Count
+    hidden_size: Count
+    num_attention_heads: Count
+    attention: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Index:
+    weight_map: dict[str, PlainName]
 
 
 def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
@@ -47,15 +67,12 @@ def exported_shape(folder: Path) -> dict[str, Any]:
     """`shape_of` the model in an exported folder. Raises ValueError for any other folder."""
     path = folder / "config.json"
     try:
-        values = json.loads(path.read_bytes())
-        if values["model_type"] != "longhaul":
-            raise ValueError(f"model_type is {values['model_type']!r}, wanted 'longhaul'")
-        attention = {str(layer): one for layer, one in enumerate(values["attention"])}
-        sizes = ("vocab_size", "hidden_size", "num_attention_heads")
-        return {key: values[key] for key in sizes} | {"attention": attention}
-    except (ValueError, TypeError, KeyError) as error:
-        cause = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path}: not the config of an exported model, {cause}") from error
+        values = parse_json(_ExportedConfig, read_regular(path, _MOST_BYTES), path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}; wanted the config of an exported model") from error
+    shape = dataclasses.asdict(values)
+    del shape["model_type"]
+    return shape | {"attention": {str(n): one for n, one in enumerate(values.attention)}}
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:
@@ -64,10 +81,12 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
         index = folder / WEIGHTS_INDEX
         names = {WEIGHTS}
         if index.is_file():
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            content = read_regular(index, _MOST_BYTES)
+            names = set(parse_json(_Index, content, index).weight_map.values())
         weights: dict[str, Tensor] = {}
         for name in sorted(names):
+            read_header(folder / name)
             weights |= load_file(folder / name)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise ValueError(f"{folder}: the weights cannot be read, {error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder}: the weights cannot be read, {one_line(error)}") from error
     return weights

@@ -6,8 +6,9 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.untrusted import Count, parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class Finished:
     """The contents of the file DONE."""
 
-    step: int
-    tokens: int
+    step: Count
+    tokens: Count
     is_tracked: bool  # whether everything has been uploaded to MLflow
 
 
@@ -61,7 +62,7 @@ class RunFolder:
         """Raise ConfigError if a key that must not change differs from the folder's config."""
         if not self.config_file.exists():
             return
-        stored = load_run_config(self.config_file)
+        stored = load_stored_config(self.config_file)
         before, now = flatten(to_dict(stored)), flatten(to_dict(config))
         for key in sorted(before.keys() | now.keys()):
             is_fixed = key.startswith(_FIXED) and key not in _FREE
@@ -98,7 +99,7 @@ class RunFolder:
         """How the run finished, None if it has not."""
         if not self.done_file.exists():
             return None
-        return Finished(**json.loads(self.done_file.read_text()))
+        return parse_json(Finished, read_regular(self.done_file, 1 << 16), self.done_file)
 
     def mark_finished(self, finished: Finished) -> None:
         write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
@@ -121,7 +122,7 @@ def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
 
 def stored_config(folder: RunFolder) -> RunConfig:
     """The config in a run folder, with `root` and `name` of the folder's present path."""
-    config = load_run_config(folder.config_file)
+    config = load_stored_config(folder.config_file)
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 

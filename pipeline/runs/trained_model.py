@@ -11,6 +11,7 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
 
@@ -60,10 +61,11 @@ def load_trained_model(
     with torch.device("meta"):
         model = LanguageModel(config.model)
     model.set_positions(scaling)
+    saved.check_group("model", model.state_dict())
     model.load_state_dict(saved.read_group("model"), assign=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
-    step = int(saved.state["progress"]["step"])
+    step = saved.state(TrainingState).progress.step
     return TrainedModel(model, config, folder, checkpoint, step, device, scaling)
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,15 @@ def describe_environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": devices,
     }
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The part of `describe_environment` that is read again."""
+
+    commit: str | None = None
+    accelerators: list[str] = field(default_factory=list)
+    processor: str | None = None
 
 
 def main_device() -> str:

@@ -22,7 +22,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
+
+from longhaul.datamodules.untrusted import Count, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +38,57 @@ EXIT_BUSY = 73
 """Exit status if another process is writing the journal: the run itself has not failed."""
 
 _KIND = re.compile("[a-z_]+")  # It becomes part of MLflow tag names.
+
+_Number = float | Literal["NaN", "Infinity", "-Infinity"]
+_Values = dict[str, _Number]
+
+
+class _Line(TypedDict):
+    kind: Annotated[str, Field(pattern="^[a-z_]+$", max_length=100)]
+    time_ms: Count
+
+
+class _Metrics(_Line):
+    step: Count
+    values: _Values
+
+
+class _Event(_Line):
+    number: Count
+
+
+class _Status(_Event):
+    status: Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"]
+
+
+class _Texts(_Event):
+    values: dict[str, str]
+
+
+class _Datasets(_Event):
+    datasets: list[dict[str, str]]
+
+
+class _Artifact(_Event):
+    path: str
+    folder: str | None
+
+
+class _Checkpoint(_Event):
+    path: str
+    step: Count
+    values: _Values
+
+
+# Other kinds of events are passed on, and uploaded by nothing.
+_EVENTS = {
+    "status": _Status,
+    "params": _Texts,
+    "tags": _Texts,
+    "datasets": _Datasets,
+    "artifact": _Artifact,
+    "checkpoint": _Checkpoint,
+}
 
 
 class JournalError(OSError):
@@ -161,12 +217,19 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
 def _parse(content: bytes, path: Path) -> Iterator[dict[str, Any]]:
     for raw in content.splitlines():
         try:
-            line = json.loads(raw)
-            position(line), line["kind"], line["time_ms"]
-        except (ValueError, KeyError, TypeError):
+            yield parse_line(raw)
+        except ValueError:
             logger.warning("%s holds a damaged line, which is skipped: %.80r", path, raw)
-        else:
-            yield line
+
+
+def parse_line(raw: bytes) -> dict[str, Any]:
+    """The line that these bytes are. Raises ValueError if it is damaged."""
+    line = parse_json(dict[str, Any], raw, "a line")
+    schema: Any = _Metrics
+    if "number" in line:
+        schema = _EVENTS.get(str(line.get("kind")), _Event)
+    parse_json(schema, raw, "a line")
+    return line
 
 
 def plain_values(values: Mapping[str, float]) -> dict[str, float | str]:

@@ -22,12 +22,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.modules.pretraining import Pretraining, Progress, Update
+from longhaul.modules.pretraining import Pretraining, Update
+from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
@@ -125,10 +127,11 @@ class TrainingCallback(Callback):
             self.recorder.begin(module.progress, saved, module.model, hosts)
 
     def _restore(self, trainer: Trainer, module: Pretraining, saved: SavedCheckpoint) -> None:
+        state = saved.state(TrainingState)
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
-        module.progress = Progress.from_dict(saved.state["progress"])
-        self._check_same_data(saved.state["shards_sha256"])
+        module.progress = state.progress
+        self._check_same_data(state.shards_sha256)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.requests.install_handlers()
@@ -274,9 +277,9 @@ class TrainingCallback(Callback):
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         # Otherwise the losses of the restored weights would be spikes compared with the lower
         # losses of the weights that are dropped.
-        before = saved.state["progress"]
-        module.progress.recent_losses = before["recent_losses"]
-        skip.rewound_to = before["step"]
+        before = saved.state(TrainingState).progress
+        module.progress.recent_losses = before.recent_losses
+        skip.rewound_to = before.step
 
     def _validate(self, module: Pretraining) -> None:
         if not self._validation_batches:

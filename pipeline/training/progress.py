@@ -6,7 +6,8 @@ from typing import NoReturn
 
 from tqdm import tqdm
 
-from longhaul.modules.pretraining import Progress, Update
+from longhaul.modules.pretraining import Update
+from longhaul.modules.progress import Progress
 
 _SECONDS_BETWEEN_LINES = 10.0
 

@@ -12,7 +12,8 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Progress, Update
+from longhaul.modules.pretraining import Update
+from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.folder import RunFolder

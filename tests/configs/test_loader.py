@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 import typing
 from importlib import resources
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -196,6 +197,8 @@ def test_indivisible_micro_batch_suggests_one_that_fits() -> None:
     [
         ("- 1", "wanted a mapping"),
         ("a: [", "while parsing"),
+        ("a: 2026-13-45", "self.yaml: month must be in 1..12"),
+        ("a: " + "[" * 5000, "self.yaml: "),
         ("inherits: [self.yaml]", "inherits itself"),
         ("inherits: [none.yaml]", "found no file none.yaml"),
         ("inherits: none.yaml", "wanted a list of file names"),
@@ -209,6 +212,63 @@ def test_a_broken_file_is_named_in_one_line(text: str, message: str, tmp_path: P
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config(file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("name: demo", "name: ${oc.env:PATH}", r"name: found '\$\{oc.env:PATH\}', wanted a plain"),
+        ("name: demo", "inherits: [run/demo.yaml]", "inherits: unknown key"),
+        ("layers: 4", "layers: 1000000000", "layers: found 1000000000, wanted 1 to 1024"),
+        ("layers: 4", f"layers: {10**30}", r"layers: found 1e\+30, wanted 1 to 1024"),
+        ("hang_seconds: 1800.0", "hang_seconds: .inf", "hang_seconds: found inf, wanted 1e.08"),
+        ("hang_seconds: 1800.0", "hang_seconds: .nan", "hang_seconds: found nan, wanted 1e.08"),
+        ("learning_rate:", "epsilon: 2026-13-45\n  learning_rate:", "month must be in 1..12"),
+        ("name: demo", "name: !!python/object/apply:os.getcwd []", "could not determine a con"),
+        ("name: demo", "name: " + "[" * 5000, "found|recursion"),
+        ("name: demo", "a: &a [1, *a]", "found deeper nesting than 20"),
+    ],
+)
+def test_a_stored_config_is_taken_as_it_is(
+    old: str, new: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    config = load_run_config("run/demo.yaml")
+    file.write_text(to_yaml(config))
+    assert load_stored_config(file) == config
+    assert old in to_yaml(config)
+    file.write_text(to_yaml(config).replace(old, new, 1))
+    with pytest.raises(ConfigError, match=f"^{file}: [^\n]*{message}[^\n]*$"):
+        load_stored_config(file)
+
+
+def test_aliases_in_a_stored_config_do_not_multiply(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    names = "abcdefghi"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    for old, new in itertools.pairwise(names):
+        lines.append(f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]")
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="found more than 100000 values"):
+        load_stored_config(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.hang_seconds=.inf", "trainer.hang_seconds: found inf, wanted 1e.08 at most"),
+        ("trainer.stop_seconds=.nan", "trainer.stop_seconds: found nan, wanted 1e.08 at most"),
+        ("optim.gradient_clip=.inf", "optim.gradient_clip: found inf, wanted a finite number"),
+        (f"trainer.seed={10**30}", r"trainer.seed: found 1e\+30, wanted a finite number"),
+        ("model.layers=1000000000", "model.layers: found 1000000000, wanted 1 to 1024"),
+        ("model.width=1000000000", "model.width: found 1000000000, wanted 1 to 1048576"),
+        ("data.workers=1000000000", "data.workers: found 1000000000, wanted 0 to 4096"),
+        ("trainer.micro_batch=1000000000", "trainer.micro_batch: found 1e.09, wanted 1.04858e.06"),
+    ],
+)
+def test_numbers_that_nothing_could_run_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        load_run_config("run/demo.yaml", [override])
 
 
 def test_flatten_names_every_leaf() -> None:

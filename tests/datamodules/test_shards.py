@@ -1,5 +1,7 @@
+import dataclasses
 import errno
 import os
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 import webdataset
 
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.shards import ShardError, sha256_of
+from longhaul.datamodules.shards import Shard, ShardError, sha256_of, write_shard
 from longhaul.datamodules.store import ShardStore
 
 
@@ -185,17 +187,23 @@ def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> N
     good = Path(make_shards().location).read_text()
     bad = tmp_path / "manifest.json"
     for old, new, message in (
-        ('"format_version": 1', '"format_version": 9', "format_version is 9, wanted 1"),
-        ('"vocab_size": 641', '"vocab_size": "x"', "vocab_size is 'x', wanted int"),
-        ('"bos_id": 640', '"bos_id": 641', "bos_id is 641, wanted 0 to 640"),
-        ('"dtype": "uint32"', '"dtype": "int8"', "dtype is int8, wanted uint16 or uint32"),
+        ('"format_version": 1', '"format_version": 9', "format_version: found 9, wanted 1"),
+        ('"vocab_size": 641', '"vocab_size": "x"', "vocab_size: found 'x', wanted a valid integer"),
+        ('"bos_id": 640', '"bos_id": 641', "bos_id: found 641, wanted less than vocab_size = 641"),
+        ('"dtype": "uint32"', '"dtype": "int8"', "dtype: found 'int8', wanted 'uint16' or 'uint32"),
         (
             '"name": "train-000001.tar"',
             '"name": "../x.tar"',
-            "shards is '../x.tar', wanted a plain",
+            r"shards.1.name: found '../x.tar', wanted pattern ",
         ),
-        ('"shards"', '"other"', "has no `shards`"),
-        ("{", "", "not a manifest, "),
+        ('"name": "train-000001.tar"', f'"name": "{"x" * 300}"', "wanted at most 200 characters"),
+        ('"documents": 3', f'"documents": 1{"0" * 30}', "shards.0.documents: found 10+, wanted "),
+        ('"document_tokens": 64', f'"document_tokens": 1{"0" * 30}', "document_tokens: found 10+,"),
+        ('"document_tokens": 64', f'"document_tokens": {1 << 60}', "shards: found [0-9]+ tokens"),
+        ('"documents": 10', f'"documents": {"[" * 10_000}', "wanted JSON: recursion limit"),
+        ('"shards"', '"other"', "shards: found nothing, wanted a value"),
+        ('"shards"', '"shards": [], "other"', r"shards: found \[\], wanted at least 1 item"),
+        ("{", "", "found no JSON, wanted JSON"),
     ):
         assert old in good
         bad.write_text(good.replace(old, new, 1))
@@ -211,3 +219,92 @@ def test_a_manifest_of_another_token_type_is_refused(make_shards) -> None:
     path.write_text(path.read_text().replace("uint32", "uint16"))
     with pytest.raises(ShardError, match=r"of uint32, wanted \(64,\) of uint16"):
         store_of(load_manifest(path))[0]
+
+
+def rewrite(manifest: Manifest, position: int, content: bytes) -> Manifest:
+    """The manifest with another file in the place of a shard, whose size and hash it names."""
+    path = path_of(manifest, position)
+    path.write_bytes(content)
+    shards = list(manifest.shards)
+    shards[position] = dataclasses.replace(
+        shards[position], bytes=len(content), sha256=sha256_of(path)
+    )
+    return dataclasses.replace(manifest, shards=tuple(shards))
+
+
+def tar_with(content: bytes, **fields: object) -> bytes:
+    """A tar file of one member."""
+    member = tarfile.TarInfo("000000000.tokens.npy")
+    member.size = len(content)
+    for key, value in fields.items():
+        setattr(member, key, value)
+    return member.tobuf(tarfile.GNU_FORMAT) + content + bytes(-len(content) % 512)
+
+
+def npy(text: str) -> bytes:
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+SHARDS = {
+    "empty": (b"", "0 bytes, wanted 1"),
+    "nested": (tar_with(npy("(" * 3000)), "is no npy array of one dimension"),
+    "pickled": (
+        tar_with(npy("{'descr': '|O', 'fortran_order': False, 'shape': (64,), }\n")),
+        r"has shape \(64,\) of object, wanted \(64,\) of uint32",
+    ),
+    "long": (
+        tar_with(npy(f"{{'descr': '<u4', 'fortran_order': False, 'shape': ({'9' * 18},), }}\n")),
+        r"has shape \(9+,\) of uint32, wanted \(64,\)",
+    ),
+    "short": (
+        tar_with(npy("{'descr': '<u4', 'fortran_order': False, 'shape': (64,), }\n") + b"123"),
+        r"has \d+ bytes",
+    ),
+    "without magic": (tar_with(b"tokens"), "is no npy array of one dimension"),
+    "beyond the end": (tar_with(b"", size=1 << 50), "wanted a plain file that ends within the sh"),
+    "negative": (tar_with(b"", size=-512), "wanted a plain file that ends within the shard"),
+    "link": (tar_with(b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "wanted a plain file"),
+    "extended": (tar_with(b"", type=tarfile.XHDTYPE, size=1 << 40), "wanted a plain file"),
+    "noise": (b"x" * 5000, "not a readable tar file, invalid header"),
+    "zeros": (bytes(5000), "0 documents, wanted 3"),
+}
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_hostile_shard_with_a_matching_hash_is_one_line(make_shards, name: str) -> None:
+    content, message = SHARDS[name]
+    with pytest.raises(ShardError, match=rf"^shard .*/train-000001.tar: [^\n]*{message}[^\n]*$"):
+        store_of(rewrite(make_shards(), 1, content))[1]
+
+
+def test_a_shard_that_is_no_regular_file_is_not_waited_for(make_shards) -> None:
+    manifest = make_shards()
+    path = path_of(manifest, 1)
+    size = path.stat().st_size
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ShardError, match="found a FIFO, wanted a regular file"):
+        Shard(path, manifest.shards[1], 64, np.dtype("uint32"))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ShardError, match=f"0 bytes, wanted {size}"):
+        store_of(manifest)[1]
+
+
+def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
+    make_shards, tmp_path: Path
+) -> None:
+    manifest = make_shards()
+    # Ids 0 to 639; the second shard holds 192 to 383.
+    small = dataclasses.replace(manifest, vocab_size=300, bos_id=0, eot_id=0)
+    store = store_of(small)
+    assert first_tokens(store, 0) == [0, 64, 128]
+    message = "train-000001.tar: id 319 in document 1, wanted ids below the manifest's vocab_size"
+    with pytest.raises(ShardError, match=message):
+        store[1]
+    replacing = store_of(small, replaces_bad=True)
+    assert first_tokens(replacing, 1) == [0, 64, 128]
+    document = np.array([1, 2, 300], np.uint16)
+    with pytest.raises(ShardError, match=r"id 300 in document 0, wanted ids below .* 300$"):
+        write_shard(tmp_path / "new.tar", 0, [document], 300)
+    assert not list(tmp_path.glob("*new*"))

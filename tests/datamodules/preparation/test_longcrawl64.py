@@ -131,7 +131,7 @@ def test_a_store_without_a_complete_row_of_chunks_is_refused(make_store, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["<i4", ">u2", "<u4", "<f4"])
 def test_another_dtype_is_refused(make_store, dtype: str) -> None:
-    with pytest.raises(ValueError, match=rf"train.zarr: dtype is {dtype}, wanted <u2"):
+    with pytest.raises(ValueError, match=rf"dtype: found '{dtype}', wanted '<u2'"):
         open_store(make_store(dtype=dtype)[0])
 
 
@@ -178,15 +178,65 @@ def test_a_folder_that_is_not_such_a_store_is_refused(make_store, tmp_path: Path
     path, _ = make_store()
     meta = json.loads((path / ".zarray").read_text())
     for change, message in (
-        ({"shape": [200]}, r"shape is \(200,\), wanted \(documents, tokens\)"),
+        ({"shape": [200]}, r"shape: found \[200\], wanted at least 2 items"),
+        ({"shape": ["200", 96]}, "shape.0: found '200', wanted a valid integer"),
+        ({"shape": [200.5, 96]}, "shape.0: found 200.5, wanted a valid integer"),
+        ({"shape": None}, "shape: found None, wanted a valid array"),
+        ({"shape": [1 << 39, 96]}, r"chunks \(32, 40\) make .* chunks, wanted 1,048,576 at most"),
+        ({"shape": [10**30, 96]}, r"shape.0: found 10+, wanted less than"),
         ({"chunks": [1 << 24, 40]}, "wanted rows of chunks of at most 512 MiB"),
+        ({"chunks": [32, 1 << 24]}, "wanted rows of chunks of at most 512 MiB"),
+        ({"chunks": [0, 40]}, "chunks.0: found 0, wanted greater than"),
+        ({"chunks": [32]}, "chunks: found .32., wanted at least 2 items"),
+        ({"chunks": "32"}, "chunks: found '32', wanted a valid array"),
+        ({"fill_value": "x"}, "fill_value: found 'x', wanted a valid integer"),
+        ({"fill_value": -1}, "fill_value: found -1, wanted greater than"),
+        ({"fill_value": float("nan")}, "fill_value: found nan, wanted a valid integer"),
+        ({"compressor": "blosc"}, "compressor: found 'blosc', wanted an object"),
+        ({"compressor": {"id": "pickle"}}, "compressor.id: found 'pickle', wanted 'blosc', 'gzip'"),
+        ({"filters": [{"id": "delta"}]}, "filters: found .* wanted at most 0 items"),
+        ({"order": "F"}, "order: found 'F', wanted 'C'"),
+        ({"zarr_format": 3}, "zarr_format: found 3, wanted 2"),
+        ({"dimension_separator": "../"}, "dimension_separator: found '../', wanted '.' or '/'"),
     ):
         (path / ".zarray").write_text(json.dumps({**meta, **change}))
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as caught:
             open_store(path)
-    (path / ".zarray").write_text("{")
-    with pytest.raises(ValueError, match="not the description of an array"):
-        open_store(path)
+        assert "\n" not in str(caught.value)
+    for content in ("{", "[" * 10_000, "[]", ""):
+        (path / ".zarray").write_text(content)
+        with pytest.raises(ValueError, match=r"^\S*/train.zarr/.zarray: found [^\n]*$"):
+            open_store(path)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zlib", "zstd", "lz4", "blosc", None])
+def test_every_compression_that_is_read_is_bounded(tmp_path: Path, codec: str | None) -> None:
+    tokens = np.random.default_rng(0).integers(0, 99, (4, 8)).astype("<u2")
+
+    def packed(content: bytes) -> bytes:
+        return bytes(numcodecs.get_codec({"id": codec}).encode(content)) if codec else content
+
+    path = tmp_path / "train.zarr"
+    path.mkdir()
+    meta = {
+        "zarr_format": 2,
+        "shape": [4, 8],
+        "chunks": [4, 8],
+        "dtype": "<u2",
+        "compressor": codec and {"id": codec},
+        "order": "C",
+        "filters": None,
+        "fill_value": 0,
+    }
+    (path / ".zarray").write_text(json.dumps(meta))
+    (path / "0.0").write_bytes(packed(tokens.tobytes()))
+    assert stock_tokens(prepare(path, tmp_path / "out")) == tokens.tolist()
+    for number, content in enumerate(
+        (packed(bytes(1 << 24)), packed(bytes(62)), packed(tokens.tobytes())[:-1], b"\0", b"x" * 99)
+    ):
+        (path / "0.0").write_bytes(content)
+        with pytest.raises(ValueError, match=r"train.zarr: chunk 0.0 is damaged, [^\n]*$"):
+            prepare(path, tmp_path / f"bad{number}")
 
 
 def test_a_second_preparation_at_the_same_time_is_refused(make_store, tmp_path: Path) -> None:

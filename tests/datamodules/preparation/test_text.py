@@ -1,5 +1,7 @@
 import gzip
 import json
+import os
+import stat
 import sysconfig
 from pathlib import Path
 
@@ -90,6 +92,40 @@ def test_files_in_folders_that_are_not_text_are_left_out(tmp_path: Path) -> None
         (source / name).write_bytes(content)
     manifest = prepare([source], tmp_path / "out", document_tokens=1)
     assert sorted(texts_of(manifest)) == ["caf\N{REPLACEMENT CHARACTER}", "good"]
+
+
+def test_a_file_is_read_once_however_many_links_lead_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "z.txt").write_text("the file")
+    for name in ("a.txt", "b.txt"):
+        (source / name).symlink_to("z.txt")
+    (tmp_path / "elsewhere.txt").write_text("another")
+    for name in ("d.txt", "c.txt"):
+        (source / name).symlink_to(tmp_path / "elsewhere.txt")
+    opened = open_corpus([str(source), str(source / "z.txt")])
+    assert sorted(name for name, _ in opened.files) == ["c.txt", "z.txt"]
+    assert "4 links to files that are read anyway are left out" in caplog.text
+
+
+def test_what_is_no_regular_file_is_left_out_and_never_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.txt").write_text("a text")
+    os.mkfifo(source / "fifo")
+    os.mknod(source / "socket", stat.S_IFSOCK | 0o600)
+    (source / "nowhere").symlink_to("nothing")
+    (source / "endless").symlink_to("/dev/zero")
+    opened = open_corpus([str(source)])
+    assert [name for name, _ in opened.files] == ["a.txt"]
+    assert "4 links to nothing, FIFOs, sockets and devices are left out" in caplog.text
+    for name, found in (("fifo", "a FIFO"), ("socket", "a socket"), ("endless", "a device")):
+        with pytest.raises(ValueError, match=f"{name}: found {found}, wanted a regular file"):
+            open_corpus([str(source / name)])
 
 
 def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
@@ -235,6 +271,13 @@ def test_a_tokenizer_file_is_copied_next_to_its_shards(tmp_path: Path) -> None:
         tokenizer_of(manifest)
 
 
+def damaged_parquet(path: Path) -> bytes:
+    """A file whose footer begins and ends as it should, and is noise between."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), path / "good.parquet")
+    content = (path / "good.parquet").read_bytes()
+    return content[:-40] + b"\xff" * 32 + content[-8:]
+
+
 def write_bad(kind: str, path: Path) -> Path:
     if kind == "no column":
         pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), path / "a.parquet")
@@ -244,6 +287,10 @@ def write_bad(kind: str, path: Path) -> Path:
         "no text": ("a.jsonl", b'{"text": "x"}\n{"body": "x"}\n'),
         "cut gzip": ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9]),
         "not parquet": ("a.parquet", b"PAR1 no"),
+        "nested": ("a.jsonl", b"[" * 100_000),
+        "no gzip": ("a.jsonl.gz", b"no gzip"),
+        "long line": ("a.jsonl.gz", gzip.compress(b'{"text": "' + bytes(300_000))),
+        "damaged parquet": ("a.parquet", damaged_parquet(path)),
         "binary": ("a.txt", b"a\0b"),
         "too short": ("a.txt", b"ab"),
     }[kind]
@@ -259,11 +306,18 @@ def write_bad(kind: str, path: Path) -> Path:
         ("no text", r"a.jsonl:2: no `text`, wanted"),
         ("cut gzip", r"a.jsonl.gz: damaged"),
         ("not parquet", r"a.parquet: not readable as parquet"),
+        ("nested", r"a.jsonl:1: not JSON that can be read, nested too deeply"),
+        ("no gzip", r"a.jsonl.gz: damaged, Not a gzipped file"),
+        ("long line", r"a.jsonl.gz:1: found a line of more than 0 MiB, wanted shorter texts"),
+        ("damaged parquet", r"a.parquet: not readable as parquet, .*Couldn't deserialize thrift"),
         ("binary", r"a.txt: found a binary file"),
         ("too short", r"the source has 3 tokens, less than one document of 4; wanted"),
     ],
 )
-def test_a_bad_source_is_named_in_one_line(tmp_path: Path, kind: str, message: str) -> None:
+def test_a_bad_source_is_named_in_one_line(
+    tmp_path: Path, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus, "_MOST_LINE_BYTES", 200_000)
     source = write_bad(kind, tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
         prepare([source], tmp_path / "out")

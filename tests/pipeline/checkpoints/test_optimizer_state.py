@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,46 @@ def test_another_models_state_is_refused_by_name(tmp_path: Path) -> None:
     model = _Model()
     optimizer = OPTIMIZERS["adam"](model)
     saved = _save(tmp_path / "new", model, optimizer)
-    _train(model, optimizer, 1)
-    trained = _save(tmp_path / "trained", model, optimizer)
     other = nn.Sequential(nn.Linear(4, 8))
-    with pytest.raises(CheckpointError, match=r"found nothing for model/0\.weight, wanted shape"):
+    with pytest.raises(CheckpointError, match=r"found nothing for model/0\.bias, wanted shape"):
         restore_training(other, Adam(other.parameters()), saved)
-    with pytest.raises(
-        CheckpointError, match=r"found the optimizer's \w+\.\w+/\w+, wanted a param"
-    ):
-        restore_training(other, Adam(other.parameters()), trained)
+
+
+HOSTILE = {
+    "found shape (2,) for model/extra, wanted nothing": {"model/extra": torch.zeros(2)},
+    "found nothing for model/frozen, wanted shape (3,)": {"model/frozen": None},
+    "found torch.int32 for model/frozen, wanted a floating": {
+        "model/frozen": torch.zeros(3, dtype=torch.int32)
+    },
+    "found no optimizer/second.bias/exp_avg_sq, wanted one": {
+        "optimizer/second.bias/exp_avg_sq": None
+    },
+    "found no optimizer/first.bias/exp_avg, wanted one": {
+        f"optimizer/{name}/exp_avg": None
+        for name in ("first.weight", "first.bias", "second.weight", "second.bias")
+    },
+    "found shape (4,) of torch.float32 for optimizer/second.bias/step, wanted () of": {
+        "optimizer/second.bias/step": torch.zeros(4)
+    },
+    "found shape (1, 4) of torch.float32 for optimizer/second.bias/exp_avg, wanted (4,)": {
+        "optimizer/second.bias/exp_avg": torch.zeros(1, 4)
+    },
+    "found the optimizer's other.bias/step, wanted a parameter of this model": {
+        "optimizer/other.bias/step": torch.zeros(())
+    },
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_tensors_that_are_not_those_of_this_training_are_refused(
+    tmp_path: Path, message: str
+) -> None:
+    model = _Model()
+    optimizer = OPTIMIZERS["adam"](model)
+    _train(model, optimizer, 1)
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    tensors: dict[str, Any] = {**training_tensors(model, optimizer), **HOSTILE[message]}
+    path = store.start(1, {name: t for name, t in tensors.items() if t is not None}, {})
+    store.wait()
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        restore_training(model, optimizer, SavedCheckpoint(path))

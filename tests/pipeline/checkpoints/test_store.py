@@ -85,7 +85,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         "rng-00000-000.safetensors",
         "state.json",
     ]
-    assert SavedCheckpoint(path).state == state
+    assert SavedCheckpoint(path).state(dict[str, Any]) == state
     _assert_equal(_load(path), _tensors())
     _assert_equal(
         {"model/half": SavedCheckpoint(path).read_one("model/half")},
@@ -185,7 +185,7 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(
     store.wait()
     assert not store.is_saving
     _assert_equal(_load(path), _tensors())
-    assert SavedCheckpoint(path).state == {"list": [1]}
+    assert SavedCheckpoint(path).state(dict[str, Any]) == {"list": [1]}
 
 
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,10 +322,10 @@ def test_saving_a_step_again_keeps_the_whole_checkpoint_and_replaces_a_damaged_o
     store = _store(tmp_path)
     path = _save(store, 1, state={"attempt": 1})
     assert _save(store, 1, state={"attempt": 2}) == path
-    assert SavedCheckpoint(path).state == {"attempt": 1}
+    assert SavedCheckpoint(path).state(dict[str, Any]) == {"attempt": 1}
     _truncate(path / "model-00000-000.safetensors")
     assert _save(store, 1, state={"attempt": 3}) == path
-    assert SavedCheckpoint(path).state == {"attempt": 3}
+    assert SavedCheckpoint(path).state(dict[str, Any]) == {"attempt": 3}
 
 
 def _lossy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:

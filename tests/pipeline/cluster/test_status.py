@@ -50,6 +50,10 @@ def _update(step: int, rate: float = 500.0) -> dict[str, Any]:
     return {"kind": "train", "step": step, "time_ms": step, "values": values}
 
 
+def _status(status: str) -> dict[str, Any]:
+    return {"kind": "status", "number": 1, "time_ms": 1, "status": status}
+
+
 def test_a_finished_run_shows_its_end(uninterrupted: Any, status: Any) -> None:
     journal = (uninterrupted.path / "small" / "logs" / "metrics.jsonl").read_text()
     losses = [line for line in map(json.loads, journal.splitlines()) if line["kind"] == "train"]
@@ -116,7 +120,7 @@ def test_of_a_long_journal_only_the_end_is_read(tmp_path: Path, status: Any) -> 
     journal = run / "logs" / "metrics.jsonl"
     os.truncate(journal, 1 << 40)  # no memory holds it
     with journal.open("a") as file:
-        lines = [_update(7), _update(8), {"kind": "status", "status": "FAILED"}]
+        lines = [_update(7), _update(8), _status("FAILED")]
         file.write("\n" + "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tr')
     row = status(tmp_path)["run"]
     assert (row["state"], row["step"]) == ("failed", "8/100")
@@ -126,7 +130,7 @@ def test_a_run_that_never_began_or_is_damaged_leaves_the_others(
     tmp_path: Path, status: Any
 ) -> None:
     _make(tmp_path / "a")
-    _make(tmp_path / "b", _update(3), {"kind": "status", "status": "KILLED"})
+    _make(tmp_path / "b", _update(3), _status("KILLED"))
     (_make(tmp_path / "c") / "config.yaml").write_text("{optim: [")
     (tmp_path / "d" / "slurm").mkdir(parents=True)
     (tmp_path / "d" / "slurm" / "jobs.jsonl").write_text('{"job_id": "1", "kind": "train"}\n')

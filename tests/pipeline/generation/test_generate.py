@@ -372,7 +372,11 @@ def test_what_does_not_belong_together_is_refused(base: Run) -> None:
             "found flipped damaged",
         ),
         ("text", b"no tensors", "found text, wanted a saved state: "),
-        ("other", (Path(older) / "model-00000-000.safetensors").read_bytes(), "found other "),
+        (
+            "other",
+            (Path(older) / "model-00000-000.safetensors").read_bytes(),
+            "found other, wanted a saved state: ",
+        ),
     ):
         (base.path / name).write_bytes(damaged)
         assert refused("small", "--state", name).startswith(f"longhaul: --state: {told}")

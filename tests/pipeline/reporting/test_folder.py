@@ -304,14 +304,23 @@ def test_a_run_that_cannot_be_read_is_named(
     client, experiment = store.client, store.experiment
     old = store.add("older")
     store.evaluate(old, "step-000000004", "context", "windows,loss\n64,1\n")
+    own = to_yaml(small_config())
+    for name, old_text, new in (
+        ("large", "layers: 2", "layers: 1000000000"),
+        ("curious", "name: demo", "name: ${oc.env:HOME}"),
+    ):
+        store.client.log_text(store.add(name), own.replace(old_text, new), "config.yaml")
     bare = client.create_run(experiment, run_name="bare", tags={"longhaul.attention": "softmax"})
     client.set_terminated(bare.info.run_id)
     assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
     shown = "".join(Page((tmp_path / "new" / "index.html").read_text()).texts)
     assert "Run <b>old: config.yaml is of another version: model.attention.kind" in shown
     table = "evaluation/step-000000004/context.csv"
-    assert f"Run older: {table}: found no column context, loss_nats" in shown
+    assert f"Run older: {table}: row 1: context: found nothing, wanted a value" in shown
     assert "Run bare: config.yaml is not in MLflow" in shown
+    assert "Run large: config.yaml is of another version: model.layers: found 1000000000," in shown
+    assert "Run curious: config.yaml is of another version: name: found '${oc.env:HOME}'" in shown
+    assert os.environ["HOME"] not in shown
     assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["whole"]
 
 

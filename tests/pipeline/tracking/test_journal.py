@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,6 +90,22 @@ def test_a_torn_last_line_is_cut_off_wherever_it_was_torn(tmp_path: Path) -> Non
     assert journal.path.read_bytes() == b""
 
 
+DAMAGES: list[dict[str, Any]] = [
+    {"step": "3"},
+    {"step": -1},
+    {"step": 10**30},
+    {"time_ms": 1.5},
+    {"kind": "../x"},
+    {"values": [1.0]},
+    {"values": {"x": "much"}},
+    {"values": None},
+    {"kind": "status", "number": 1, "status": "FINE"},
+    {"kind": "params", "number": 1, "values": {"a": 1}},
+    {"kind": "artifact", "number": 1, "path": None},
+    {"kind": "checkpoint", "number": 1, "path": 3},
+]
+
+
 def test_a_damaged_line_in_the_middle_is_skipped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -96,9 +113,14 @@ def test_a_damaged_line_in_the_middle_is_skipped_with_a_warning(
     journal.append("train", 1, {"x": 1.0})
     journal.close()
     with journal.path.open("ab") as file:
-        file.write(b'{"kind": "tra\x00\n[]\n{"step": 3}\n')
+        file.write(b'{"kind": "tra\x00\n[]\n{"step": 3}\n' + b"[" * 9000 + b"\n")
+        for change in DAMAGES:
+            line = {"kind": "train", "step": 3, "time_ms": 1, "values": {"x": 1.0}, **change}
+            file.write(
+                json.dumps({k: v for k, v in line.items() if v is not None}).encode() + b"\n"
+            )
     journal = Journal(journal.path)
-    assert len(caplog.messages) == 3
+    assert len(caplog.messages) == 4 + len(DAMAGES)
     journal.append("train", 2, {"x": 2.0})
     lines, _ = read_lines(journal.path)
     assert [line["step"] for line in lines] == [1, 2]

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from longhaul.configs import load_run_config
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.order import SampleOrder
-from longhaul.modules.pretraining import Progress, Update
+from longhaul.modules.pretraining import Update
+from longhaul.modules.progress import Progress
 from longhaul.pipeline.training.progress import ProgressLine
 
 BRIEF = f"trainer.max_tokens={2 * 512}"

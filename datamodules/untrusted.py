@@ -1,0 +1,137 @@
+"""Reads files that anyone may have written: regular ones, of bounded size, checked by a schema.
+
+A schema is a type that pydantic understands, mostly a dataclass whose fields carry their bounds.
+Values are not converted: "2" is no number, and 2.0 and true are no integers. Whatever a schema does
+not allow is a ValueError of one line: file, field, value found, value wanted.
+"""
+
+import functools
+import os
+import re
+import stat
+from collections.abc import Hashable
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=0, le=1 << 60)]
+"""A number of bytes, tokens, samples or updates."""
+
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)]
+"""The name of a file in the folder of the file that names it; it may go into a shell command."""
+
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+_SHOWN_CHARACTERS = 60
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, or a link to one, for reading.
+
+    Reading a FIFO would wait for a writer, and reading a device may never end.
+
+    Raises:
+        ValueError: the path is that of something else.
+        OSError: it cannot be opened.
+    """
+    check_regular(path)
+    # Something else may have taken its place since, for which opening must not wait either.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_mode(path, os.fstat(handle).st_mode)
+        return open(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def check_regular(path: Path) -> None:
+    """Raise ValueError unless the path is that of a regular file; OSError if there is nothing."""
+    _check_mode(path, path.stat().st_mode)
+
+
+def _check_mode(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path}: found {_KINDS[stat.S_IFMT(mode)]}, wanted a regular file")
+
+
+def read_regular(path: Path, largest: int) -> bytes:
+    """The content of a regular file of at most `largest` bytes; errors as of `open_regular`."""
+    with open_regular(path) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"{path}: found more than {largest:,} bytes, wanted {largest:,} at most")
+    return content
+
+
+def parse_json(schema: type[T], content: bytes | str, where: object) -> T:
+    """The value that JSON text describes; `where` names the text in the message of an error.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deeply, or does not match the schema.
+    """
+    try:
+        value: T = _adapter(cast(Hashable, schema)).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {_first_violation(error)}") from None
+    return value
+
+
+def parse_row(schema: type[T], row: object, where: object) -> T:
+    """The value that a row of a CSV describes, in which numbers are text; errors as above."""
+    try:
+        value: T = _adapter(cast(Hashable, schema)).validate_python(row, strict=False)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {_first_violation(error)}") from None
+    return value
+
+
+def shown(value: object) -> str:
+    """A value as text of bounded length, on one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; deep nesting
+        text = f"a large {type(value).__name__}"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def one_line(error: object) -> str:
+    """A library's message as one line of bounded length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else f"{text[:197]}..."
+
+
+@functools.cache
+def _adapter(schema: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def _first_violation(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    kind, context = first["type"], first.get("ctx", {})
+    key = ".".join(_plain(part) for part in first["loc"])
+    prefix = f"{key}: " if key else ""
+    if kind == "json_invalid":
+        return f"found no JSON, wanted JSON: {one_line(context.get('error', first['msg']))}"
+    if kind == "missing":
+        return f"{prefix}found nothing, wanted a value"
+    if kind == "value_error":
+        return f"{prefix}{one_line(context['error'])}"
+    wanted = re.sub(r"^\w+ should (be |have |match )?", "", first["msg"])
+    return f"{prefix}found {shown(first['input'])}, wanted {one_line(wanted)}"
+
+
+def _plain(part: object) -> str:
+    text = str(part)
+    return text if len(text) <= _SHOWN_CHARACTERS and text.isprintable() else shown(part)

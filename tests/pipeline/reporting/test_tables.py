@@ -1,0 +1,43 @@
+"""Tables of evaluations that may come from another machine."""
+
+import pytest
+
+from longhaul.pipeline.reporting.tables import read_table
+
+POSITIONS = "position,loss_nats,mean_up_to_here,samples\n"
+PASSKEY = "length,depth,prompts,right,accuracy\n"
+
+
+def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
+    (row,) = read_table("positions", f"{POSITIONS}1,nan,2,8\n", "x.csv")
+    assert (row["position"], row["mean_up_to_here"], row["samples"]) == (1, 2.0, "8")
+    assert row["loss_nats"] != row["loss_nats"]
+
+
+@pytest.mark.parametrize(
+    ("task", "text", "message"),
+    [
+        ("positions", "", "found no rows"),
+        ("positions", POSITIONS, "found no rows"),
+        ("positions", f"{POSITIONS}1,2,3,4,5\n", r"row 1: found \['5'\] after the last column"),
+        ("positions", f"{POSITIONS}1,2\n", "row 1: mean_up_to_here: found None, wanted"),
+        ("positions", f"{POSITIONS}1,2,3,4\n-1,2,3,4\n", "row 2: position: found '-1', wanted"),
+        (
+            "positions",
+            f"{POSITIONS}1.5,2,3,4\n",
+            "row 1: position: found '1.5', wanted a",
+        ),
+        ("positions", f"{POSITIONS}{10**30},2,3,4\n", "row 1: position: found '10+', wanted less"),
+        ("positions", f"{POSITIONS}1,=1+1,3,4\n", "row 1: loss_nats: found '=1.1', wanted a valid"),
+        ("positions", f'{POSITIONS}1,"2,3,4\n', "found no CSV: "),
+        ("positions", f"{POSITIONS}{'x' * 200_000},2,3,4\n", "found no CSV: field larger"),
+        ("context", "context,loss_nats\n64,2.5\n", "row 1: tokens: found nothing, wanted a value"),
+        ("perplexity", "window,stride,perplexity\n64,0,2\n", "row 1: stride: found '0', wanted gr"),
+        ("passkey", PASSKEY, "found no rows"),
+        ("passkey", f"{PASSKEY}256,0,0,0,0\n", "row 1: prompts: found '0', wanted greater"),
+        ("passkey", f"{PASSKEY}256,0,4,5,1\n", "row 1: right: found 5, wanted at most prompts = 4"),
+    ],
+)
+def test_another_table_is_one_line(task: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^x.csv: {message}[^\n]*$"):
+        read_table(task, text, "x.csv")
