@@ -2,6 +2,7 @@
 
 import logging
 import math
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,14 @@ BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = (
 )
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, "#000000")
 
+LEAST_SPAN = 0.05
+"""Nats that an axis of losses covers at least, so that noise does not look like a difference."""
+
+ERROR_BARS = "mean ± standard error"
+"""Label of means over documents with error bars."""
+
 _CHARACTERS_PER_INCH = 16
+_LEGEND_LINE_INCHES = 0.16
 _MOST_TICKS = 6  # numbers such as 65,536 that fit below a column
 
 
@@ -96,6 +104,47 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
+
+
+def legend_below(axes: "Axes", columns: int = 2) -> None:
+    """Make the figure higher and put its legend there, where it hides nothing.
+
+    Curves with one label share one entry.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    lines = sum(label.count("\n") + 1 for label in entries)
+    drawn = axes.get_figure(root=True)
+    assert drawn is not None
+    drawn.set_figheight(drawn.get_figheight() + _LEGEND_LINE_INCHES * -(-lines // columns))
+    drawn.legend(
+        entries.values(),
+        entries.keys(),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        handlelength=3.2,  # three dashes are enough to recognise a line style
+    )
+
+
+def widen(axes: "Axes", least: float = LEAST_SPAN, *, is_relative: bool = False) -> None:
+    """Make a linear vertical axis, on which all is drawn, cover at least so much.
+
+    Args:
+        axes: with everything drawn already.
+        least: what it covers at least, in its unit; with `is_relative` as a share of its middle. A
+            share of a perplexity is a difference in nats.
+        is_relative: see `least`.
+    """
+    low, high = axes.get_ylim()
+    middle = (low + high) / 2
+    half = max(high - low, least * (abs(middle) if is_relative else 1)) / 2
+    axes.set_ylim(middle - half, middle + half)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values; NaN for less than two."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:

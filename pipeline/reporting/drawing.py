@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from longhaul.pipeline.evaluation.figures import as_text, figure, tokens_axis
+from longhaul.pipeline.evaluation.figures import as_text, figure, legend_below, tokens_axis
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
@@ -21,7 +21,6 @@ YAxis = Literal["linear", "from zero", "share", "log"]
 _MOST_MARKERS = 8
 _TRAINED = "training context"
 _LEGEND_CHARACTERS = 54  # that fit in a line of the legend
-_LINE_INCHES = 0.135
 
 
 @dataclass(frozen=True)
@@ -95,26 +94,15 @@ def draw(drawing: Figure, folder: Path) -> None:
     write_csv(folder / f"{drawing.name}.csv", drawing.columns, drawing.rows)
     labels = {one.label for one in drawing.series} | {_TRAINED}
     columns = 2 if max(map(len, labels)) <= _LEGEND_CHARACTERS // 2 else 1
-    num_lines = sum(_wrapped(label).count("\n") + 1 for label in labels)
-    height = 2.4 + _LINE_INCHES * (1 - (-num_lines // columns))
     png, pdf = (folder / f"{drawing.name}.{suffix}" for suffix in ("png", "pdf"))
-    with figure(png, drawing.title, height=height, vector=pdf) as axes:
+    with figure(png, drawing.title, vector=pdf) as axes:
         for one in drawing.series:
             _plot(axes, one)
         if drawing.trained_at is not None:
             axes.axvline(drawing.trained_at, color="black", linestyle=":", label=_TRAINED, zorder=0)
         _axes(axes, drawing)
-        # Runs that differ only in their seed share one entry of the legend.
-        handles, names = axes.get_legend_handles_labels()
-        entries = dict(zip(names, handles, strict=True))
-        axes.figure.legend(
-            entries.values(),
-            entries.keys(),
-            loc="outside lower center",
-            ncols=columns,
-            frameon=False,
-            handlelength=3.2,  # three dashes are enough to recognise a line style
-        )
+        # Runs that differ only in their seed share one entry.
+        legend_below(axes, columns)
 
 
 def _plot(axes: "Axes", one: Series) -> None:

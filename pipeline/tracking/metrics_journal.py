@@ -65,6 +65,10 @@ class _Texts(_Event):
     values: dict[str, str]
 
 
+class _Datasets(_Event):
+    datasets: list[dict[str, str]]
+
+
 class _Artifact(_Event):
     path: str
     folder: str | None
@@ -81,6 +85,7 @@ _EVENTS = {
     "status": _Status,
     "params": _Texts,
     "tags": _Texts,
+    "datasets": _Datasets,
     "artifact": _Artifact,
     "checkpoint": _Checkpoint,
 }

@@ -154,24 +154,28 @@ def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
     columns = min(4, len(maps))
     rows = -(-len(maps) // columns)
     T = maps[0].shape[0]
-    # All layers are one picture, in rows of up to four.
-    canvas = torch.full((rows * T, columns * T), math.nan)
-    for layer, weights in enumerate(maps):
-        row, column = divmod(layer, columns)
-        shown = weights.clamp_min(1e-6).log10()
-        shown[torch.ones(T, T, dtype=torch.bool).triu(1)] = math.nan
-        canvas[row * T : (row + 1) * T, column * T : (column + 1) * T] = shown
-    with figure(path, title, width=7, height=1 + 1.6 * rows) as axes:
+    # All layers are one picture, in rows of up to four, with some space between them.
+    space = max(1, T // 8)
+    pitch = T + space
+    canvas = torch.full((rows * pitch - space, columns * pitch - space), math.nan)
+    with figure(path, title, width=1.6 + 1.35 * columns, height=1 + 1.6 * rows) as axes:
+        for layer, weights in enumerate(maps):
+            row, column = divmod(layer, columns)
+            shown = weights.clamp_min(1e-6).log10()
+            shown[torch.ones(T, T, dtype=torch.bool).triu(1)] = math.nan
+            top, left = row * pitch, column * pitch
+            canvas[top : top + T, left : left + T] = shown
+            # In the half that is empty, since no query reads a later key.
+            axes.text(left + T, top, f"layer {layer}", ha="right", va="top")
         image = axes.imshow(canvas.numpy(), vmin=-6, vmax=0, cmap="cividis")
-        middles = [(column + 0.5) * T for column in range(columns)]
-        axes.set_xticks(middles, [f"1 to {T:,} tokens"] * columns)
-        axes.set_yticks(
-            [(r + 0.5) * T for r in range(rows)],
-            [
-                f"layers {r * columns} to {min((r + 1) * columns, len(maps)) - 1}"
-                for r in range(rows)
-            ],
-        )
+        ends = (0, "1"), (T - 1, f"{T:,}")
+        for count, set_ticks in ((columns, axes.set_xticks), (rows, axes.set_yticks)):
+            set_ticks(
+                [index * pitch + at for index in range(count) for at, _ in ends],
+                [text for _ in range(count) for _, text in ends],
+            )
+        axes.set_xlabel("key (position of the token that is read)")
+        axes.set_ylabel("query (position)")
         axes.figure.colorbar(image, ax=axes, shrink=0.7, label="log10 of the weight, mean of heads")
 
 

@@ -3,11 +3,18 @@
 import csv
 from pathlib import Path
 
-from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
+from longhaul.pipeline.evaluation.figures import (
+    BLUE,
+    ERROR_BARS,
+    figure,
+    legend_below,
+    standard_error,
+    tokens_axis,
+    widen,
+)
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
-from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, measure_positions
-from longhaul.pipeline.evaluation.windows import CutWindows, read_documents
+from longhaul.pipeline.evaluation.windows import CutWindows, read_documents, read_losses
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -34,32 +41,50 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     documents = read_documents(trained, options, max(contexts))
     num_tokens = max(contexts) * len(documents)
     bos_id = trained.manifest.bos_id
-    metrics: dict[int, PositionLoss] = {}
+    losses: dict[int, float] = {}
+    errors: dict[int, float] = {}
     with trained.ranks.progress(num_tokens * len(contexts), "context") as progress:
         for context in contexts:
             side_by_side = max(1, TOKENS_AT_ONCE // context)
-            metrics[context] = measure_positions(
-                trained.model,
-                trained.ranks.share(CutWindows(documents, context, bos_id, side_by_side)),
-                context,
-                trained.device,
-                trained.config.trainer.precision,
-                tokens_at_once(trained.model, context),
-                progress.add,
-                is_shared=trained.ranks.count > 1,
-            )
-    losses = {context: metric.compute()[0].mean().item() for context, metric in metrics.items()}
+            windows = CutWindows(documents, context, bos_id, side_by_side)
+            sums = []
+            for batch in trained.ranks.share(windows):
+                read = read_losses(
+                    trained.model,
+                    batch["input"].to(trained.device),
+                    batch["target"].to(trained.device),
+                    trained.config.trainer.precision,
+                    tokens_at_once(trained.model, context),
+                    progress.add,
+                )
+                sums += [read.double().sum(dim=1).tolist()]
+            of_windows = [loss for batch in trained.ranks.gather(sums) for loss in batch]
+            each = max(contexts) // context
+            of_documents = [
+                sum(of_windows[first : first + each]) / max(contexts)
+                for first in range(0, len(of_windows), each)
+            ]
+            losses[context] = sum(of_documents) / len(of_documents)
+            errors[context] = standard_error(of_documents)
     table, picture = folder / "context.csv", folder / "context.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["context", "loss_nats", "tokens"])
-        writer.writerows([c, f"{loss:.6f}", num_tokens] for c, loss in losses.items())
+        writer.writerow(["context", "loss_nats", "tokens", "standard_error"])
+        for context, loss in losses.items():
+            writer.writerow([context, f"{loss:.6f}", num_tokens, f"{errors[context]:.6f}"])
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
-        axes.plot(list(losses), list(losses.values()), "o-", color=BLUE)
-        axes.axvline(trained.positions.context, color="black", linestyle=":", label="training")
+        axes.errorbar(
+            *(list(losses), list(losses.values()), list(errors.values())),
+            fmt="o-",
+            color=BLUE,
+            label=ERROR_BARS,
+        )
+        trained_at = trained.positions.context
+        axes.axvline(trained_at, color="black", linestyle=":", label="training context")
         tokens_axis(axes, "context (tokens)", list(losses))
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(frameon=False)
+        widen(axes)
+        legend_below(axes)
     prefix = metric_prefix(trained, options)
     values = {f"{prefix}/loss_in_context_{c:06d}": loss for c, loss in losses.items()}
     return TaskResult(values, (table, picture))

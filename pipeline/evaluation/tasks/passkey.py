@@ -15,7 +15,13 @@ from pathlib import Path
 import torch
 
 from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
-from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis, wilson_interval
+from longhaul.pipeline.evaluation.figures import (
+    BLUE,
+    figure,
+    legend_below,
+    tokens_axis,
+    wilson_interval,
+)
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options, TaskResult
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, Sampling, Session, decode
@@ -201,7 +207,7 @@ def draw_curve(
         axes.set_ylim(-0.02, 1.02)
         tokens_axis(axes, "length of the prompt (tokens)", lengths)
         axes.set_ylabel("passkeys retrieved (share)")
-        axes.legend(frameon=False)
+        legend_below(axes)
 
 
 def draw_depths(path: Path, scores: dict[tuple[int, float], list[bool]], title: str) -> None:

@@ -10,7 +10,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, figure, tokens_axis
+from longhaul.pipeline.evaluation.figures import (
+    BLUE,
+    ERROR_BARS,
+    figure,
+    legend_below,
+    standard_error,
+    tokens_axis,
+    widen,
+)
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_documents, read_losses, shifted
@@ -74,6 +82,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     bos_id = trained.manifest.bos_id
     work = sum(window * len(list(sliding_windows(length, window, stride))) for window in windows)
     losses: dict[int, float] = {}
+    errors: dict[int, float] = {}
     with trained.ranks.progress(work * len(documents), "perplexity") as progress:
         for window in windows:
             document_losses = [
@@ -88,23 +97,27 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 )
                 for document in trained.ranks.share(documents)
             ]
-            total = sum(trained.ranks.gather(document_losses))
-            losses[window] = total / (length * len(documents))
+            gathered = trained.ranks.gather(document_losses)
+            losses[window] = sum(gathered) / (length * len(documents))
+            errors[window] = standard_error([loss / length for loss in gathered])
     table, picture = folder / "perplexity.csv", folder / "perplexity.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["window", "stride", "documents", "tokens", "loss_nats", "perplexity"])
+        names = ["window", "stride", "documents", "tokens", "loss_nats", "perplexity"]
+        writer.writerow([*names, "standard_error"])
         for window, loss in losses.items():
             tokens = length * len(documents)
             row = [window, stride, len(documents), tokens, f"{loss:.6f}", f"{math.exp(loss):.6f}"]
-            writer.writerow(row)
+            writer.writerow([*row, f"{errors[window]:.6f}"])
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         values = [math.exp(loss) for loss in losses.values()]
-        axes.plot(list(losses), values, "o-", color=BLUE)
+        bars = [value * errors[window] for window, value in zip(losses, values, strict=True)]
+        axes.errorbar(list(losses), values, bars, fmt="o-", color=BLUE, label=ERROR_BARS)
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
         tokens_axis(axes, f"sliding window (tokens), stride {stride}", list(losses))
         axes.set_ylabel("perplexity (per token)")
-        axes.legend(frameon=False)
+        widen(axes, is_relative=True)
+        legend_below(axes)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/perplexity_{w:06d}": math.exp(loss) for w, loss in losses.items()}
     return TaskResult(named, (table, picture))

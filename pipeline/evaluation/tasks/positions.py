@@ -16,8 +16,10 @@ from longhaul.pipeline.evaluation.figures import (
     GREEN,
     VERMILLION,
     figure,
+    legend_below,
     shown_positions,
     tokens_axis,
+    widen,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix, results_folder
 from longhaul.pipeline.evaluation.results import Results
@@ -144,7 +146,8 @@ def draw(
             axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
         tokens_axis(axes, "position in the context (tokens)")
         axes.set_ylabel("loss (nats per token)")
-        axes.legend(frameon=False)
+        widen(axes)
+        legend_below(axes)
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, figure, wilson_interval
+from longhaul.pipeline.evaluation.figures import BLUE, figure, legend_below, wilson_interval
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
@@ -131,10 +131,11 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         axes.plot(sizes, accuracies, "o-", color=BLUE)
         axes.axhline(1 / len(values), color="black", linestyle=":", label="random guess")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("pairs in the sequence")
         axes.set_ylabel("values recalled (share)")
-        axes.legend(frameon=False)
+        legend_below(axes)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/recall_{s:06d}": right / asked for s, (right, asked) in results.items()}
     return TaskResult(named, (table, picture))

@@ -81,7 +81,9 @@ def test_contexts_and_perplexity_are_measured_on_a_run(uninterrupted: Run) -> No
     rows = list(csv.DictReader((folder / "context.csv").open()))
     assert [int(row["context"]) for row in rows] == [32, 64, 128]
     assert {int(row["tokens"]) for row in rows} == {384}
+    # Windows as long as the documents are the documents, whichever task reads them.
     windows = list(csv.DictReader((folder / "perplexity.csv").open()))
+    assert float(rows[-1]["standard_error"]) == float(windows[-1]["standard_error"]) > 0
     assert [int(row["window"]) for row in windows] == [32, 64, 128]
     for row in windows:
         value = values[f"evaluation/perplexity_{int(row['window']):06d}"]
