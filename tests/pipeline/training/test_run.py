@@ -397,6 +397,17 @@ def damage_a_shard(run: Run, corpus: Path) -> tuple[str, list[str]]:
     return shard.name, list(manifests)
 
 
+def test_a_missing_shard_is_refused_before_anything_is_written(
+    run: Run, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    name, manifests = damage_a_shard(run, corpus)
+    (run.path / "damaged" / "train" / name).unlink()
+    monkeypatch.chdir(run.path)
+    assert main(["train", "small.yaml", *manifests]) == 2
+    assert f"train/{name}: no such file" in capsys.readouterr().err
+    assert not (run.path / "small").exists()
+
+
 def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:
     name, manifests = damage_a_shard(run, corpus)
     result = run.longhaul("train", "small.yaml", *manifests, check=False)
