@@ -278,6 +278,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def newest_step(folder: Path) -> int:
+    """Step of the newest checkpoint in a folder, intact or not; 0 without one."""
+    return max(
+        (int(path.name.removeprefix("step-")) for path in _checkpoint_folders(folder)), default=0
+    )
+
+
 def _checkpoint_folders(folder: Path) -> list[Path]:
     """Checkpoint folders by step, oldest first."""
     if not folder.is_dir():

@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.runs.folder import with_absolute_paths
     from longhaul.pipeline.training.run import train
 
-    config = with_absolute_paths(load_run_config(args.config, args.overrides))
+    config = with_absolute_paths(load_run_config(args.config, args.overrides), args.config)
     check_capacity(config)
     try:
         return train(config)

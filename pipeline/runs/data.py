@@ -32,7 +32,7 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
         if location is None:
             continue
         manifest = load_manifest(location)
-        copy = folder.path / "data" / name
+        copy = folder.data / name
         copy.mkdir(parents=True, exist_ok=True)
         if key == "manifest" and manifest.tokenizer not in BUILT_IN:
             url = manifest.url_of(manifest.tokenizer)
@@ -139,7 +139,7 @@ def moved_data_are_explained(key: str) -> Iterator[None]:
 
 def recorded_manifest(folder: RunFolder, key: str) -> Manifest | None:
     """The run folder's copy of the manifest that a key of DataConfig names, None without one."""
-    path = folder.path / "data" / _COPIES[key] / MANIFEST_NAME
+    path = folder.data / _COPIES[key] / MANIFEST_NAME
     return load_manifest(path) if path.is_file() else None
 
 

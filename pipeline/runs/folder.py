@@ -50,6 +50,7 @@ class RunFolder:
         self.path = path
         self.config_file = path / "config.yaml"
         self.environment_file = path / "environment.json"
+        self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.log_file = path / "logs" / "train.log"
         self.done_file = path / "DONE"
@@ -126,19 +127,42 @@ def stored_config(folder: RunFolder) -> RunConfig:
     folder alone was moved, it begins where the folder was when the run was started.
     """
     config = load_stored_config(folder.config_file)
-    here, before = folder.path.absolute(), Path(config.root, config.name)
+    places = folder.path, Path(config.root, config.name)
 
     def absolute(path: str) -> str:
-        places = [os.path.normpath(base / path) for base in (here, before)]
-        return next(filter(os.path.exists, places), places[0])
+        found = [os.path.abspath(place / path) for place in places]
+        return next(filter(os.path.exists, found), found[0])
 
     config = _with_paths(config, absolute)
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with local paths made absolute, so that it is valid in any working folder."""
-    return _with_paths(config, os.path.abspath)
+def with_absolute_paths(config: RunConfig, file: str | Path = "") -> RunConfig:
+    """The config with local paths made absolute, so that it is valid in any working folder.
+
+    Args:
+        config: whose relative paths begin at the working folder.
+        file: that it was read from. If that is a run's, paths that are in it begin at the run
+            folder.
+    """
+    folder = RunFolder(Path(file).parent)
+    own: dict[str, str] = {}
+    if folder.config_file == Path(file) and folder.data.is_dir():
+        read, stored = load_run_config(file), stored_config(folder)
+        own = dict(zip(_paths(read), _paths(stored), strict=True))
+    return _with_paths(config, lambda path: own.get(path) or os.path.abspath(path))
+
+
+def _paths(config: RunConfig) -> list[str]:
+    """The local paths in a config."""
+    found: list[str] = []
+
+    def collect(path: str) -> str:
+        found.append(path)
+        return path
+
+    _with_paths(config, collect)
+    return found
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:

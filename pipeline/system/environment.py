@@ -79,7 +79,7 @@ def source_commit() -> str | None:
         return commit or None
     listing = ("ls-files", "--others", "--exclude-standard", "--", *_PACKAGES)
     untracked = output_of(*git, *listing, seconds=10)
-    return f"{commit}-dirty" if untracked else commit
+    return commit if untracked == "" else f"{commit}-dirty"
 
 
 def source_hashes(kinds: Iterable[str]) -> dict[str, str]:

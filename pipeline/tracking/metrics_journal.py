@@ -161,17 +161,27 @@ class Journal:
         # Outside the lock, so that `append` does not wait for the disk.
         try:
             os.fsync(handle)
+        except OSError as error:
+            raise self._unwritten(error) from error
         finally:
             os.close(handle)
 
     def close(self) -> None:
         """Flush and close the journal, and release its lock."""
         with self._lock:
-            if self._file >= 0:
+            if self._file < 0:
+                return
+            try:
                 os.fsync(self._file)
+            except OSError as error:
+                raise self._unwritten(error) from error
+            finally:
                 os.close(self._file)
                 os.close(self._lock_handle)
                 self._file = -1
+
+    def _unwritten(self, error: OSError) -> JournalError:
+        return JournalError(f"{self.path} cannot be written: {error.strerror or error}")
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file < 0:
@@ -181,15 +191,13 @@ class Journal:
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         size = os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, content)
-            if written != len(content):
-                raise OSError(f"{written} of {len(content)} bytes written")
+            written = 0
+            while written < len(content):  # a disk that becomes full takes a part first
+                written += os.write(self._file, content[written:])
         except OSError as error:
             # Remove what was written of the line, or the next one would be appended to it.
             os.ftruncate(self._file, size)
-            raise JournalError(
-                f"{self.path} cannot be written: {error.strerror or error}"
-            ) from error
+            raise self._unwritten(error) from error
         self._last[line["kind"]] = line
 
 

@@ -79,8 +79,6 @@ class TrainingCallback(Callback):
         self._idle_since = 0.0
         self._data_wait = 0.0
         self._unlogged_checkpoint: tuple[Path, int] | None = None
-        self.saved_step = 0
-        """Step of the newest checkpoint on disk, 0 without one."""
         self._step = 0
         self._profiler = UpdateProfiler(folder.path / "profile")
         self._seconds_saving = 0.0
@@ -118,7 +116,7 @@ class TrainingCallback(Callback):
         saved = self.store.open_newest()
         if saved is not None:
             self._restore(trainer, module, saved)
-            self._step = self.saved_step = module.progress.step
+            self._step = module.progress.step
         module.model.split_sequence(self._context_parallel)
         total = self.config.num_updates * self.config.samples_per_update
         self.data.start_at(module.progress.samples, max(0, total - module.progress.samples))
@@ -366,10 +364,8 @@ class TrainingCallback(Callback):
         """Wait for the checkpoint that is being written. Raises CheckpointError if it failed."""
         began = time.perf_counter()
         self.store.wait()
-        if self._unlogged_checkpoint is not None:
-            self.saved_step = self._unlogged_checkpoint[1]
-            if self.recorder is not None:
-                self.recorder.tracker.log_checkpoint(*self._unlogged_checkpoint)
+        if self.recorder is not None and self._unlogged_checkpoint is not None:
+            self.recorder.tracker.log_checkpoint(*self._unlogged_checkpoint)
         self._unlogged_checkpoint = None
         self._seconds_saving += time.perf_counter() - began
 

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.folder import Finished, RunFolder, stored_config
@@ -106,11 +106,12 @@ def _train_on_rank_0(
         status = "KILLED" if finished is None else "FINISHED"
     except (KeyboardInterrupt, SystemExit):  # Lightning turns the first into the second
         status = "KILLED"
-        if lost := module.progress.step - callback.saved_step:
+        saved = newest_step(folder.checkpoints)
+        if (lost := module.progress.step - saved) > 0:
             logger.warning(
                 "%d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
                 "run ends",
-                *(lost, callback.saved_step, folder.path / "STOP"),
+                *(lost, saved, folder.path / "STOP"),
             )
         raise KeyboardInterrupt from None
     finally:
@@ -279,10 +280,31 @@ def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> No
         folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
 
 
+class _LogFile(logging.FileHandler):
+    """A log that is created with its first line, and that may fail without ending the run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, delay=True)
+        self._path = path
+        self._has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say once that the file cannot be written."""
+        if not self._has_failed:
+            self._has_failed = True
+            error = sys.exc_info()[1]
+            reason = getattr(error, "strerror", None) or error
+            print(f"longhaul: {self._path} cannot be written: {reason}", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     """Within the context, log to a file as well, and the traceback of a failure after the start."""
-    handler = logging.FileHandler(file, delay=True)
+    handler = _LogFile(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = logging.getLogger(), LOG
     for one in loggers:

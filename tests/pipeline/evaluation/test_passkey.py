@@ -10,7 +10,8 @@ import pytest
 
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.evaluation.figures import wilson_interval
-from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS
+from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, Options
+from longhaul.pipeline.evaluation.tasks import passkey
 from longhaul.pipeline.evaluation.tasks.passkey import (
     Prompt,
     ask,
@@ -23,6 +24,8 @@ from longhaul.pipeline.evaluation.tasks.passkey import (
     score,
     write_table,
 )
+from longhaul.pipeline.runs.trained_model import load_trained_model
+from longhaul.pipeline.terminal.progress import TokenProgress
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -156,3 +159,28 @@ def test_bad_arguments_are_one_line(uninterrupted: Run, arguments: list[str], me
     result = uninterrupted.longhaul(*given, check=False)
     assert result.returncode == 2
     assert result.stderr == f"longhaul: {message}\n"
+
+
+def test_progress_ends_at_its_total(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, int]] = []
+
+    def show(self: TokenProgress, done: int) -> None:
+        self._done = done
+        shown.append((done, self._total or 0))
+
+    monkeypatch.setattr(TokenProgress, "show", show)
+    for name in ("draw_curve", "draw_depths"):
+        monkeypatch.setattr(passkey, name, lambda *arguments: None)
+    monkeypatch.setattr(passkey, "decode", lambda *arguments, **options: iter(()))
+    trained = load_trained_model(uninterrupted.path / "small")
+    passkey.measure(trained, Options(lengths=512, prompts=5), tmp_path)
+    totals = {total for _, total in shown}
+    assert next(done for done, _ in shown) == 0
+    assert {shown[-1][0]} == totals
+    # A process that has the larger share counts it for all.
+    progress = TokenProgress(10, times=2)
+    progress.show(0)
+    progress.add(6)
+    assert shown[-1] == (10, 10)

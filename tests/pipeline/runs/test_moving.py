@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from longhaul.configs import load_run_config
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.runs.folder import RunFolder, stored_config
+from longhaul.pipeline.runs.folder import RunFolder, stored_config, with_absolute_paths
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -43,6 +44,22 @@ def test_a_run_that_moves_alone_finds_its_data_where_they_were(
     config = stored_config(RunFolder(tmp_path / "far" / "away"))
     assert config.data.manifest == f"{corpus}/train"
     assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
+
+
+def test_the_config_of_a_run_starts_another_from_any_folder(
+    uninterrupted: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = uninterrupted.path / "small" / "config.yaml"
+    config = with_absolute_paths(load_run_config(file, ["data.manifest=own"]), file)
+    assert config.data.validation_manifest == f"{corpus}/validation"
+    assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
+    # What is given beside the file begins at the working folder, as always.
+    assert config.data.manifest == f"{tmp_path}/own"
+    # In any other file they begin at the working folder.
+    other = uninterrupted.path / "small.yaml"
+    config = with_absolute_paths(load_run_config(other, ["data.manifest=own"]), other)
+    assert config.data.manifest == f"{tmp_path}/own"
 
 
 def test_a_run_alone_generates_and_exports_and_is_told_where_its_data_are(

@@ -2,11 +2,15 @@
 
 import json
 import os
+import pty
 import random
 import re
 import signal
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,7 +20,9 @@ from mlflow.tracking import MlflowClient
 
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.training.preemption import StopRequests
 
+TRACED = str(Path(__file__).parents[1] / "traced_longhaul.py")
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 TWO_RANKS = [
@@ -116,6 +122,56 @@ def test_stopped_by_signal_and_file_the_run_goes_on_where_it_was(
     assert start(run).end()[0] == 0
     assert not (run.path / "small" / "STOPPED").exists()
     assert_same_end(run, undisturbed)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked(tmp_path: Path) -> None:
+    with StopRequests(tmp_path, 90) as requests:
+        requests.mark_ranks_connected()
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_until(lambda: requests.wants_stop)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests(tmp_path, 90) as requests:
+            requests.mark_ranks_connected()
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)  # of two signals, the second is no request
+            wait_until(lambda: requests.wants_stop)
+            assert requests._received == signal.SIGUSR1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.wide
+def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
+    train = [sys.executable, TRACED, "train", "small.yaml", "checkpoint.every_tokens=1000000"]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(run.path)
+        os.execv(sys.executable, train)
+    while run.last_step < 4:
+        os.read(terminal, 1000)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    assert newest_checkpoint(run.path / "small" / "checkpoints") is not None
+
+
+@pytest.mark.wide
+def test_ctrl_c_to_any_rank_is_an_interrupt(run: Run) -> None:
+    process = start(run, "checkpoint.every_tokens=1000000")
+    run.wait_for_step(process, 4)
+    process.rank_1().send_signal(signal.SIGINT)
+    status, error = process.end()
+    assert status == 130, error
+    assert "updates after step 0 are not saved; SIGTERM, or a file" in error
+    assert error.splitlines()[-1] == "longhaul: interrupted"
 
 
 @pytest.mark.wide

@@ -42,6 +42,10 @@ OTHER_RUNS = (
     ("model.layers=12 model.width=2000000", "gradients and moments take"),
     ("trainer.strategy=ddp trainer.nodes=2 trainer.micro_batch=2", "found 2 outside of a Slurm"),
     ("evaluation.tasks=[nonsense]", "evaluation.tasks: "),
+    (
+        "trainer.strategy=ddp trainer.devices=2 trainer.micro_batch=2 optim.learning_rate=1",
+        "optim.learning_rate: found 1.0",
+    ),
     # As a user would who goes on with a run, and mixes up the data.
     ("trainer.max_tokens=20480 data.manifest={corpus}/validation", "data.manifest: found other"),
 )

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.order import SampleOrder
 from longhaul.modules.pretraining import Update
 from longhaul.modules.progress import Progress
+from longhaul.pipeline.cli import main
 from longhaul.pipeline.training.progress import ProgressLine
 
 BRIEF = f"trainer.max_tokens={2 * 512}"
@@ -31,8 +33,8 @@ BRIEF = f"trainer.max_tokens={2 * 512}"
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 
-def final_weights(run: Run) -> dict[str, torch.Tensor]:
-    files = max((run.path / "small" / "checkpoints").iterdir()).glob("model-*.safetensors")
+def final_weights(run: Run, group: str = "model") -> dict[str, torch.Tensor]:
+    files = max((run.path / "small" / "checkpoints").iterdir()).glob(f"{group}-*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -141,8 +143,24 @@ def test_ctrl_c_is_one_line(run: Run) -> None:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 130, error
-    assert error.splitlines()[-1] == "longhaul: interrupted"
+    *_, lost, last = error.splitlines()
+    assert last == "longhaul: interrupted"
+    assert re.match(r"longhaul: \d+ updates after step \d are not saved; SIGTERM, or a file", lost)
     assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["KILLED"]
+
+
+def test_a_finished_run_without_intact_weights_says_so(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    shutil.copytree(uninterrupted.path / "small", tmp_path / "small")
+    monkeypatch.chdir(uninterrupted.path)
+    for checkpoint in (tmp_path / "small" / "checkpoints").iterdir():
+        (checkpoint / "state.json").write_text("{}")
+    assert main(["train", "small.yaml", f"root={tmp_path}"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "is finished, 15,360 tokens, but found no intact checkpoint of it" in said
+    shutil.rmtree(tmp_path / "small" / "checkpoints")  # a user may have wanted the room
+    assert main(["train", "small.yaml", f"root={tmp_path}"]) == 0
 
 
 def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
@@ -279,6 +297,9 @@ def test_sigterm_saves_ends_as_killed_and_resumes(run: Run, uninterrupted: Run) 
     assert [run.info.status for run in mlflow_runs(run)[1]] == ["KILLED"]
     run.longhaul("train", "small.yaml")
     assert_same_weights(run, uninterrupted)
+    # Nothing draws from the generators today; a variant with dropout would.
+    generators, wanted = (final_weights(each, "rng") for each in (run, uninterrupted))
+    assert all(torch.equal(generators[name], wanted[name]) for name in wanted)
     # No update was lost, and so none was made twice.
     batches = [json.loads(line) for line in run.trace.read_text().splitlines()]
     assert len(batches) == len(samples_of(run))
@@ -359,6 +380,7 @@ def test_a_run_without_validation_text_trains(run: Run) -> None:
     run.longhaul("train", "small.yaml", "data.validation_manifest=null", "data.workers=0", BRIEF)
     (tracked,) = mlflow_runs(run)[1]
     assert "train/loss" in tracked.data.metrics
+    assert "train/model_flops_utilisation" not in tracked.data.metrics  # of an unknown peak
     assert "validation/loss" not in tracked.data.metrics
     result = run.longhaul("evaluate", "small", check=False)
     expect_one_line(result, 2, "data.validation_manifest: found null")
@@ -374,6 +396,17 @@ def damage_a_shard(run: Run, corpus: Path) -> tuple[str, list[str]]:
     shard.write_bytes(shard.read_bytes()[:-1000])
     manifests = f"data.manifest={copy}/train", f"data.validation_manifest={copy}/validation"
     return shard.name, list(manifests)
+
+
+def test_a_missing_shard_is_refused_before_anything_is_written(
+    run: Run, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    name, manifests = damage_a_shard(run, corpus)
+    (run.path / "damaged" / "train" / name).unlink()
+    monkeypatch.chdir(run.path)
+    assert main(["train", "small.yaml", *manifests]) == 2
+    assert f"train/{name}: no such file" in capsys.readouterr().err
+    assert not (run.path / "small").exists()
 
 
 def test_a_truncated_shard_is_named(run: Run, corpus: Path) -> None:

@@ -1,0 +1,25 @@
+"""Small files on a disk that is full."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from longhaul.pipeline.system.files import write_atomically
+
+
+def test_a_full_disk_leaves_the_old_file_alone_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "DONE"
+    write_atomically(file, "before")
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="DONE cannot be written: No space left on device"):
+        write_atomically(file, "after")
+    assert [path.name for path in tmp_path.iterdir()] == ["DONE"]
+    assert file.read_text() == "before"
