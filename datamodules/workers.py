@@ -1,6 +1,6 @@
 """Processes that read windows ahead: from what they start, when they end, how long they may take.
 
-They are forked from a fork server: a process of its own, which has imported torch and has no Python
+They are forked from a fork server: a process of its own, which has imported torch and has no
 threads. The training process has threads, and a process forked from it may inherit a lock that one
 of them held. In Python 3.11 such a lock of the interpreter makes the new process hang for ever.
 """
@@ -237,8 +237,9 @@ def _fork_servers_environment() -> Iterator[None]:
     warnings = os.environ.get("PYTHONWARNINGS")
     # Semaphores of a killed training process are removed, and a user need not hear of it.
     silent = ",".join(filter(None, [warnings, "ignore:resource_tracker"]))
-    # The server is started with `python -c`, and would import from the current folder.
-    changes = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": silent}
+    # The server is started with `python -c`, and would import from the current folder. numpy would
+    # start threads for products of matrices, which no worker computes.
+    changes = {"PYTHONSAFEPATH": "1", "PYTHONWARNINGS": silent, "OMP_NUM_THREADS": "1"}
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -148,7 +148,7 @@ def with_absolute_paths(config: RunConfig, file: str | Path = "") -> RunConfig:
     folder = RunFolder(Path(file).parent)
     own: dict[str, str] = {}
     if folder.config_file == Path(file) and folder.data.is_dir():
-        read, stored = load_run_config(file), stored_config(folder)
+        read, stored = load_stored_config(Path(file)), stored_config(folder)
         own = dict(zip(_paths(read), _paths(stored), strict=True))
     return _with_paths(config, lambda path: own.get(path) or os.path.abspath(path))
 

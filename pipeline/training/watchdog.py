@@ -4,6 +4,9 @@ Without it the other ranks would wait for ever. Two threads run on every rank. O
 it writes what the rank is doing to the key-value store (TCPStore) through which the ranks
 connected, and on rank 0 it also reads the heartbeats of the other ranks. The second thread measures
 how long this rank has made no progress.
+
+A rank that sends no heartbeats may be stopped for a while, as a scheduler or a debugger does, and
+is waited for. Whether it is gone, its connection with rank 0 tells (lifelines.py).
 """
 
 import json
@@ -14,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -22,11 +25,17 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from longhaul.pipeline.training.lifelines import Lifelines
+
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-# A rank without a heartbeat for this long has died, or its machine has.
+# A rank without a heartbeat for this long is told of. Without a lifeline it is taken for dead.
 _SILENCE_S = 20.0
+# How long a rank that waits for one that is gone has to fail by itself, and to say in what.
+_SECONDS_TO_FAIL = 5.0
+# A thread that wakes up so much too late was stopped, with its process. The time does not count.
+_SECONDS_LATE = 5.0
 _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
@@ -56,8 +65,11 @@ class Watchdog:
         if dist.is_initialized():
             # A client of its own, because requests of one client wait for each other.
             self._store = cast(Any, _get_default_store()).clone()
-        # The last heartbeat of each other rank, and when it changed by this machine's clock.
-        self._heartbeats: dict[int, tuple[str, float]] = {}
+            # The store does not answer while rank 0 is stopped.
+            self._store.set_timeout(timedelta(seconds=hang_s + _SILENCE_S))
+        self._lifelines: Lifelines | None = None
+        # The last heartbeat of each other rank, and how often it was then read again.
+        self._heartbeats: dict[int, tuple[str, int]] = {}
         self._main = threading.main_thread().ident
         self._last_sent = time.monotonic()
         for target in (self._send_heartbeats, self._check_progress):
@@ -79,13 +91,30 @@ class Watchdog:
             return
         self._store.set(f"{_FINISHED_KEY}{self._rank}", "")
         if self._rank == 0:
-            keys = [f"{_FINISHED_KEY}{rank}" for rank in range(self._world_size)]
+            self._wait_for_ends()
+
+    def _wait_for_ends(self) -> None:
+        keys = [f"{_FINISHED_KEY}{rank}" for rank in range(self._world_size)]
+        began = time.monotonic()
+        while True:
             try:
                 self._store.wait(keys, timedelta(seconds=_SILENCE_S))
+                break
             except RuntimeError:
-                logger.warning("not all ranks have ended %.0f s after this one", _SILENCE_S)
-            for key in keys:
-                self._store.delete_key(key)
+                seconds = time.monotonic() - began
+                missing = {n for n, key in enumerate(keys) if not self._store.check([key])}
+                logger.warning("%s: not ended %.0f s after rank 0", _list_ranks(missing), seconds)
+                if seconds > self._hang_s or not any(map(self._is_there, missing)):
+                    break
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _is_there(self, rank: int) -> bool:
+        """Whether a rank has a lifeline, and its process has not ended."""
+        if self._lifelines is None:
+            return False
+        self._lifelines.look()
+        return self._lifelines.has(rank) and rank not in self._lifelines.lost
 
     def report_interrupt(self) -> None:
         """Tell rank 0 that a user interrupts this rank, which is no failure of it."""
@@ -153,13 +182,21 @@ class Watchdog:
 
     def _check_progress(self) -> None:
         """Thread that reads only the clock, never the store, which may not answer."""
+        ticked = time.monotonic()
         while not self._stopping.wait(_HEARTBEAT_S):
-            idle = time.monotonic() - self._since
+            now = time.monotonic()
+            late, ticked = now - ticked - _HEARTBEAT_S, now
+            if late > _SECONDS_LATE:
+                logger.warning("rank %d was stopped for %.0f s, and goes on", self._rank, late)
+                self._since += late
+                self._last_sent += late
+            idle, unanswered = now - self._since, now - self._last_sent
             # Rank 0 knows which rank hangs, so the others give it time to report that first.
-            if idle > self._hang_s + (_SILENCE_S if self._rank else 0):
-                self._abort(f"no progress for {idle:.0f} s: {self._describe_ranks()}")
-            if time.monotonic() - self._last_sent > 2 * _SILENCE_S:
+            is_hanging = idle > self._hang_s + (2 * _SILENCE_S if self._rank else 0)
+            if unanswered > 2 * _SILENCE_S and (is_hanging or not self._is_there(0)):
                 self._end(f"rank 0 does not answer rank {self._rank}, {self._describe_self()}")
+            if is_hanging:
+                self._abort(f"no progress for {idle:.0f} s: {self._describe_ranks()}")
 
     def _send_heartbeats(self) -> None:
         """Thread that exchanges heartbeats, the first without delay: a rank may fail at once."""
@@ -168,6 +205,8 @@ class Watchdog:
             try:
                 if self._store is not None:
                     self._exchange_heartbeats()
+                    if self._lifelines is None:
+                        self._lifelines = Lifelines(self._rank, self._store)
             except Exception as error:
                 # Rank 0 hosts the store, so a store that cannot be reached means rank 0 has ended.
                 if not self._stopping.wait(_HEARTBEAT_S):
@@ -185,26 +224,38 @@ class Watchdog:
             self._end(self._store.get(_ABORT_KEY).decode())
         if self._rank == 0:
             self._read_heartbeats()
-            for rank, (text, since) in self._heartbeats.items():
-                if time.monotonic() - since > _SILENCE_S:
-                    self._abort(f"rank {rank} is gone, last seen {_describe(text)}")
+            for rank, (text, times) in self._heartbeats.items():
+                # Counted by this thread's turns: while all ranks are stopped, none is silent.
+                self._check_silence(rank, text, times * _HEARTBEAT_S)
+
+    def _check_silence(self, rank: int, text: str, silent: float) -> None:
+        if silent < _SECONDS_TO_FAIL or self._store.check([f"{_FINISHED_KEY}{rank}"]):
+            return
+        is_there = self._is_there(rank)
+        lost = self._lifelines.lost if self._lifelines is not None else ()
+        if not is_there and (silent >= _SILENCE_S or rank in lost):
+            self._abort(f"rank {rank} is gone, last seen {_describe(text)}")
+        if silent == _SILENCE_S:
+            logger.warning("rank %d is silent, and waited for: last seen %s", rank, _describe(text))
 
     def _read_heartbeats(self) -> None:
-        """Note when each rank's heartbeat last changed, by this machine's clock."""
+        """Note each other rank's heartbeat, and how often it was the same."""
         for rank in range(1, self._world_size):
             key = f"longhaul/rank{rank}"
             if not self._store.check([key]):
                 continue
             text = self._store.get(key).decode()
-            if self._heartbeats.get(rank, ("", 0.0))[0] != text:
-                self._heartbeats[rank] = text, time.monotonic()
+            last, times = self._heartbeats.get(rank, ("", 0))
+            self._heartbeats[rank] = text, times + 1 if text == last else 0
 
     def _describe_ranks(self) -> str:
         """What the ranks are doing, as far as known here; what the fewest ranks do comes first."""
         ranks_doing: dict[str, list[int]] = defaultdict(list)
         ranks_doing[self._describe_self()].append(self._rank)
-        for rank, (text, _) in self._heartbeats.items():
-            ranks_doing[_describe(text)].append(rank)
+        for rank, (text, times) in self._heartbeats.items():
+            silent = times * _HEARTBEAT_S
+            since = f"silent for {silent:.0f} s, last seen " if silent >= _SILENCE_S else ""
+            ranks_doing[since + _describe(text)].append(rank)
         rarest = sorted(ranks_doing.items(), key=lambda entry: (len(entry[1]), entry[0]))[:4]
         return "; ".join(f"{_list_ranks(ranks)} {doing}" for doing, ranks in rarest)
 
@@ -240,6 +291,7 @@ def _describe(heartbeat: str) -> str:
     return f"after step {step}, {activity} at {line}"
 
 
-def _list_ranks(ranks: list[int]) -> str:
+def _list_ranks(ranks: Collection[int]) -> str:
+    ranks = sorted(ranks)
     shown = ", ".join(map(str, ranks[:3])) + (" and others" if len(ranks) > 3 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

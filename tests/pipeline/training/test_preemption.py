@@ -212,6 +212,38 @@ def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.Mo
     assert "traced_longhaul.py" in error
 
 
+@pytest.mark.parametrize(
+    "who",
+    [
+        pytest.param("rank 0", marks=pytest.mark.soak),
+        pytest.param("rank 1", marks=pytest.mark.wide),
+        pytest.param("both ranks", marks=pytest.mark.soak),
+        pytest.param("a data worker", marks=pytest.mark.soak),
+    ],
+)
+def test_who_is_stopped_for_a_while_goes_on(run: Run, undisturbed: Run, who: str) -> None:
+    process = start(run, "trainer.hang_seconds=100")
+    run.wait_for_step(process, 5)
+    ranks = [psutil.Process(process.pid), process.rank_1()]
+    everyone = [one for rank in ranks for one in (rank, *rank.children(recursive=True))]
+    (worker, *_) = [one for one in everyone if one.children() == [] and "fork" in one.cmdline()[-1]]
+    stopped = {
+        "rank 0": ranks[:1],
+        "rank 1": ranks[1:],
+        "both ranks": ranks,
+        "a data worker": [worker],
+    }[who]
+    for one in stopped:
+        one.suspend()
+    time.sleep(45)  # more than ranks may be silent that have no lifelines
+    assert process.poll() is None
+    for one in stopped:
+        one.resume()
+    status, error = process.end()
+    assert status == 0, error
+    assert_same_end(run, undisturbed)
+
+
 @pytest.mark.soak
 def test_a_second_signal_ends_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:sleep")
