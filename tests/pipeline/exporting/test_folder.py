@@ -362,7 +362,9 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
     refuses(
-        other, f"{other}/config.json: not the config of an exported model, model_type is 'gpt2'"
+        other,
+        f"{other}/config.json: not the config of an exported model: model_type: found 'gpt2', "
+        "wanted 'longhaul'",
     )
     (other / "config.json").write_text("[")
     refuses(other, f"{other}/config.json: not the config of an exported model")
