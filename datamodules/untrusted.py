@@ -27,6 +27,7 @@ PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_l
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 _SHOWN_CHARACTERS = 60
+_LINE_CHARACTERS = 300
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -107,9 +108,12 @@ def shown(value: object) -> str:
 
 
 def one_line(error: object) -> str:
-    """A library's message as one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """A message as one line of bounded length; that of an OSError without its number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 3]}..."
 
 
 @functools.cache

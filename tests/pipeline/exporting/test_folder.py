@@ -416,9 +416,13 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
-    refuses(other, f"{other}/config.json: model_type: found 'gpt2', wanted 'longhaul'")
+    refuses(
+        other,
+        f"{other}/config.json: not the config of an exported model: model_type: found 'gpt2', "
+        "wanted 'longhaul'",
+    )
     (other / "config.json").write_text("[")
-    refuses(other, f"{other}/config.json: found no JSON")
+    refuses(other, f"{other}/config.json: not the config of an exported model")
     shutil.copy(exported / "config.json", other)
     refuses(other, f"{other}: the weights cannot be read, No such file")
     content = (exported / "model.safetensors").read_bytes()
