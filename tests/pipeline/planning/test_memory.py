@@ -21,8 +21,7 @@ from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.planning.fit import with_num_gpus
-from longhaul.pipeline.planning.fit import verdict
+from longhaul.pipeline.planning.fit import verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import MemorySettings, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import OpWorkspace, _loss_bytes
