@@ -45,5 +45,5 @@ def symmetric_dim(width: int, degree: int) -> int:
 
 def check_degree(degree: int) -> None:
     """Raise unless the weight (q·k)^degree is linear or never negative."""
-    if degree != 1 and (degree < 2 or degree % 2):
-        raise ValueError(f"degree: found {degree}, wanted 1 or an even number")
+    if not isinstance(degree, int) or (degree != 1 and (degree < 2 or degree % 2)):
+        raise ValueError(f"degree: found {degree}, wanted the integer 1 or an even one")

@@ -50,7 +50,10 @@ def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     if log_g is not None and log_g.shape != (B, T, G):
         raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} to match k")
     if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"log_g: found {log_g.dtype}, wanted float32: 16 bits lose slow decays")
+        raise ValueError(
+            f"log_g: found {log_g.dtype}, wanted float32, also under autocast: 16 bits lose slow "
+            "decays"
+        )
 
 
 def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) -> None:

@@ -48,8 +48,10 @@ def power_attention(
         q: queries. Any float dtype; float64 is computed in float64, all others in float32.
         k, v: keys and values in the dtype of q; G divides H, as in grouped-query attention.
         log_g: log of the decay per token and key head, ≤ 0; −inf forgets everything before the
-            token. None means no decay. G_t is its running sum.
-        degree: 1 or an even number. The state has about K^degree / degree! rows.
+            token. None means no decay. G_t is its running sum. It must be float32 or float64,
+            also under autocast, where a projection x W gives 16 bits: take
+            `F.logsigmoid((x W).float())`. q, k and v may be in any floating-point dtype there.
+        degree: 1 or an even integer. The state has about K^degree / degree! rows.
         scale: factor on q·k before the power. None means K^(−1/2).
         normalize: divide by the sum of the weights. A sum below 1e-30 counts as 1e-30.
         initial_state: state that an earlier call returned; (B, …), or (N, …) if packed.
@@ -63,7 +65,9 @@ def power_attention(
         backend: "reference" (the formula, quadratic, ignores `form`), "torch", "triton", "auto".
 
     Returns:
-        Weighted mean (or sum) of v over the past in the dtype of q, and the state or None.
+        Weighted mean (or sum) of v over the past in the dtype of q, and the state or None. Both
+        have gradients once; second derivatives, which the other forms refuse with a RuntimeError,
+        need backend="reference" or form="recurrent".
 
     Raises:
         ValueError: naming the argument, the value found and the value wanted.

@@ -347,7 +347,8 @@ def test_autocast_keeps_float32_inside(how: dict[str, Any]) -> None:
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [
-    ("degree: found 3, wanted 1 or an even", {"degree": 3}),
+    ("degree: found 3, wanted the integer 1 or an even", {"degree": 3}),
+    (r"degree: found 2\.0, wanted the integer 1 or an even one", {"degree": 2.0}),
     ("degree: found 0", {"degree": 0}),
     ("chunk_size: found 0", {"chunk_size": 0}),
     ("form: found 'fused'", {"form": "fused"}),
@@ -357,7 +358,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (r"v: found shape \(1, 19, 2, 4\)", {"v": torch.ones(1, 19, 2, 4)}),
     ("v: found torch.int64", {"v": torch.ones(1, 20, 2, 4, dtype=torch.int64)}),
     (r"log_g: found shape \(1, 20, 4\)", {"log_g": torch.zeros(1, 20, 4)}),
-    ("log_g: found torch.bfloat16", {"log_g": torch.zeros(1, 20, 2).bfloat16()}),
+    (
+        "log_g: found torch.bfloat16, wanted float32, also under autocast",
+        {"log_g": torch.zeros(1, 20, 2).bfloat16()},
+    ),
     ("document 1 from 5 to 5, wanted at least one", {"cu_seqlens": torch.tensor([0, 5, 5, 20])}),
     ("wanted offsets from 0 to 20", {"cu_seqlens": torch.tensor([0, 5, 19])}),
     (

@@ -168,6 +168,33 @@ def test_autocast_is_off_inside_both_ways() -> None:
     assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True))
 
 
+def test_projections_under_autocast_need_only_gates_in_float32() -> None:
+    project = nn.Linear(6, 2 * 8 + 2 * 8 + 2 * 4 + 2)
+    x = torch.randn(1, 20, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        q, k, v, gates = project(x).split([16, 16, 8, 2], dim=-1)
+        heads = [y.unflatten(-1, (2, -1)) for y in (q, k, v)]
+        out, _ = power_attention(*heads, logsigmoid(gates.float()))
+        out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert project.weight.grad is not None
+    assert project.weight.grad.isfinite().all()
+
+
+def test_second_derivatives_need_another_form() -> None:
+    inputs, _ = call(dtype=torch.float64)
+    x = [y for y in inputs if y is not None]
+
+    def second(**how: Any) -> tuple[Tensor, ...]:
+        out, _ = power_attention(*x, **how)
+        gradients = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), x)
+
+    torch.testing.assert_close(second(form="recurrent"), second(backend="reference"))
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        second(form="chunked")
+
+
 class Mixer(nn.Module):
     """The op between projections, as in an attention layer."""
 

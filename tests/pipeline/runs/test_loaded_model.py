@@ -13,6 +13,7 @@ import longhaul
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
+PAGE = Path(__file__).parents[3] / "docs/library.md"
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 
@@ -34,6 +35,18 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_logits(
             assert not model.training
             assert torch.equal(model.encode("def f(é):"), tokens)
             assert torch.equal(model(tokens), wanted)
+
+
+def test_the_block_of_the_documentation_runs(
+    uninterrupted: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [one for one in PAGE.read_text().split("```python\n") if '"runs/demo"' in one]
+    code = block.partition("```")[0].replace("runs/demo", str(uninterrupted.path / "small"))
+    names: dict[str, Any] = {}
+    exec(compile(code, "library.md", "exec"), names)
+    assert names["logits"].shape == (1, 320)
+    assert len(names["written"]) == 20
+    assert capsys.readouterr().out
 
 
 def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
