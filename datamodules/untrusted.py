@@ -8,6 +8,7 @@ not allow is a ValueError of one line: file, field, value found, value wanted.
 import functools
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Hashable
 from io import BufferedReader
@@ -28,6 +29,8 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 _SHOWN_CHARACTERS = 60
 _LINE_CHARACTERS = 300
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _SHOWN_CHARACTERS
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -101,8 +104,8 @@ def parse_row(schema: type[T], row: object, where: object) -> T:
 def shown(value: object) -> str:
     """A value as text of bounded length, on one line."""
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; deep nesting
+        text = _SHORT.repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 

@@ -355,7 +355,10 @@ def write_tokenizer(folder: Folder) -> None:
 
 def read_tokenizer(folder: Folder) -> None:
     tokenizer = build_tokenizer(str(folder))
-    tokenizer.decode(tokenizer.encode("abba <|endoftext|>"))
+    ids = tokenizer.encode("abba <|endoftext|>").tolist()
+    tokenizer.decode(ids)
+    decoder = tokenizer.stream_decoder()
+    "".join([*map(decoder.push, ids), decoder.flush()])
 
 
 def write_zarr(codec: str | None) -> Callable[[Folder], None]:
@@ -549,14 +552,16 @@ def write_run(folder: Folder) -> None:
 def read_run(folder: Folder) -> None:
     run = RunFolder(folder / "run")
     run.finished()
-    config = load_stored_config(run.config_file)
-    build_on_meta(config.model)
     lines, _ = read_lines(run.path / "logs" / "metrics.jsonl")
     for line in lines:
         [float(value) for value in line.get("values", {}).values() if line["kind"] == "train"]
     _commit(run)
     _evaluation(run, run.checkpoints / "step-000000001")
     _hardware(lambda name: (run.path / name).read_bytes().decode())
+
+
+def read_config(folder: Folder) -> None:
+    build_on_meta(load_stored_config(folder / "run" / "config.yaml").model)
 
 
 def read_status(folder: Folder) -> None:
@@ -623,13 +628,13 @@ READERS = {
         write_run,
         {
             "run/DONE": mutate_json,
-            "run/config.yaml": mutate_yaml,
             "run/environment.json": mutate_json,
             "run/logs/metrics.jsonl": mutate_lines,
             "run/evaluation/step-000000001/results.json": mutate_json,
         },
         read_run,
     ),
+    "config": Reader(write_run, {"run/config.yaml": mutate_yaml}, read_config),
     "status": Reader(
         write_run,
         {

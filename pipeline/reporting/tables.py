@@ -1,10 +1,10 @@
 """Reads the CSV tables that tasks of `longhaul evaluate` wrote, perhaps on another machine."""
 
 import csv
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
 
 from longhaul.datamodules.untrusted import Count, one_line, parse_row, shown
 
@@ -13,25 +13,29 @@ _MOST_ROWS = 4_000_000
 Positive = Annotated[int, Field(ge=1, le=1 << 60)]
 
 
-class _Positions(TypedDict):
+@dataclass(frozen=True)
+class _Positions:
     position: Positive
     loss_nats: float
     mean_up_to_here: float
 
 
-class _Context(TypedDict):
+@dataclass(frozen=True)
+class _Context:
     context: Positive
     tokens: Count
     loss_nats: float
 
 
-class _Perplexity(TypedDict):
+@dataclass(frozen=True)
+class _Perplexity:
     window: Positive
     stride: Positive
     perplexity: float
 
 
-class _Passkey(TypedDict):
+@dataclass(frozen=True)
+class _Passkey:
     length: Positive
     prompts: Positive
     right: Count
@@ -65,7 +69,7 @@ def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
                     f"{where}: row {number}: found {shown(extra)} after the last column, wanted "
                     "one cell for each"
                 )
-            found = parse_row(schema, row, f"{where}: row {number}")
+            found = vars(parse_row(schema, row, f"{where}: row {number}"))
             if task == "passkey" and found["right"] > found["prompts"]:
                 raise ValueError(
                     f"{where}: row {number}: right: found {found['right']}, wanted at most "
