@@ -1,10 +1,14 @@
 """Reads the CSV tables that tasks of `longhaul evaluate` wrote, perhaps on another machine."""
 
 import csv
-from typing import Annotated, Any
+from typing import (
+    Annotated,
+    Any,
+    NotRequired,  # pydantic asks for it below Python 3.12
+)
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
+from typing_extensions import TypedDict
 
 from longhaul.datamodules.untrusted import Count, one_line, parse_row, shown
 
@@ -23,12 +27,14 @@ class _Context(TypedDict):
     context: Positive
     tokens: Count
     loss_nats: float
+    standard_error: NotRequired[float]
 
 
 class _Perplexity(TypedDict):
     window: Positive
     stride: Positive
     perplexity: float
+    standard_error: NotRequired[float]
 
 
 class _Passkey(TypedDict):
@@ -37,11 +43,33 @@ class _Passkey(TypedDict):
     right: Count
 
 
+class _Recall(TypedDict):
+    pairs: Positive
+    queries: Positive
+    right: Count
+    chance: float
+
+
+class _Attention(TypedDict):
+    layer: Count
+    matrix: Count
+    largest: float
+    first_token_share: float
+    kurtosis: float
+    half_life: float
+    rotation: float
+
+
+# The column of each count of right answers that says how many there are at most.
+_ASKED = {"passkey": "prompts", "recall": "queries"}
+
 TABLES: dict[str, Any] = {
     "positions": _Positions,
     "context": _Context,
     "perplexity": _Perplexity,
     "passkey": _Passkey,
+    "recall": _Recall,
+    "attention": _Attention,
 }
 """The tasks whose tables are read, and the columns that they must have; others may follow."""
 
@@ -66,10 +94,11 @@ def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
                     "one cell for each"
                 )
             found = parse_row(schema, row, f"{where}: row {number}")
-            if task == "passkey" and found["right"] > found["prompts"]:
+            asked = _ASKED.get(task)
+            if asked is not None and found["right"] > found[asked]:
                 raise ValueError(
                     f"{where}: row {number}: right: found {found['right']}, wanted at most "
-                    f"prompts = {found['prompts']}"
+                    f"{asked} = {found[asked]}"
                 )
             rows.append(row | found)
     except csv.Error as error:
