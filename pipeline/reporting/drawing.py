@@ -3,12 +3,14 @@
 import csv
 import math
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from longhaul.pipeline.evaluation.figures import as_text, figure, legend_below, tokens_axis
+from longhaul.pipeline.evaluation.figures import as_text, figure, legend_below, tokens_axis, widen
+from longhaul.pipeline.reporting.runs import printable
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Sequence[str | int | float]
-YAxis = Literal["linear", "from zero", "share", "log"]
+YAxis = Literal["loss", "perplexity", "from zero", "share", "log"]
 
 _MOST_MARKERS = 8
 _TRAINED = "training context"
@@ -63,17 +65,22 @@ class Figure:
     """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; bytes: base 10."""
 
     x_ticks: Sequence[int] = ()
-    y_axis: YAxis = "linear"
+    y_axis: YAxis = "loss"
+    """loss, perplexity: linear, and wide enough that noise does not look like a difference."""
+
     y_range: tuple[float, float] | None = None
     """Where the vertical axis begins and ends; values outside are cut off."""
 
     trained_at: int | None = None
     """Training context to mark with a vertical line; None means no mark."""
 
+    reference: tuple[str, float] | None = None
+    """Label and value of a horizontal line; None means none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table on the page; its CSV file has the same cells."""
+    """A table on the page; its CSV file has the same cells, numbers with all their digits."""
 
     name: str
     title: str
@@ -83,16 +90,36 @@ class Table:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    with path.open("w", newline="") as file:
+    """Write a CSV file in UTF-8, in which no text is a formula or controls a terminal."""
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
-        writer.writerows(rows)
+        writer.writerows([_inert(cell) for cell in row] for row in rows)
+
+
+def _inert(cell: str | int | float) -> str | int | float:
+    """A number as it is; a text without control characters, and after ' if it may be a formula.
+
+    Spreadsheets compute what begins with =, +, - or @, also in their full-width forms. A tab or a
+    carriage return in front, which some of them skip, is a control character.
+    """
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)
+    try:
+        float(text)
+    except ValueError:
+        if unicodedata.normalize("NFKC", text.lstrip()[:1]) in ("=", "+", "-", "@"):
+            return f"'{text}"
+    return text
 
 
 def draw(drawing: Figure, folder: Path) -> None:
     """Write NAME.png, NAME.pdf and NAME.csv."""
     write_csv(folder / f"{drawing.name}.csv", drawing.columns, drawing.rows)
     labels = {one.label for one in drawing.series} | {_TRAINED}
+    if drawing.reference is not None:
+        labels.add(drawing.reference[0])
     columns = 2 if max(map(len, labels)) <= _LEGEND_CHARACTERS // 2 else 1
     png, pdf = (folder / f"{drawing.name}.{suffix}" for suffix in ("png", "pdf"))
     with figure(png, drawing.title, vector=pdf) as axes:
@@ -100,6 +127,9 @@ def draw(drawing: Figure, folder: Path) -> None:
             _plot(axes, one)
         if drawing.trained_at is not None:
             axes.axvline(drawing.trained_at, color="black", linestyle=":", label=_TRAINED, zorder=0)
+        if drawing.reference is not None:
+            label, value = drawing.reference
+            axes.axhline(value, color="grey", linestyle="--", label=label, zorder=0)
         _axes(axes, drawing)
         # Runs that differ only in their seed share one entry.
         legend_below(axes, columns)
@@ -140,6 +170,8 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        widen(axes, is_relative=drawing.y_axis == "perplexity")
     if drawing.y_range is not None:
         axes.set_ylim(*drawing.y_range)
     if drawing.x_axis == "context":

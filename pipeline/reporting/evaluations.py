@@ -1,13 +1,20 @@
-"""Figures and tables of the results that `longhaul evaluate` logged."""
+"""Figures of the results that `longhaul evaluate` logged."""
 
 import itertools
-from collections import defaultdict
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from longhaul.pipeline.evaluation.figures import shown_positions, wilson_interval
-from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table, YAxis
-from longhaul.pipeline.reporting.runs import Evaluated, Run
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series, YAxis
+from longhaul.pipeline.reporting.groups import (
+    EvaluatedRun,
+    Group,
+    column_values,
+    groups,
+    passkeys,
+)
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _MOST_POINTS = 300
@@ -16,40 +23,11 @@ _MOST_POINTS = 300
 _LOG_AXIS_RATIO = 20.0
 """The axis is logarithmic if the highest perplexity is this many times the lowest."""
 
+_SAME_LOSS = 0.005
+"""Nats by which a bigram model's loss differs at most where it is drawn as one line."""
+
 _LINE_STYLES = ("--", "-.", ":")
 """Of runs read with scaled positions."""
-
-
-class _EvaluatedRun(NamedTuple):
-    """A run, and its results of one task."""
-
-    run: Run
-    evaluated: Evaluated
-
-    @property
-    def scaling(self) -> str:
-        return self.evaluated.label.scaling
-
-
-class _Group(NamedTuple):
-    """Results of one task on one text, from all runs with one training context."""
-
-    context: int
-    text: str
-    members: list[_EvaluatedRun]
-
-    def name(self, task: str) -> str:
-        return f"{task}_{self.context:06d}" + (f"_{self.text}" if self.text else "")
-
-    @property
-    def where(self) -> str:
-        return f"trained at {self.context:,}" + (f", on {self.text}" if self.text else "")
-
-    @property
-    def checkpoints(self) -> str:
-        steps = sorted({one.evaluated.label.step for one in self.members})
-        numbers = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-        return f"Checkpoints of step {numbers}."
 
 
 class _Curve(NamedTuple):
@@ -69,7 +47,7 @@ class _Curve(NamedTuple):
 
 def loss_by_position(named: NamedRuns) -> Iterator[Figure]:
     """Figure 2 of the conformal-sympow paper."""
-    for group in _groups(named, "positions"):
+    for group in groups(named, "positions"):
         curves = []
         for one in group.members:
             rows = one.evaluated.rows
@@ -86,6 +64,7 @@ def loss_by_position(named: NamedRuns) -> Iterator[Figure]:
             "loss_by_position",
             curves,
             title="Loss by position",
+            reference=_bigram_line(group),
             caption="Mean loss over all positions up to x. Windows: "
             f"{', '.join(f'{window:,}' for window in windows)} tokens."
             + ("" if is_beyond else " No run was read beyond its training context."),
@@ -97,14 +76,15 @@ def loss_by_position(named: NamedRuns) -> Iterator[Figure]:
 
 def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
     """How much a longer context helps on the same tokens."""
-    for group in _groups(named, "context"):
+    for group in groups(named, "context"):
         yield _figure(
             named,
             group,
             "loss_in_windows",
-            [_curve(one.evaluated.rows, "context", "loss_nats") for one in group.members],
+            [_with_errors(one, "context", "loss_nats") for one in group.members],
             title="Loss in windows of each length",
-            caption=f"Tokens per run: {_column_values(group, 'tokens')}, the same for all lengths.",
+            caption=f"Tokens per run: {column_values(group, 'tokens')}, the same for all lengths; "
+            "bands: standard error over documents.",
             x_label="window (tokens)",
             y_label="loss (nats per token)",
         )
@@ -112,10 +92,8 @@ def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
 
 def perplexity(named: NamedRuns) -> Iterator[Figure]:
     """Figure 4 of CoCA."""
-    for group in _groups(named, "perplexity"):
-        curves = [
-            _curve(one.evaluated.rows, "window", "stride", "perplexity") for one in group.members
-        ]
+    for group in groups(named, "perplexity"):
+        curves = [_with_errors(one, "window", "stride", "perplexity") for one in group.members]
         values = [value for curve in curves for value in curve.y]
         yield _figure(
             named,
@@ -123,19 +101,20 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {_column_values(group, 'stride')} tokens.",
+            caption=f"Stride: {column_values(group, 'stride')} tokens; bands: standard error over "
+            "documents.",
             x_label="sliding window (tokens)",
             y_label="perplexity (per token)",
-            y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "linear",
+            y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "perplexity",
         )
 
 
 def passkey(named: NamedRuns) -> Iterator[Figure]:
     """Figure 5 of CoCA."""
-    for group in _groups(named, "passkey"):
+    for group in groups(named, "passkey"):
         curves = []
         for one in group.members:
-            counts = _passkeys(one)
+            counts = passkeys(one)
             right, prompts = zip(*counts.values(), strict=True)
             shares = [r / p for r, p in zip(right, prompts, strict=True)]
             low, high = zip(*itertools.starmap(wilson_interval, counts.values()), strict=True)
@@ -155,60 +134,49 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
         )
 
 
-def ntk_tables(named: NamedRuns) -> Iterator[Table]:
-    """Tables 4 and 5 of CoCA, if any run was read with scaled positions."""
-    for task, title, read in (
-        ("perplexity", "Perplexity of a sliding window", _perplexities),
-        ("passkey", "Passkeys retrieved (%)", _percentages),
-    ):
-        for group in _groups(named, task):
-            if not any(one.scaling for one in group.members):
-                continue
-            values_of = [(one, read(one)) for one in group.members]
-            lengths = sorted({length for _, values in values_of for length in values})
-            yield Table(
-                name=group.name(f"ntk_{task}"),
-                title=f"{title}, {group.where}",
-                caption="Columns are lengths of the "
-                + (
-                    f"window, tokens; stride: {_column_values(group, 'stride')}"
-                    if task == "perplexity"
-                    else "prompt, tokens"
-                ),
-                columns=["run", "variant", "step", "positions", *map(str, lengths)],
-                rows=[
-                    [
-                        one.run.name,
-                        named.label(one.run),
-                        one.evaluated.label.step,
-                        one.scaling or "as trained",
-                        *(values.get(length, "") for length in lengths),
-                    ]
-                    for one, values in values_of
-                ],
-            )
+def recall(named: NamedRuns) -> Iterator[Figure]:
+    """Figure 2 of Arora et al. (2023), with more pairs instead of wider models."""
+    for group in groups(named, "recall"):
+        curves = []
+        for one in group.members:
+            rows = one.evaluated.rows
+            counts = [(row["right"], row["queries"]) for row in rows]
+            low, high = zip(*itertools.starmap(wilson_interval, counts), strict=True)
+            columns = {name: [row[name] for row in rows] for name in ("pairs", "right", "queries")}
+            curves.append(_Curve(columns | {"share": [r / q for r, q in counts]}, (low, high)))
+        chances = {row["chance"] for one in group.members for row in one.evaluated.rows}
+        yield _figure(
+            named,
+            group,
+            "recall",
+            curves,
+            title="Values recalled",
+            caption="A sequence holds pairs of tokens, then the first of each pair again. Bands: "
+            "Wilson 95 %.",
+            x_label="pairs in the sequence",
+            y_label="values recalled (share)",
+            y_axis="share",
+            is_over_tokens=False,
+            reference=("random guess", fmean(chances)),
+        )
 
 
-def _groups(named: NamedRuns, task: str) -> Iterator[_Group]:
-    groups: dict[tuple[int, str], list[_EvaluatedRun]] = defaultdict(list)
-    for run in named.runs:
-        for evaluated in run.evaluations[task]:
-            if evaluated.rows:
-                groups[run.context, evaluated.label.text].append(_EvaluatedRun(run, evaluated))
-    for (context, text), members in sorted(groups.items()):
-        members.sort(key=lambda one: (named.label(one.run), one.run.name, one.scaling))
-        yield _Group(context, text, members)
-
-
-def _column_values(group: _Group, column: str) -> str:
-    """All values of a column of whole numbers, as text."""
-    values = {int(row[column]) for one in group.members for row in one.evaluated.rows}
-    return ", ".join(f"{value:,}" for value in sorted(values))
+def _bigram_line(group: Group) -> tuple[str, float] | None:
+    """The bigram model's loss, if it has been measured and is the same for all runs of a group."""
+    losses = [
+        bigram.rows[0]["value"]
+        for one in group.members
+        for bigram in one.run.evaluations["bigram"]
+        if bigram.label.text == group.text
+    ]
+    if not losses or max(losses) - min(losses) > _SAME_LOSS:
+        return None
+    return "bigram model", fmean(losses)
 
 
 def _figure(
     named: NamedRuns,
-    group: _Group,
+    group: Group,
     task: str,
     curves: Sequence[_Curve],
     *,
@@ -216,10 +184,16 @@ def _figure(
     caption: str,
     x_label: str,
     y_label: str,
-    y_axis: YAxis = "linear",
+    y_axis: YAxis = "loss",
     has_ticks: bool = True,
+    is_over_tokens: bool = True,
+    reference: tuple[str, float] | None = None,
 ) -> Figure:
-    """One curve per member of the group; with `has_ticks` the axis has a number at each point."""
+    """One curve per member of the group.
+
+    With `has_ticks` the axis has a number at each point; one over tokens marks the training
+    context. `reference` is that of the figure.
+    """
     scalings = sorted({one.scaling for one in group.members} - {""})
     series, rows = [], list[Row]()
     for one, curve in zip(group.members, curves, strict=True):
@@ -251,31 +225,24 @@ def _figure(
         x_axis="context",
         x_ticks=[int(x) for curve in curves for x in curve.x] if has_ticks else (),
         y_axis=y_axis,
-        trained_at=group.context,
+        trained_at=group.context if is_over_tokens else None,
+        reference=reference,
     )
 
 
-def _curve(rows: Sequence[Mapping[str, str]], x: str, *others: str) -> _Curve:
+def _curve(rows: Sequence[Mapping[str, Any]], x: str, *others: str) -> _Curve:
     """The curve of these columns of an evaluation's table."""
-    columns: dict[str, Sequence[int] | Sequence[float]] = {x: [int(row[x]) for row in rows]}
-    for name in others:
-        read = int if name == "stride" else float
-        columns[name] = [read(row[name]) for row in rows]
-    return _Curve(columns)
+    return _Curve({name: [row[name] for row in rows] for name in (x, *others)})
 
 
-def _passkeys(one: _EvaluatedRun) -> dict[int, tuple[int, int]]:
-    """The numbers of right answers and of prompts at each length, over all depths."""
-    counts: dict[int, tuple[int, int]] = {}
-    for row in one.evaluated.rows:
-        right, count = counts.get(int(row["length"]), (0, 0))
-        counts[int(row["length"])] = right + int(row["right"]), count + int(row["prompts"])
-    return dict(sorted(counts.items()))
-
-
-def _perplexities(one: _EvaluatedRun) -> dict[int, float]:
-    return {int(row["window"]): float(row["perplexity"]) for row in one.evaluated.rows}
-
-
-def _percentages(one: _EvaluatedRun) -> dict[int, float]:
-    return {length: 100 * right / count for length, (right, count) in _passkeys(one).items()}
+def _with_errors(one: EvaluatedRun, x: str, *others: str) -> _Curve:
+    """A curve of losses or perplexities, with a band of the standard error of the loss."""
+    rows = one.evaluated.rows
+    curve = _curve(rows, x, *others)
+    errors = [row.get("standard_error", math.nan) for row in rows]
+    if not all(map(math.isfinite, errors)):
+        return curve
+    if "perplexity" in others:
+        errors = [value * error for value, error in zip(curve.y, errors, strict=True)]
+    pairs = list(zip(curve.y, errors, strict=True))
+    return curve._replace(band=([y - e for y, e in pairs], [y + e for y, e in pairs]))

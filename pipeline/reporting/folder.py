@@ -4,8 +4,8 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from longhaul.pipeline.reporting import evaluations, training
-from longhaul.pipeline.reporting.drawing import Figure, draw, write_csv
+from longhaul.pipeline.reporting import evaluations, summaries, training
+from longhaul.pipeline.reporting.drawing import Figure, Table, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
@@ -28,10 +28,22 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
         "longhaul evaluate RUN --tasks perplexity",
     ),
     "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
+    "Values recalled": (evaluations.recall, "longhaul evaluate RUN --tasks recall"),
 }
 """For each title: the function that makes its figures, and the text that is shown if it makes none:
 the reason, or the command that would measure it.
 """
+
+_TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
+    "Loss of a bigram model": (summaries.bigram_tables, "longhaul evaluate RUN --tasks bigram"),
+    "Mixing matrices": (summaries.attention_tables, "longhaul evaluate RUN --tasks attention"),
+    "lm-eval": (summaries.lm_eval_tables, "longhaul evaluate RUN --tasks lm-eval"),
+    "Tables of position scaling": (
+        summaries.ntk_tables,
+        "longhaul evaluate RUN --tasks perplexity,passkey --positions dynamic_ntk --factor N",
+    ),
+}
+"""The same for tables."""
 
 
 def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
@@ -62,12 +74,12 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
         figures += made
         if not made:
             left_out.append(f"{title}: {reason}")
-    tables = list(evaluations.ntk_tables(named))
-    if not tables:
-        left_out.append(
-            "Tables of position scaling: longhaul evaluate RUN --tasks perplexity,passkey "
-            "--positions dynamic_ntk --factor N"
-        )
+    tables = list[Table]()
+    for title, (tabulate, reason) in _TABLES.items():
+        tabulated = list(tabulate(named))
+        tables += tabulated
+        if not tabulated:
+            left_out.append(f"{title}: {reason}")
     with atomic_folder(target) as folder:
         for figure in figures:
             draw(figure, folder)
@@ -80,10 +92,13 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
 
 def write_runs(path: Path, named: NamedRuns) -> None:
     """CSV with one row per run."""
+    settings = ("learning_rate", "seed")
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
     rows = [
         [
             *named.leading_cells(run),
+            run.config.optim.learning_rate,
+            run.config.trainer.seed,
             run.tokens,
             run.final_loss,
             run.speed,
@@ -94,4 +109,4 @@ def write_runs(path: Path, named: NamedRuns) -> None:
         ]
         for run in named.runs
     ]
-    write_csv(path, [*LEADING_COLUMNS, *columns, "commit", "hardware"], rows)
+    write_csv(path, [*LEADING_COLUMNS, *settings, *columns, "commit", "hardware"], rows)

@@ -1,9 +1,14 @@
-"""One HTML page that contains everything: no script, and nothing is loaded from elsewhere."""
+"""One HTML page that contains everything, and loads nothing from elsewhere.
+
+Its only script sorts tables. Browsers run no other, whatever a run's name holds: the page names the
+script's hash in its content security policy.
+"""
 
 import base64
+import hashlib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -24,6 +29,11 @@ table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabula
 th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
 td { white-space: nowrap; }
+th button { font: inherit; font-weight: bold; color: inherit; text-align: inherit; background: none;
+  border: 0; padding: 0; cursor: pointer; }
+th button::after { content: "\\2195"; color: #767676; padding-left: .2rem; }
+th[aria-sort=ascending] button::after { content: "\\2191"; color: inherit; }
+th[aria-sort=descending] button::after { content: "\\2193"; color: inherit; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
 td:first-child, td:nth-child(2) { white-space: normal; overflow-wrap: anywhere;
   min-width: 9rem; }
@@ -36,11 +46,41 @@ pre { font-size: 12px; background: #f6f6f6; padding: .75rem; overflow-x: auto; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
 """
 
+# Cells sort by their number, if they have one, and otherwise by their text; empty ones are last.
+_SCRIPT = """
+for (const button of document.querySelectorAll("th button"))
+  button.addEventListener("click", () => {
+    const head = button.parentElement, body = head.closest("table").tBodies[0];
+    const falls = head.getAttribute("aria-sort") === "ascending";
+    for (const other of head.parentElement.cells) other.removeAttribute("aria-sort");
+    head.setAttribute("aria-sort", falls ? "descending" : "ascending");
+    const key = row => {
+      const cell = row.cells[head.cellIndex];
+      return cell.dataset.value === undefined ? cell.textContent : Number(cell.dataset.value);
+    };
+    const compare = (a, b) => {
+      const [x, y] = [key(a), key(b)];
+      if (Number.isNaN(x) || Number.isNaN(y)) return Number.isNaN(x) - Number.isNaN(y);
+      const order = typeof x === "number" && typeof y === "number"
+        ? x - y : String(x).localeCompare(String(y), "en", { numeric: true });
+      return falls ? -order : order;
+    };
+    body.append(...[...body.rows].sort(compare));
+  });
+"""
+_SCRIPT_HASH = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+_POLICY = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    f"script-src 'sha256-{_SCRIPT_HASH}'"
+)
+
 RUN_COLUMNS = (
     "run",
     "variant",
     "status",
     "training context",
+    "learning rate",
+    "seed",
     "tokens",
     "validation loss (nats per token)",
     "tokens/s",
@@ -83,12 +123,13 @@ def write_page(
     ]
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # Otherwise browsers would ask the server for an icon.
         '<link rel="icon" href="data:,">\n'
         f"<title>{escape(experiment)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
     )
-    page = head + "\n".join(parts) + "\n</body>\n</html>\n"
+    page = head + "\n".join(parts) + f"\n<script>{_SCRIPT}</script>\n</body>\n</html>\n"
     # Names may contain halves of surrogate pairs, which UTF-8 cannot encode.
     (folder / "index.html").write_bytes(page.encode(errors="replace"))
 
@@ -96,30 +137,31 @@ def write_page(
 def _runs(named: NamedRuns) -> str:
     rows = []
     for run in named.runs:
+        rate, seed = run.config.optim.learning_rate, run.config.trainer.seed
         cells = [
-            run.name,
-            named.variant(run),
-            run.status.lower(),
-            f"{run.context:,}",
-            amount(run.tokens),
+            _text(run.name),
+            _text(named.variant(run)),
+            _text(run.status.lower()),
+            _number(run.context, "{:,}"),
+            _number(rate, "{:g}"),
+            _number(seed, "{}"),
+            _cell(amount(run.tokens), run.tokens),
             _number(run.final_loss, "{:.4f}"),
             _number(run.speed, "{:,.0f}"),
-            amount(run.num_parameters),
-            in_bytes(run.state_bytes),
-            re.sub(
-                r"(?<=^.{10})[0-9a-f]+", "", run.commit
+            _cell(amount(run.num_parameters), run.num_parameters),
+            _cell(in_bytes(run.state_bytes), run.state_bytes),
+            _text(
+                re.sub(r"(?<=^.{10})[0-9a-f]+", "", run.commit)
             ),  # keeps 10 digits of the hash, and -dirty
         ]
         css = "" if run.is_finished else ' class="unfinished"'
-        rows.append(f"<tr{css}>{_cells(cells)}</tr>")
-    head = _cells(RUN_COLUMNS, "th")
+        rows.append(f"<tr{css}>{''.join(cells)}</tr>")
     note = (
         '<p class="note">Tokens: trained so far. Validation loss: the last one. Tokens/s: of all '
         "devices, median of all updates. State: of one sequence, in half precision, after as many "
         "tokens as in training.</p>"
     )
-    body = "\n".join(rows)
-    return f'{note}\n<div class="wide"><table>\n<tr>{head}</tr>\n{body}</table></div>'
+    return note + _sortable("runs", RUN_COLUMNS, rows)
 
 
 def _figure(folder: Path, figure: Figure) -> str:
@@ -134,12 +176,19 @@ def _figure(folder: Path, figure: Figure) -> str:
 
 
 def _table(folder: Path, table: Table) -> str:
-    rows = "\n".join(f"<tr>{_cells([_shown(cell) for cell in row])}</tr>" for row in table.rows)
+    rows = [f"<tr>{''.join(map(_shown, row))}</tr>" for row in table.rows]
     return (
         f'<p class="note">{escape(table.title)}. {escape(table.caption)}. '
-        f"{_files(folder, table.name, 'csv')}</p>\n"
-        f'<div class="wide"><table id="{table.name}">\n'
-        f"<tr>{_cells(table.columns, 'th')}</tr>\n{rows}</table></div>"
+        f"{_files(folder, table.name, 'csv')}</p>" + _sortable(table.name, table.columns, rows)
+    )
+
+
+def _sortable(name: str, columns: Sequence[str], rows: Sequence[str]) -> str:
+    head = "".join(f'<th><button type="button">{escape(one)}</button></th>' for one in columns)
+    body = "\n".join(rows)
+    return (
+        f'\n<div class="wide"><table id="{name}">\n<thead><tr>{head}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
     )
 
 
@@ -164,15 +213,20 @@ def _data(file: Path, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
-def _cells(values: Iterable[str], tag: str = "td") -> str:
-    return "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values)
-
-
 def _shown(value: str | int | float) -> str:
-    if isinstance(value, float):
-        return _number(value, "{:,.2f}")
-    return f"{value:,}" if isinstance(value, int) else value
+    if isinstance(value, str):
+        return _text(value)
+    return _number(value, "{:,}" if isinstance(value, int) else "{:,.4g}")
+
+
+def _text(text: str) -> str:
+    return f"<td>{escape(text)}</td>"
 
 
 def _number(value: float, form: str) -> str:
-    return form.format(value) if math.isfinite(value) else "none"
+    return _cell(form.format(value), value) if math.isfinite(value) else _cell("none", math.nan)
+
+
+def _cell(text: str, value: float) -> str:
+    """A cell that sorts by a number."""
+    return f'<td data-value="{value}">{escape(text)}</td>'

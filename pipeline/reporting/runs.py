@@ -1,7 +1,10 @@
 """Reads the runs of an MLflow experiment: their configs, losses, speeds and evaluations."""
 
+import dataclasses
 import logging
+import math
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
+
+# The metrics of tasks that write no table, under what `metric_prefix` puts before them.
+_METRIC = re.compile(r"(?P<label>evaluation(?:/[^/]+)*?)/(?:bigram_loss|lm-eval/(?P<lm_eval>.+))")
 
 _NAMES_SHOWN = 20
 _MOST_BYTES = 64 << 20  # of a config or a table
@@ -74,7 +80,13 @@ class Run:
     """States of one sequence in half precision; for caches, after as many tokens as in training."""
 
     evaluations: dict[str, list[Evaluated]]
-    """By task: the newest result for each scaling of positions and each text."""
+    """By task: the newest result for each scaling of positions and each text.
+
+    The rows of bigram and lm-eval, which write no tables, are those of `metric_rows`.
+    """
+
+    left_out: list[str]
+    """A message for each table that cannot be read."""
 
     @property
     def is_finished(self) -> bool:
@@ -96,7 +108,7 @@ class Run:
 
 
 def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
-    """All runs of an experiment, and a message for each run that cannot be read.
+    """All runs of an experiment, and a message for each run or table that cannot be read.
 
     Raises:
         ValueError: there is no such store or experiment, or none of its runs has finished.
@@ -116,9 +128,12 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
         logger.info("reading %d runs", len(mlflow_runs))
         for run in tqdm(mlflow_runs, unit=" runs", disable=None, delay=5, leave=False):
             try:
-                runs.append(_read(client, run))
+                read = _read(client, run)
             except _Unreadable as error:
-                unread.append(without_secrets(f"{run.info.run_name}: {error}"))
+                unread.append(printable(without_secrets(f"{run.info.run_name}: {error}")))
+            else:
+                runs.append(read)
+                unread += [f"{read.name}: {printable(line)}" for line in read.left_out]
     _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
 
@@ -177,7 +192,7 @@ def _check_any_finished(experiment: str, statuses: Sequence[str]) -> None:
 
 
 def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
-    run_id, tags = run.info.run_id, run.data.tags
+    run_id = run.info.run_id
     with tempfile.TemporaryDirectory() as folder:
 
         def fetch(path: str) -> str:
@@ -185,16 +200,17 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
             return read_regular(file, _MOST_BYTES).decode()
 
         config, text = _config(fetch, Path(folder))
-        evaluations = _evaluations(client, run_id, fetch, config.data.context)
+        evaluations, left_out = _evaluations(client, run_id, fetch, config.data.context)
         hardware = _hardware(fetch)
     model = build_on_meta(config.model)
     metrics = run.data.metrics
+    evaluations |= _measured(client, run_id, metrics, config.data.context)
     speeds = _history(client, run_id, "train/tokens_per_second", metrics)
     return Run(
         run_id=run_id,
-        name=run.info.run_name or run_id,
+        name=printable(run.info.run_name or run_id),
         status=str(run.info.status),
-        commit=tags.get("longhaul.commit", "unknown"),
+        commit=printable(run.data.params.get("commit", "unknown")),
         hardware=hardware,
         config=config,
         config_text=text,
@@ -204,6 +220,7 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         num_parameters=model.num_parameters(),
         state_bytes=state_bytes(attention_layers(model), config.data.context),
         evaluations=evaluations,
+        left_out=left_out,
     )
 
 
@@ -254,12 +271,9 @@ def _points(
 
 def _evaluations(
     client: "MlflowClient", run_id: str, fetch: Callable[[str], str], context: int
-) -> dict[str, list[Evaluated]]:
+) -> tuple[dict[str, list[Evaluated]], list[str]]:
+    """The tables of tasks, and a message for each that cannot be read."""
     newest: dict[tuple[str, str, str], tuple[Label, str]] = {}
-
-    def recency(label: Label) -> tuple[int, int]:
-        return label.step, label.context or context
-
     for folder in client.list_artifacts(run_id, "evaluation"):
         label = parse_label(Path(folder.path).name)
         if label is None:
@@ -270,13 +284,60 @@ def _evaluations(
                 continue
             key = task, label.scaling, label.text
             # The newest checkpoint, and of its results the one with the longest windows.
-            if key not in newest or recency(label) > recency(newest[key][0]):
+            if key not in newest or _is_newer(label, newest[key][0], context):
                 newest[key] = label, f"{folder.path}/{task}.csv"
     tables: dict[str, list[Evaluated]] = {task: [] for task in TABLES}
+    left_out = []
     for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):
         try:
-            rows = read_table(task, fetch(path), path)
+            tables[task].append(Evaluated(label, read_table(task, fetch(path), path)))
         except ValueError as error:
-            raise _Unreadable(str(error)) from None
-        tables[task].append(Evaluated(label, rows))
-    return tables
+            left_out.append(str(error))
+    return tables, left_out
+
+
+def _measured(
+    client: "MlflowClient", run_id: str, metrics: Mapping[str, float], context: int
+) -> dict[str, list[Evaluated]]:
+    """The results of the tasks that log numbers and write no table: bigram and lm-eval."""
+    newest: dict[tuple[str, str], tuple[Label, dict[str, float]]] = {}
+    for name in metrics:
+        found = _METRIC.fullmatch(name)
+        label = found and parse_label("-".join(["step-0", *found["label"].split("/")[1:]]))
+        if not found or label is None:
+            continue
+        task = "lm-eval" if found["lm_eval"] else "bigram"
+        step, value = _history(client, run_id, name, metrics)[-1]
+        label = dataclasses.replace(label, step=step)
+        key = task, label.text
+        if key not in newest or _is_newer(label, newest[key][0], context):
+            newest[key] = label, {}
+        if newest[key][0] == label:
+            newest[key][1][found["lm_eval"] or "loss_nats"] = value
+    measured: dict[str, list[Evaluated]] = {"bigram": [], "lm-eval": []}
+    for (task, _), (label, values) in sorted(newest.items(), key=lambda item: item[0]):
+        measured[task].append(Evaluated(label, metric_rows(values)))
+    return measured
+
+
+def metric_rows(values: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each metric, with its standard error where lm_eval has logged one (NaN if not)."""
+    return [
+        {
+            "metric": name,
+            "value": value,
+            "standard_error": values.get(re.sub(r"^([^/]+/[^/]+)", r"\1_stderr", name), math.nan),
+        }
+        for name, value in sorted(values.items())
+        if "_stderr" not in name
+    ]
+
+
+def _is_newer(label: Label, other: Label, context: int) -> bool:
+    """Whether a result counts in place of another: a newer checkpoint, then longer windows."""
+    return (label.step, label.context or context) > (other.step, other.context or context)
+
+
+def printable(text: str) -> str:
+    """The text without control characters, with which a terminal could be made to do things."""
+    return "".join(one for one in text if one.isprintable())

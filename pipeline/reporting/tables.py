@@ -1,6 +1,7 @@
 """Reads the CSV tables that tasks of `longhaul evaluate` wrote, perhaps on another machine."""
 
 import csv
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ class _Context:
     context: Positive
     tokens: Count
     loss_nats: float
+    standard_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Perplexity:
     window: Positive
     stride: Positive
     perplexity: float
+    standard_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,35 @@ class _Passkey:
     right: Count
 
 
+@dataclass(frozen=True)
+class _Recall:
+    pairs: Positive
+    queries: Positive
+    right: Count
+    chance: float
+
+
+@dataclass(frozen=True)
+class _Attention:
+    layer: Count
+    matrix: Count
+    largest: float
+    first_token_share: float
+    kurtosis: float
+    half_life: float
+    rotation: float
+
+
+# The column of each count of right answers that says how many there are at most.
+_ASKED = {"passkey": "prompts", "recall": "queries"}
+
 TABLES: dict[str, Any] = {
     "positions": _Positions,
     "context": _Context,
     "perplexity": _Perplexity,
     "passkey": _Passkey,
+    "recall": _Recall,
+    "attention": _Attention,
 }
 """The tasks whose tables are read, and the columns that they must have; others may follow."""
 
@@ -70,10 +97,11 @@ def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
                     "one cell for each"
                 )
             found = vars(parse_row(schema, row, f"{where}: row {number}"))
-            if task == "passkey" and found["right"] > found["prompts"]:
+            asked = _ASKED.get(task)
+            if asked is not None and found["right"] > found[asked]:
                 raise ValueError(
                     f"{where}: row {number}: right: found {found['right']}, wanted at most "
-                    f"prompts = {found['prompts']}"
+                    f"{asked} = {found[asked]}"
                 )
             rows.append(row | found)
     except csv.Error as error:

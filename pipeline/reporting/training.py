@@ -157,7 +157,7 @@ def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
 def _lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
     """All points; a line joins the means of each finished variant."""
     series = []
-    for label in sorted({named.label(run) for run, _, _ in points}):
+    for label in dict.fromkeys(named.label(run) for run, _, _ in points):
         own = [point for point in points if named.label(point[0]) == label]
         run = own[0][0]
         look = named.look(run)

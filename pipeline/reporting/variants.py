@@ -1,6 +1,7 @@
 """The name, colour and marker of each run, the same in all figures."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +32,23 @@ LEADING_COLUMNS = ("run", "run_id", "status", "variant", "training_context")
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and marker of a variant; up to seven variants differ in both."""
+    """Colour and marker of a variant."""
 
     colour: str
     marker: str
 
 
 class NamedRuns:
-    """Runs with their names, colours and markers in all figures."""
+    """Runs in the order of all legends and tables, with their names, colours and markers."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = list(runs)
         names = name_variants([run.config for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
-        self._looks = looks(names)
+        kinds = (_kind(run.config) for run in runs)
+        self._looks = looks(dict(zip(names, kinds, strict=True)))
+        self.runs = sorted(
+            runs, key=lambda run: (self.label(run), run.context, run.name, run.run_id)
+        )
 
     @property
     def contexts(self) -> list[int]:
@@ -83,12 +87,27 @@ def name_variants(configs: Sequence[RunConfig]) -> list[str]:
     return names
 
 
-def looks(variants: Iterable[str]) -> dict[str, Look]:
-    """A look for each variant, assigned in alphabetical order."""
-    return {
-        name: Look(COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)])
-        for index, name in enumerate(sorted(set(variants)))
-    }
+def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
+    """A look for each variant, given its kind; both take turns in alphabetical order.
+
+    A kind has one colour, and its variants differ in their markers. Variants of a single kind would
+    all look alike so, and have a colour each.
+    """
+    has_one = len(set(kinds.values())) == 1
+    families = sorted(kinds) if has_one else sorted(set(kinds.values()))
+    members = defaultdict(list)
+    for name in sorted(kinds):
+        members[families.index(name if has_one else kinds[name])].append(name)
+    found = {}
+    markers_taken = [0] * len(COLOURS)
+    for index, names in sorted(members.items()):
+        colour = index % len(COLOURS)
+        for name in names:
+            # From another marker on for each colour, so that print without colour shows it too.
+            marker = _MARKERS[(colour + markers_taken[colour]) % len(_MARKERS)]
+            found[name] = Look(COLOURS[colour], marker)
+            markers_taken[colour] += 1
+    return found
 
 
 def _kind(config: RunConfig) -> str:

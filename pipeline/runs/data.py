@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
-from longhaul.datamodules.tokenizer import BUILT_IN
-from longhaul.datamodules.urls import is_remote, local_path, read_remote
+from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
+from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.files import write_atomically
 
@@ -34,10 +34,9 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
         manifest = load_manifest(location)
         copy = folder.data / name
         copy.mkdir(parents=True, exist_ok=True)
-        if key == "manifest" and manifest.tokenizer not in BUILT_IN:
-            url = manifest.url_of(manifest.tokenizer)
-            content = read_remote(url) if is_remote(url) else local_path(url).read_bytes()
-            write_atomically(copy / manifest.tokenizer, content)
+        tokenizer = tokenizer_of(manifest)
+        if key == "manifest" and isinstance(tokenizer, FileTokenizer):
+            write_atomically(copy / manifest.tokenizer, tokenizer.content)
         write_atomically(copy / MANIFEST_NAME, manifest.to_json())
 
 

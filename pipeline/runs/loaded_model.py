@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.tokenizer import (
     FileTokenizer,
     LongCrawl64Tokenizer,
@@ -47,7 +46,7 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     else:
         trained = load_trained_model(folder)
         config, weights = trained.config.model, trained.model.state_dict()
-        tokenizer = tokenizer_of(load_manifest(trained.config.data.manifest))
+        tokenizer = tokenizer_of(trained.manifest)
     with torch.device("meta"):
         model = LoadedModel(config, tokenizer)
     try:

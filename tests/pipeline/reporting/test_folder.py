@@ -1,7 +1,9 @@
 """`longhaul report`: its numbers against what was logged, its page, and what it refuses."""
 
+import base64
 import csv
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -15,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from longhaul.configs import RunConfig, load_run_config, to_yaml
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.reporting import page
+from longhaul.pipeline.reporting.drawing import Figure, write_csv
 from longhaul.pipeline.reporting.runs import read_runs
 from longhaul.pipeline.tracking.mlflow_run import create_parent
 
@@ -36,6 +40,12 @@ EVIL = "<script>alert(1)</script> \"q\" 'x' &lt; $y_{$"
 LOSSES = [6.0, 5.0, math.nan, 4.25]
 POSITIONS = "position,loss_nats,mean_up_to_here,standard_error,samples\n" + "".join(
     f"{t},{5 - t / 200},{5 - t / 400},0.1,8\n" for t in range(1, 257)
+)
+
+
+ATTENTION = (
+    "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,rotation_spread\n"
+    "0,0,0.5,0.25,3,8,1,0\n0,1,0.75,0.75,5,32,1,0\n1,0,0.25,0.5,4,inf,nan,0\n"
 )
 
 
@@ -54,7 +64,7 @@ class Store:
 
     def add(self, name: str, *overrides: str, status: str = "FINISHED", loss: float = 4.5) -> str:
         config = small_config(*overrides)
-        tags = {"longhaul.attention": ",".join(config.model.kinds), "longhaul.commit": "abc"}
+        tags = {"longhaul.attention": ",".join(config.model.kinds)}
         run_id: str = self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id
         metrics = [Metric("validation/loss", loss, 1, 4)]
         for step, value in enumerate(LOSSES, start=1):
@@ -62,6 +72,7 @@ class Store:
             metrics.append(Metric("train/tokens", step * 512, 1, step))
             metrics.append(Metric("train/tokens_per_second", 100.0 * step, 1, step))
         self.client.log_batch(run_id, metrics)
+        self.client.log_param(run_id, "commit", "abc")
         self.client.log_text(run_id, to_yaml(config), "config.yaml")
         environment = json.dumps({"accelerators": [], "processor": "a processor"})
         self.client.log_text(run_id, environment, "environment.json")
@@ -88,7 +99,7 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = Store.in_file(folder, empty_store)
     create_parent(folder / "sweep", store.uri, "tests", "parent")
     softmax = store.add(EVIL, "model.attention.kind=softmax", loss=4.0)
-    store.add("flagship", loss=3.5)
+    flagship = store.add("flagship", loss=3.5)
     store.add("again", "trainer.seed=1", loss=3.75)
     store.add("longer", "data.context=128", loss=3.25)
     store.add("cut off", "data.context=128", "model.attention.kind=softmax", status="RUNNING")
@@ -106,6 +117,20 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
         store.evaluate(softmax, label, "perplexity", "\n".join(lines))
     passkeys = "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n256,0.5,4,2,0.5\n"
     store.evaluate(softmax, "step-000000004", "passkey", passkeys + "512,0.0,4,0,0.0\n")
+    windows = "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n128,4.25,256,0.5\n"
+    store.evaluate(flagship, "step-000000004", "context", windows)
+    recalled = "pairs,queries,right,chance\n4,20,15,0.05\n8,40,4,0.05\n"
+    store.evaluate(flagship, "step-000000004", "recall", recalled)
+    store.evaluate(softmax, "step-000000004", "recall", recalled)
+    store.evaluate(flagship, "step-000000004", "attention", ATTENTION)
+    for step, name, value in (
+        (2, "evaluation/bigram_loss", 5.0),
+        (4, "evaluation/bigram_loss", 3.5),
+        (4, "evaluation/lm-eval/longhaul_pairs/acc", 0.625),
+        (4, "evaluation/lm-eval/longhaul_pairs/acc_stderr", 0.0625),
+        (4, "evaluation/lm-eval/gsm8k/exact_match/strict-match", 0.0),
+    ):
+        store.client.log_metric(softmax, name, value, step=step)
     return store
 
 
@@ -129,10 +154,13 @@ def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Pa
         "perplexity_000064",
         "loss_by_position_000064",
         "loss_by_position_000064_a-b.c",
+        "loss_in_windows_000064",
+        "recall_000064",
         *(f"loss_against_{x}_{n:06d}" for x in ("tokens", "state") for n in (64, 128)),
     }
     wanted = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "csv")}
-    wanted |= {"index.html", "runs.csv", "ntk_perplexity_000064.csv"}
+    tables = ("ntk_perplexity", "attention", "bigram", "lm_eval")
+    wanted |= {"index.html", "runs.csv", *(f"{name}_000064.csv" for name in tables)}
     assert {file.name for file in reported.iterdir()} == wanted
     for file in reported.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
@@ -161,6 +189,9 @@ def test_the_table_of_runs_is_what_was_logged(reported: Path) -> None:
     assert int(row["parameters"]) == model.num_parameters()
     assert int(row["state_bytes"]) == state_bytes(attention_layers(model), 128)
     assert (row["commit"], row["hardware"]) == ("abc", "a processor")
+    config = small_config()
+    assert float(row["learning_rate"]) == config.optim.learning_rate
+    assert (row["seed"], found["again"]["seed"]) == (str(config.trainer.seed), "1")
     assert found["cut off"]["status"] == "RUNNING"
     by_context = rows(reported / "loss_against_context.csv")
     assert {row["run"]: float(row["validation_loss_nats"]) for row in by_context} == {
@@ -195,6 +226,56 @@ def test_passkeys_are_summed_over_depths(reported: Path) -> None:
     assert [float(row["share"]) for row in found] == [0.75, 0.0]
 
 
+def test_recall_is_drawn_like_passkeys(reported: Path) -> None:
+    found = rows(reported / "recall_000064.csv")
+    cells = [(row["run"], int(row["pairs"]), float(row["share"])) for row in found]
+    assert cells == [(n, p, s) for n in ("flagship", EVIL) for p, s in ((4, 0.75), (8, 0.1))]
+
+
+def test_mixing_matrices_a_bigram_and_lm_eval_are_tables(reported: Path) -> None:
+    (row,) = rows(reported / "attention_000064.csv")
+    assert (row["run"], row["step"], row["positions"]) == ("flagship", "4", "as trained")
+    assert [float(value) for value in list(row.values())[4:]] == [0.75, 0.5, 4.0, 20.0, 32.0, 1.0]
+    (row,) = rows(reported / "bigram_000064.csv")
+    assert (row["step"], float(row["bigram model"]), float(row["run's loss"])) == ("4", 3.5, 4.0)
+    found = rows(reported / "lm_eval_000064.csv")
+    assert [(row["metric"], row["value"], row["error"]) for row in found] == [
+        ("gsm8k/exact_match/strict-match", "0.0", "nan"),
+        ("longhaul_pairs/acc", "0.625", "0.0625"),
+    ]
+
+
+def test_one_order_goes_through_all_figures_and_tables(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(
+        "longhaul.pipeline.reporting.folder.draw", lambda figure, _: drawn.append(figure)
+    )
+    monkeypatch.setattr(page, "_figure", lambda *_: "")
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    order = [
+        "conformal_sympow p=2",
+        "softmax",
+        "softmax, dynamic_ntk-4",
+        "softmax (running)",
+    ]
+    looks: dict[str, set[Any]] = {}
+    for figure in drawn:
+        labels = list(dict.fromkeys(series.label for series in figure.series))
+        assert labels == [label for label in order if label in labels], figure.name
+        for series in figure.series:
+            looks.setdefault(series.label.partition(" ")[0].strip(","), set()).add(series.look)
+    assert [len(found) for found in looks.values()] == [1, 1]
+    by_position = {figure.name: figure.reference for figure in drawn}
+    assert by_position["loss_by_position_000064"] == ("bigram model", 3.5)
+    assert by_position["loss_by_position_000064_a-b.c"] is None
+    (windows,) = (figure for figure in drawn if figure.name == "loss_in_windows_000064")
+    assert windows.series[0].band == ([4.25, 3.75], [4.75, 4.75])
+    runs = [row["run"] for row in rows(tmp_path / "new" / "runs.csv")]
+    assert runs == ["again", "flagship", "longer", EVIL, "cut off"]
+
+
 class Page(HTMLParser):
     """What a browser would make of a page."""
 
@@ -226,17 +307,23 @@ def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) 
     text = (reported / "index.html").read_text()
     parsed = Page(text)
     assert not parsed.open
-    assert "script" not in parsed.tags
+    assert parsed.tags.count("script") == 1
+    assert page._SCRIPT in parsed.texts
+    assert parsed.tags.count("table") == 5
+    # A browser runs this script only.
+    digest = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
+    assert f"script-src &#x27;sha256-{digest}&#x27;" in text
+    assert "default-src &#x27;none&#x27;" in text
     assert parsed.tags.count("img") == len(list(reported.glob("*.png")))
     assert parsed.tags.count("details") == 5
     assert all(address.startswith("data:") for address in parsed.addresses)
     assert "url(" not in text
     assert "@import" not in text
-    assert parsed.texts.count(EVIL) == 1 + 2  # the table of runs, and two of scaled positions
+    # The table of runs, two rows of scaled positions, one of the bigram model, two of lm-eval.
+    assert parsed.texts.count(EVIL) == 1 + 2 + 1 + 2
     shown = "".join(parsed.texts)
     assert "running" in shown
     assert "secret" not in shown
-    assert "Loss in windows of each length: longhaul evaluate RUN --tasks context" in shown
     assert "  kind: conformal_sympow" in shown
 
 
@@ -321,7 +408,68 @@ def test_a_run_that_cannot_be_read_is_named(
     assert "Run large: config.yaml is of another version: model.layers: found 1000000000," in shown
     assert "Run curious: config.yaml is of another version: name: found '${oc.env:HOME}'" in shown
     assert os.environ["HOME"] not in shown
-    assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["whole"]
+    # A table that cannot be read leaves out its figure alone.
+    assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["older", "whole"]
+
+
+def test_tables_that_cannot_be_read_are_one_line_each(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder.draw", lambda *_: None)
+    monkeypatch.setattr(page, "_figure", lambda *_: "")
+    store = Store.in_file(tmp_path, empty_store)
+    run_id = store.add("damaged\x1b[2J")
+    label = "step-000000004"
+    for task, text in (
+        ("positions", POSITIONS.replace("1,4.995,", "1,4.995,4.9,", 1)),
+        ("passkey", "length,depth,prompts,right,accuracy\n"),
+        ("context", "context,loss_nats\n64,4.5\n"),
+        ("recall", "pairs,queries,right,chance\n4,4,5,0.1\n"),
+        ("attention", ATTENTION.replace("0,1,", "0,one,")),
+        ("perplexity", "window,stride,perplexity\n64,64,20.0\n"),
+    ):
+        store.evaluate(run_id, label, task, text)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    text = (tmp_path / "new" / "index.html").read_text()
+    assert "\x1b" not in text
+    left_out = text[text.index("Left out") : text.index("Configs")]
+    for task, reason in (
+        ("positions", "row 1: found [&#x27;8&#x27;] after the last column"),
+        ("passkey", "found no rows"),
+        ("context", "row 1: tokens: found nothing"),
+        ("recall", "row 1: right: found 5, wanted at most queries = 4"),
+        ("attention", "row 2: matrix: found &#x27;one&#x27;"),
+    ):
+        assert f"<li>Run damaged[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
+    assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
+    assert "Perplexity of a sliding window" not in left_out
+    assert len(rows(tmp_path / "new" / "runs.csv")) == 1
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        ("=1+1", "'=1+1"),
+        ("+cmd", "'+cmd"),
+        ("-x", "'-x"),
+        ("@sum", "'@sum"),
+        (" =1", "' =1"),
+        ("\t=1", "'=1"),
+        ("\r=1", "'=1"),
+        ("\uff1d1", "'\uff1d1"),
+        ("a\x1b[2Jb\x00\n\u202ec", "a[2Jbc"),
+        ("half \ud800", "half "),
+        ("-1.5", "-1.5"),
+        ("a=b-c", "a=b-c"),
+        ("", ""),
+        (-1.5, "-1.5"),
+    ],
+)
+def test_no_cell_is_a_formula_or_controls_a_terminal(
+    cell: str | float, written: str, tmp_path: Path
+) -> None:
+    write_csv(tmp_path / "x.csv", ["a", "b"], [[cell, "x"]])
+    assert rows(tmp_path / "x.csv") == [{"a": written, "b": "x"}]
 
 
 def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run]) -> None:
@@ -333,6 +481,17 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     run.longhaul("report", "tests", "report", "--uri", uri)
     report = run.path / "report"
     (own,) = read_runs(uri, "tests")[0]
+    in_mlflow = MlflowClient(uri).get_run(own.run_id)
+    params = in_mlflow.data.params
+    assert (params["parameters"], params["tokens"]) == (str(own.num_parameters), "1536")
+    assert (params["data"], params["name"]) == ("shards/train", "small")
+    assert params["hardware"].startswith("1 x ")
+    assert params["commit"] == own.commit
+    contexts = {one.tags[0].value: one.dataset.name for one in in_mlflow.inputs.dataset_inputs}
+    assert contexts == {"training": "shards/train", "validation": "shards/validation"}
+    shown = {name for name in in_mlflow.data.tags if not name.startswith("mlflow.")}
+    ours = {"longhaul.run_key", "longhaul.uploaded.metrics", "longhaul.uploaded.evaluation"}
+    assert shown == {"longhaul.attention", *ours}
     journal = (run.path / "small" / "logs" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in journal.splitlines()]
     logged = [line for line in lines if line["kind"] in ("train", "validation")]
@@ -385,26 +544,49 @@ def test_a_server_is_read_like_a_database(tmp_path: Path) -> None:
         server.wait()
 
 
-@pytest.mark.soak
-def test_a_browser_has_no_complaint(reported: Path, tmp_path: Path) -> None:
+def browse(page: Path, folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Open a page in Chromium, with a profile in the folder."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("there is no Chromium")
-    picture = tmp_path / "page.png"
-    result = subprocess.run(
-        [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--screenshot={picture}",
-            "--window-size=1200,3000",
-            "--enable-logging=stderr",
-            f"file://{reported / 'index.html'}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+    fixed = ("--headless", "--no-sandbox", f"--user-data-dir={folder / 'profile'}")
+    return subprocess.run(
+        [browser, *fixed, *options, f"file://{page}"], capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.mark.soak
+def test_a_browser_has_no_complaint(reported: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    options = (f"--screenshot={picture}", "--window-size=1200,3000", "--enable-logging=stderr")
+    result = browse(reported / "index.html", tmp_path, *options)
     assert picture.stat().st_size > 50_000, result.stderr
     assert not re.findall(r".*CONSOLE.*", result.stderr)
+
+
+CLICKS = """
+<script>
+const [runs] = document.getElementsByTagName("table"), orders = [];
+for (const name of ["validation loss", "validation loss", "training context", "run", "tokens/s"]) {
+  [...runs.querySelectorAll("button")].find(one => one.textContent.startsWith(name)).click();
+  orders.push([...runs.tBodies[0].rows].map(row => row.cells[0].textContent));
+}
+document.title = JSON.stringify(orders);
+</script>
+"""
+
+
+@pytest.mark.soak
+def test_a_browser_sorts_the_table(reported: Path, tmp_path: Path) -> None:
+    text = (reported / "index.html").read_text()
+    # The page's policy would not let another script click.
+    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{CLICKS}</body>")
+    (tmp_path / "page.html").write_text(text.replace(EVIL, "evil").replace(escape(EVIL), "evil"))
+    shown = browse(tmp_path / "page.html", tmp_path, "--dump-dom").stdout
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    losses, falling, contexts, names, _ = json.loads(found[1])
+    assert losses == ["longer", "flagship", "again", "evil", "cut off"]
+    assert falling == losses[::-1]
+    assert set(contexts[:3]) == {"evil", "flagship", "again"}
+    assert names == ["again", "cut off", "evil", "flagship", "longer"]

@@ -33,8 +33,17 @@ def test_variants_are_named_by_what_they_differ_in() -> None:
         "conformal_sympow p=4",
         "conformal_sympow p=2, learning_rate=0.01",
     ]
-    many = looks(f"variant {index:02d}" for index in range(70))
+    many = looks({f"variant {index:02d}": "softmax" for index in range(70)})
     assert len(set(many.values())) == 70
+
+
+def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
+    kinds = {f"{kind}, lr={rate}": kind for kind in "abcdefgh" for rate in (1, 2, 3)}
+    found = looks(kinds)
+    colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in "ah"}
+    assert all(len(own) == 1 for own in colours.values())
+    assert len(set(found.values())) == len(kinds)
+    assert len({look.colour for look in looks(dict.fromkeys("xyz", "a")).values()}) == 3
 
 
 def test_long_curves_are_means_of_equal_parts() -> None:

@@ -34,7 +34,8 @@ def test_a_run_a_checkpoint_and_an_export_give_the_same_logits(
             model = longhaul.load(path)
             assert not model.training
             assert torch.equal(model.encode("def f(é):"), tokens)
-            assert torch.equal(model(tokens), wanted)
+            # Equal but for rounding: an export does not keep the run's chunk size.
+            torch.testing.assert_close(model(tokens), wanted, rtol=0, atol=1e-5)
 
 
 def test_the_block_of_the_documentation_runs(

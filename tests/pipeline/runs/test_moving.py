@@ -93,11 +93,12 @@ def test_a_tokenizer_file_travels_with_the_run(
     vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
     Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text.txt").write_text("ab" * 64)
-    options = ["--doc-tokens", "16", "--tokenizer", str(tmp_path / "tokenizer.json")]
+    options = ["--doc-tokens", "16", "--validation-fraction", "0"]
+    options += ["--tokenizer", str(tmp_path / "tokenizer.json")]
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "text", "text.txt", "shards", *options]) == 0
     folder = RunFolder(tmp_path / "run")
-    record_data(folder, DataConfig(manifest=f"{tmp_path}/shards", context=16))
+    record_data(folder, DataConfig(manifest=f"{tmp_path}/shards/train", context=16))
     shutil.rmtree(tmp_path / "shards")
     manifest = training_manifest(folder, None)  # type: ignore[arg-type]
     assert tokenizer_of(manifest).decode([1]) == "b"

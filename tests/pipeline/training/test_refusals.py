@@ -39,7 +39,7 @@ OTHER_RUNS = (
     ("trainer.start_from=small", "trainer.start_from: found "),
     ("optim.lr=1", "optim.lr: unknown key"),
     ("model.vocabulary=128", "model.vocabulary: found 128"),
-    ("model.layers=12 model.width=2000000", "gradients and moments take"),
+    ("model.layers=12 model.width=1000000", "gradients and moments take"),
     ("trainer.strategy=ddp trainer.nodes=2 trainer.micro_batch=2", "found 2 outside of a Slurm"),
     ("evaluation.tasks=[nonsense]", "evaluation.tasks: "),
     (

@@ -1,0 +1,123 @@
+"""Tables of the results that `longhaul evaluate` logged."""
+
+import math
+from collections.abc import Iterator
+from statistics import fmean, median
+
+from longhaul.pipeline.reporting.drawing import Row, Table
+from longhaul.pipeline.reporting.groups import (
+    SETTING,
+    EvaluatedRun,
+    column_values,
+    groups,
+    passkeys,
+    setting,
+)
+from longhaul.pipeline.reporting.variants import NamedRuns
+
+
+def attention_tables(named: NamedRuns) -> Iterator[Table]:
+    """Statistics of mixing matrices, over all heads of all layers."""
+    for group in groups(named, "attention"):
+        rows = list[Row]()
+        for one in group.members:
+            heads = one.evaluated.rows
+            lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
+            rates = [row["rotation"] for row in heads if math.isfinite(row["rotation"])]
+            rows.append(
+                [
+                    *setting(named, one),
+                    max(row["largest"] for row in heads),
+                    fmean(row["first_token_share"] for row in heads),
+                    fmean(row["kurtosis"] for row in heads),
+                    median(lives) if lives else math.nan,
+                    max(lives, default=math.nan),
+                    fmean(rates) if rates else math.nan,
+                ]
+            )
+        yield Table(
+            name=group.name("attention"),
+            title=f"Mixing matrices, {group.where}",
+            caption="Of absolute weights in the last half of the first window; half-lives are of "
+            "heads that forget",
+            columns=[
+                *SETTING,
+                "largest weight",
+                "share on the first token",
+                "kurtosis",
+                "median half-life (tokens)",
+                "longest half-life (tokens)",
+                "rotation rate (fixed = 1)",
+            ],
+            rows=rows,
+        )
+
+
+def bigram_tables(named: NamedRuns) -> Iterator[Table]:
+    """The loss of a bigram model of the same training text beside each run's own."""
+    for group in groups(named, "bigram"):
+        yield Table(
+            name=group.name("bigram"),
+            title=f"Loss of a bigram model of the training text, {group.where}",
+            caption="Nats per token; the run's own loss is that of its last validation",
+            columns=[*SETTING, "bigram model", "run's loss"],
+            rows=[
+                [*setting(named, one), one.evaluated.rows[0]["value"], one.run.final_loss]
+                for one in group.members
+            ],
+        )
+
+
+def lm_eval_tables(named: NamedRuns) -> Iterator[Table]:
+    """Results of EleutherAI's lm_eval, a row for each metric."""
+    for group in groups(named, "lm-eval"):
+        yield Table(
+            name=group.name("lm_eval"),
+            title=f"lm-eval, {group.where}",
+            caption="Errors are lm_eval's standard errors",
+            columns=[*SETTING, "metric", "value", "error"],
+            rows=[
+                [*setting(named, one), row["metric"], row["value"], row["standard_error"]]
+                for one in group.members
+                for row in one.evaluated.rows
+            ],
+        )
+
+
+def ntk_tables(named: NamedRuns) -> Iterator[Table]:
+    """Tables 4 and 5 of CoCA, if any run was read with scaled positions."""
+    for task, title, read in (
+        ("perplexity", "Perplexity of a sliding window", _perplexities),
+        ("passkey", "Passkeys retrieved (%)", _percentages),
+    ):
+        for group in groups(named, task):
+            if not any(one.scaling for one in group.members):
+                continue
+            values_of = [(one, read(one)) for one in group.members]
+            lengths = sorted({length for _, values in values_of for length in values})
+            yield Table(
+                name=group.name(f"ntk_{task}"),
+                title=f"{title}, {group.where}",
+                caption="Columns are lengths of the "
+                + (
+                    f"window, tokens; stride: {column_values(group, 'stride')}"
+                    if task == "perplexity"
+                    else "prompt, tokens"
+                ),
+                columns=[*SETTING, *map(str, lengths)],
+                rows=[
+                    [
+                        *setting(named, one),
+                        *(values.get(length, "") for length in lengths),
+                    ]
+                    for one, values in values_of
+                ],
+            )
+
+
+def _perplexities(one: EvaluatedRun) -> dict[int, float]:
+    return {int(row["window"]): float(row["perplexity"]) for row in one.evaluated.rows}
+
+
+def _percentages(one: EvaluatedRun) -> dict[int, float]:
+    return {length: 100 * right / count for length, (right, count) in passkeys(one).items()}
