@@ -131,7 +131,7 @@ class TrainingCallback(Callback):
         self._check_same_data(state.shards_sha256)
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
-        module.progress = state.progress
+        module.progress = Progress(**vars(state.progress))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.requests.install_handlers()

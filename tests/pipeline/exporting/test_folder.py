@@ -1,5 +1,6 @@
 """`longhaul export`: what is in the folder, what is refused, and the way back into training."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -19,6 +20,7 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 
 from longhaul.configs import ConfigError, load_run_config
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.progress import Progress
 from longhaul.pipeline import exporting
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.exporting import folder as export_folder
@@ -355,7 +357,7 @@ def test_memory_is_that_of_a_block(base: Run, tmp_path: Path) -> None:
     store = CheckpointStore(run / "checkpoints", keep_last=1)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     assert sum(4 * tensor.numel() for tensor in tensors.values()) > 200_000_000
-    progress = {"step": 3, "samples": 1, "tokens": 1}
+    progress = dataclasses.asdict(Progress(step=3, tokens=1))
     store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
     store.wait()
     exports = [str(run), str(tmp_path / "new"), str(base.path / "small"), str(tmp_path / "small")]
