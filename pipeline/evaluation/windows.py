@@ -82,7 +82,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
         try:
             return validation_batches(config)
         except ValueError as error:
-            if context == trained.config.data.context:
+            if context == trained.positions.context:
                 raise
             # Here it is an option of the command that decides.
             option = "--context" if context == options.context else "--contexts"
