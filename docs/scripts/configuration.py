@@ -28,9 +28,9 @@ longhaul train run/demo.yaml name=wide model.width=384
 - Where another kind of attention is chosen over an inherited one, options that it has are kept, and
   the others are dropped.
 - `null` stands for "absent". Strings need quotes only where YAML would read something else.
-- Whole numbers may be written with underscores or an exponent: `trainer.max_tokens=1_000_000`, `1e6`.
-- `longhaul config CONFIG key.sub=value` prints the whole config, as does any run in its `config.yaml`;
-  `longhaul config --keys`, `--kinds` and `--presets` list what there is.
+- Whole numbers may have underscores or an exponent: `trainer.max_tokens=1_000_000`, or `1e6`.
+- `longhaul config CONFIG key.sub=value` prints the whole config; `longhaul config --keys`,
+  `--kinds` and `--presets` list what there is.
 - A run folder keeps the whole config, with all defaults written out, in `config.yaml`.
 
 `make docs` generates the tables below from the dataclasses. Keys with "required" have no default.

@@ -92,7 +92,7 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
         try:
             return validation_batches(config, trained.manifest)
         except ValueError as error:
-            if options.context is None and context == trained.config.data.context:
+            if context == trained.positions.context:
                 raise
             # Here it is an option of the command that decides.
             option = "--context" if context == options.context else "--contexts"

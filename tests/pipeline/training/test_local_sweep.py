@@ -60,6 +60,7 @@ def test_a_stopped_sweep_is_resumed_below_one_parent(run: Run) -> None:
     assert {one.info.status for one in tracked.values()} == {"FINISHED"}
 
 
+@pytest.mark.wide
 def test_a_run_that_fails_does_not_stop_the_others(run: Run) -> None:
     # A file where a run needs its folder of checkpoints.
     broken = run.path / "small-seed=1"
