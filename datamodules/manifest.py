@@ -124,7 +124,7 @@ def load_manifest(location: str | Path) -> Manifest:
     if is_remote(location):
         if MANIFEST_NAME not in location:
             location = f"{location.rstrip('/')}/{MANIFEST_NAME}"
-        text = read_remote(location)
+        text = read_remote(location, _MOST_BYTES)
     else:
         path = local_path(location)
         path = path / MANIFEST_NAME if path.is_dir() else path

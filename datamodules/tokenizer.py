@@ -90,7 +90,10 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
         tokenizer = build_tokenizer(manifest.tokenizer)
     else:
         url = manifest.url_of(manifest.tokenizer)
-        content = read_remote(url) if is_remote(url) else read_regular(local_path(url), _MOST_BYTES)
+        if is_remote(url):
+            content = read_remote(url, _MOST_BYTES)
+        else:
+            content = read_regular(local_path(url), _MOST_BYTES)
         tokenizer = FileTokenizer(content, url)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise ValueError(

@@ -8,6 +8,7 @@ not allow is a ValueError of one line: file, field, value found, value wanted.
 import functools
 import os
 import re
+import reprlib
 import stat
 from collections.abc import Hashable
 from io import BufferedReader
@@ -27,6 +28,9 @@ PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_l
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 _SHOWN_CHARACTERS = 60
+_LINE_CHARACTERS = 300
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _SHOWN_CHARACTERS
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -100,16 +104,19 @@ def parse_row(schema: type[T], row: object, where: object) -> T:
 def shown(value: object) -> str:
     """A value as text of bounded length, on one line."""
     try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of more than 4,300 digits; deep nesting
+        text = _SHORT.repr(value)
+    except ValueError:  # an integer of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def one_line(error: object) -> str:
-    """A library's message as one line of bounded length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    """A message as one line of bounded length; that of an OSError without its number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 3]}..."
 
 
 @functools.cache

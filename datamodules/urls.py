@@ -39,9 +39,18 @@ def sibling(location: str, own_name: str, name: str) -> str:
     return str(local_path(location).parent / name)
 
 
-def read_remote(url: str) -> bytes:
-    """The whole content of a URL."""
-    return b"".join(_retrying(url, lambda: list(_blocks(url))))
+def read_remote(url: str, largest: int) -> bytes:
+    """The content of a URL. Raises OSError if it has more than `largest` bytes, or is not there."""
+
+    def read() -> bytes:
+        content = bytearray()
+        for block in _blocks(url):
+            content += block
+            if len(content) > largest:
+                raise OSError(f"more than {largest:,} bytes")
+        return bytes(content)
+
+    return _retrying(url, read)
 
 
 def fetch(url: str, cache_dir: Path, *, is_intact: Callable[[Path], bool]) -> Path:

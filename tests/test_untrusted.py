@@ -355,7 +355,10 @@ def write_tokenizer(folder: Folder) -> None:
 
 def read_tokenizer(folder: Folder) -> None:
     tokenizer = build_tokenizer(str(folder))
-    tokenizer.decode(tokenizer.encode("abba <|endoftext|>"))
+    ids = tokenizer.encode("abba <|endoftext|>").tolist()
+    tokenizer.decode(ids)
+    decoder = tokenizer.stream_decoder()
+    "".join([*map(decoder.push, ids), decoder.flush()])
 
 
 def write_zarr(codec: str | None) -> Callable[[Folder], None]:
@@ -520,9 +523,7 @@ def read_tables(folder: Folder) -> None:
     for task in TABLES:
         text = (folder / f"{task}.csv").read_bytes().decode()
         for row in read_table(task, text, f"{task}.csv"):
-            # What figures do with them.
-            [int(row[key]) for key in ("position", "stride", "right") if key in row]
-            [float(row[key]) for key in ("loss_nats", "perplexity") if key in row]
+            assert all(isinstance(row[key], int | float) for key in TABLES[task].__annotations__)
 
 
 def write_run(folder: Folder) -> None:
@@ -551,14 +552,16 @@ def write_run(folder: Folder) -> None:
 def read_run(folder: Folder) -> None:
     run = RunFolder(folder / "run")
     run.finished()
-    config = load_stored_config(run.config_file)
-    build_on_meta(config.model)
     lines, _ = read_lines(run.path / "logs" / "metrics.jsonl")
     for line in lines:
         [float(value) for value in line.get("values", {}).values() if line["kind"] == "train"]
     _commit(run)
     _evaluation(run, run.checkpoints / "step-000000001")
     _hardware(lambda name: (run.path / name).read_bytes().decode())
+
+
+def read_config(folder: Folder) -> None:
+    build_on_meta(load_stored_config(folder / "run" / "config.yaml").model)
 
 
 def read_status(folder: Folder) -> None:
@@ -625,13 +628,13 @@ READERS = {
         write_run,
         {
             "run/DONE": mutate_json,
-            "run/config.yaml": mutate_yaml,
             "run/environment.json": mutate_json,
             "run/logs/metrics.jsonl": mutate_lines,
             "run/evaluation/step-000000001/results.json": mutate_json,
         },
         read_run,
     ),
+    "config": Reader(write_run, {"run/config.yaml": mutate_yaml}, read_config),
     "status": Reader(
         write_run,
         {

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -143,7 +143,7 @@ def _check_same_budget(row: _Row) -> None:
     file = row.folder.config_file
     if not file.exists():
         return
-    before, now = (flatten(to_dict(config)) for config in (load_run_config(file), row.config))
+    before, now = (flatten(to_dict(config)) for config in (load_stored_config(file), row.config))
     for key in sorted(before.keys() | now.keys()):
         if key.startswith(_COMPARED) and before.get(key) != now.get(key):
             raise ConfigError(

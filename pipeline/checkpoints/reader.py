@@ -161,14 +161,18 @@ def _state_text(checkpoint: Path) -> bytes:
     try:
         return read_regular(checkpoint / STATE, _MOST_STATE_BYTES)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
+        ) from error
 
 
 def _parsed_state(checkpoint: Path, content: bytes, schema: type[_Answer]) -> _Answer:
     try:
         return parse_json(schema, content, STATE)
     except ValueError as error:
-        raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+        raise CheckpointError(
+            f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
+        ) from error
 
 
 class _ListedFiles(FileSystem):

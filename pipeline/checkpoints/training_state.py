@@ -1,22 +1,28 @@
 """What a training run's checkpoint holds beside tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from longhaul.datamodules.untrusted import Count
 from longhaul.modules.progress import Progress
+from longhaul.modules.skipped_updates import Skip
 
-_MOST = 1 << 60
+
+@dataclass
+class SavedProgress(Progress):
+    """A Progress of which nothing is missing: no field has a default, and counts are bounded."""
+
+    step: Count = field()
+    samples: Count = field()
+    tokens: Count = field()
+    skipped: list[Skip] = field()
+    skipped_in_a_row: Count = field()
+    recent_losses: list[float] = field()
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The part of state.json that is read again."""
 
-    progress: Progress
+    progress: SavedProgress
     shards_sha256: str
     """Digest of the hashes of all training shards."""
-
-    def __post_init__(self) -> None:
-        for name in ("step", "samples", "tokens", "skipped_in_a_row"):
-            value = getattr(self.progress, name)
-            if not 0 <= value <= _MOST:
-                raise ValueError(f"progress.{name}: found {value:.3g}, wanted 0 to {_MOST}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
@@ -82,7 +83,9 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             header = read_header(checkpoint / file)
             offsets = header.offsets()
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {checkpoint} cannot be read: {error}") from error
+            raise CheckpointError(
+                f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
+            ) from error
         for name, entry in header.tensors.items():
             tensor = tensors.setdefault(name.removeprefix(f"{group}/"), SavedTensor(entry.dtype))
             others = [len(shard.shape) for shard in tensor.rank_shards[:1]]

@@ -1,14 +1,11 @@
 """Reads the CSV tables that tasks of `longhaul evaluate` wrote, perhaps on another machine."""
 
 import csv
-from typing import (
-    Annotated,
-    Any,
-    NotRequired,  # pydantic asks for it below Python 3.12
-)
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import Field
-from typing_extensions import TypedDict
 
 from longhaul.datamodules.untrusted import Count, one_line, parse_row, shown
 
@@ -17,40 +14,46 @@ _MOST_ROWS = 4_000_000
 Positive = Annotated[int, Field(ge=1, le=1 << 60)]
 
 
-class _Positions(TypedDict):
+@dataclass(frozen=True)
+class _Positions:
     position: Positive
     loss_nats: float
     mean_up_to_here: float
 
 
-class _Context(TypedDict):
+@dataclass(frozen=True)
+class _Context:
     context: Positive
     tokens: Count
     loss_nats: float
-    standard_error: NotRequired[float]
+    standard_error: float = math.nan
 
 
-class _Perplexity(TypedDict):
+@dataclass(frozen=True)
+class _Perplexity:
     window: Positive
     stride: Positive
     perplexity: float
-    standard_error: NotRequired[float]
+    standard_error: float = math.nan
 
 
-class _Passkey(TypedDict):
+@dataclass(frozen=True)
+class _Passkey:
     length: Positive
     prompts: Positive
     right: Count
 
 
-class _Recall(TypedDict):
+@dataclass(frozen=True)
+class _Recall:
     pairs: Positive
     queries: Positive
     right: Count
     chance: float
 
 
-class _Attention(TypedDict):
+@dataclass(frozen=True)
+class _Attention:
     layer: Count
     matrix: Count
     largest: float
@@ -93,7 +96,7 @@ def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
                     f"{where}: row {number}: found {shown(extra)} after the last column, wanted "
                     "one cell for each"
                 )
-            found = parse_row(schema, row, f"{where}: row {number}")
+            found = vars(parse_row(schema, row, f"{where}: row {number}"))
             asked = _ASKED.get(task)
             if asked is not None and found["right"] > found[asked]:
                 raise ValueError(

@@ -66,10 +66,12 @@ def is_exported(path: str | Path) -> bool:
 def exported_shape(folder: Path) -> dict[str, Any]:
     """`shape_of` the model in an exported folder. Raises ValueError for any other folder."""
     path = folder / "config.json"
+    what = f"{path}: not the config of an exported model"
     try:
-        values = parse_json(_ExportedConfig, read_regular(path, _MOST_BYTES), path)
+        content = read_regular(path, _MOST_BYTES)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{error}; wanted the config of an exported model") from error
+        raise ValueError(f"{what}: {one_line(error)}") from error
+    values = parse_json(_ExportedConfig, content, what)
     shape = dataclasses.asdict(values)
     del shape["model_type"]
     return shape | {"attention": {str(n): one for n, one in enumerate(values.attention)}}

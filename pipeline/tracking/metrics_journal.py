@@ -21,11 +21,11 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from typing_extensions import TypedDict  # pydantic asks for it below Python 3.12
 
 from longhaul.datamodules.untrusted import Count, parse_json
 
@@ -43,37 +43,45 @@ _Number = float | Literal["NaN", "Infinity", "-Infinity"]
 _Values = dict[str, _Number]
 
 
-class _Line(TypedDict):
+@dataclass(frozen=True)
+class _Line:
     kind: Annotated[str, Field(pattern="^[a-z_]+$", max_length=100)]
     time_ms: Count
 
 
+@dataclass(frozen=True)
 class _Metrics(_Line):
     step: Count
     values: _Values
 
 
+@dataclass(frozen=True)
 class _Event(_Line):
     number: Count
 
 
+@dataclass(frozen=True)
 class _Status(_Event):
     status: Literal["RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED"]
 
 
+@dataclass(frozen=True)
 class _Texts(_Event):
     values: dict[str, str]
 
 
+@dataclass(frozen=True)
 class _Datasets(_Event):
     datasets: list[dict[str, str]]
 
 
+@dataclass(frozen=True)
 class _Artifact(_Event):
     path: str
     folder: str | None
 
 
+@dataclass(frozen=True)
 class _Checkpoint(_Event):
     path: str
     step: Count
@@ -179,6 +187,7 @@ class Journal:
         if not _KIND.fullmatch(line["kind"]):
             raise ValueError(f"kind: found {line['kind']!r}, wanted lower-case letters and _")
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
+        parse_line(content)  # what no reader would take must not be written either
         size = os.fstat(self._file).st_size
         try:
             written = os.write(self._file, content)

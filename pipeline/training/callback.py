@@ -130,7 +130,7 @@ class TrainingCallback(Callback):
         state = saved.state(TrainingState)
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
-        module.progress = state.progress
+        module.progress = Progress(**vars(state.progress))
         self._check_same_data(state.shards_sha256)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

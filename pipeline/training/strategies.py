@@ -38,11 +38,14 @@ from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism, Pretraining
-from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
+from longhaul.pipeline.checkpoints.optimizer_state import (
+    MOMENTS,
+    restore_training,
+    training_tensors,
+)
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.training.blocks import shard
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 # A rank that has not ended this long after rank 0 is killed.
 _SECONDS_TO_END = 30
 
@@ -329,7 +332,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
             else:
                 gathered[f"model/{name}"] = safe_get_full_fp32_param(parameter)
                 if states:
-                    for key in _MOMENTS:
+                    for key in MOMENTS:
                         value = safe_get_full_optimizer_state(parameter, key)
                         gathered[f"optimizer/{name}/{key}"] = value
                     gathered[f"optimizer/{name}/step"] = states[0]["step"]
@@ -343,7 +346,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         if has_state and not zero.optimizer.state:
             # The optimizer would create its state only at its first step, so create it here.
             for flat in self._flat_shards(zero):
-                moments = {key: torch.zeros_like(flat) for key in _MOMENTS}
+                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
                 step = torch.zeros((), device=flat.device)
                 zero.optimizer.state[flat] = {"step": step, **moments}
             if not self.zero_stage_3:
@@ -355,16 +358,17 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
                 continue
             wanted: dict[str | None, str] = {None: f"model/{name}"}
             if has_state:
-                wanted |= {key: f"optimizer/{name}/{key}" for key in _MOMENTS}
-            values = {key: saved.empty(full_name) for key, full_name in wanted.items()}
+                wanted |= {key: f"optimizer/{name}/{key}" for key in MOMENTS}
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            values = {key: torch.empty(shape, dtype=torch.float32) for key in wanted}
             saved.read({wanted[key]: value for key, value in values.items()})
             for key, value in values.items():
                 self._write_shard(zero, parameter, value, key)
         if has_state:
             # The step counter is the same for every parameter.
-            names = [name for name in saved.tensors if name.endswith("/step")]
+            name = next((name for name in saved.tensors if name.endswith("/step")), "a step")
             for state in zero.optimizer.state.values():
-                state["step"].copy_(saved.read_one(names[0]))
+                state["step"].copy_(saved.read_one(name))
         if self.zero_stage_3:
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)

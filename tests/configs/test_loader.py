@@ -197,7 +197,6 @@ def test_indivisible_micro_batch_suggests_one_that_fits() -> None:
     [
         ("- 1", "wanted a mapping"),
         ("a: [", "while parsing"),
-        ("a: 2026-13-45", "self.yaml: month must be in 1..12"),
         ("a: " + "[" * 5000, "self.yaml: "),
         ("inherits: [self.yaml]", "inherits itself"),
         ("inherits: [none.yaml]", "found no file none.yaml"),

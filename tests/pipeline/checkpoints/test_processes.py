@@ -199,7 +199,7 @@ def test_two_ranks_and_one_read_what_either_has_written(tmp_path: Path, fork: Fo
     assert saved.tensors.keys() == wanted.keys()
     found = {name: saved.read_one(name) for name in wanted}
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    assert saved.state == {"rank": 0}
+    assert saved.state(dict[str, int]) == {"rank": 0}
 
 
 READ_ONLY = (

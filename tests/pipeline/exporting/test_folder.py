@@ -1,5 +1,6 @@
 """`longhaul export`: what is in the folder, what is refused, and the way back into training."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from longhaul.configs import ConfigError, load_run_config
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.progress import Progress
 from longhaul.pipeline import exporting
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.exporting import folder as export_folder
@@ -302,7 +304,8 @@ def test_memory_is_that_of_a_shard(base: Run, tmp_path: Path) -> None:
     store = CheckpointStore(run / "checkpoints", keep_last=1)
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     assert sum(4 * tensor.numel() for tensor in tensors.values()) > 100_000_000
-    store.start(3, tensors, {"progress": {"step": 3, "tokens": 1}})
+    progress = dataclasses.asdict(Progress(step=3, tokens=1))
+    store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
     store.wait()
     exports = [str(run), str(tmp_path / "new"), str(base.path / "small"), str(tmp_path / "small")]
     result = subprocess.run(
@@ -362,7 +365,9 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')
     refuses(
-        other, f"{other}/config.json: not the config of an exported model, model_type is 'gpt2'"
+        other,
+        f"{other}/config.json: not the config of an exported model: model_type: found 'gpt2', "
+        "wanted 'longhaul'",
     )
     (other / "config.json").write_text("[")
     refuses(other, f"{other}/config.json: not the config of an exported model")

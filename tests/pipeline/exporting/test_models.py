@@ -20,6 +20,7 @@ from longhaul.datamodules.tokenizer import FileTokenizer, build_tokenizer
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.progress import Progress
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
@@ -101,9 +102,9 @@ def write_run(folder: Path, config: RunConfig, model: LanguageModel) -> None:
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     store = CheckpointStore(folder / "checkpoints", keep_last=1)
-    progress = {"step": 3, "tokens": 1536}
+    progress = dataclasses.asdict(Progress(step=3, tokens=1536))
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    store.start(3, tensors, {"progress": progress})
+    store.start(3, tensors, {"progress": progress, "shards_sha256": ""})
     store.wait()
 
 

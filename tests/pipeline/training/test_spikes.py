@@ -32,7 +32,9 @@ STRATEGIES = {
 def saved(run: Run, step: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     checkpoint = SavedCheckpoint(run.path / "small" / "checkpoints" / f"step-{step:09d}")
     tensors = {name: checkpoint.read_one(name) for name in checkpoint.tensors}
-    return {k: v for k, v in tensors.items() if not k.startswith("rng/")}, checkpoint.state
+    return {k: v for k, v in tensors.items() if not k.startswith("rng/")}, checkpoint.state(
+        dict[str, Any]
+    )
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
