@@ -101,7 +101,9 @@ def _stock_reader(manifest: Manifest, workers: int) -> Callable[[], int]:
         batch_size=None,
         num_workers=workers,
         collate_fn=_tokens_of,
+        # As longhaul's.
         multiprocessing_context="forkserver" if workers else None,
+        persistent_workers=workers > 0,
     )
     return lambda: sum(array.size for array in loader)
 
