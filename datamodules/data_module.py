@@ -7,6 +7,7 @@ from longhaul.datamodules.loaders import HeldOut, make_loader, open_store
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import SampleOrder
 from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches, TokenWindows
+from longhaul.datamodules.workers import start_fork_server
 
 
 class TokenDataModule(LightningDataModule):
@@ -59,6 +60,9 @@ class TokenDataModule(LightningDataModule):
         self._held_out: HeldOut | None = None
         if config.validation_manifest is not None:
             self._held_out = HeldOut(config, self.manifest, config.validation_manifest)
+        if config.workers:
+            # It has time to import torch until workers are started.
+            start_fork_server()
 
     def start_at(self, first_sample: int, num_samples: int | None) -> None:
         """Set the first sample of the next training loader, and its number of samples."""

@@ -10,15 +10,22 @@ import gc
 import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import connection, forkserver, parent_process, resource_tracker
+from multiprocessing import (
+    active_children,
+    connection,
+    forkserver,
+    parent_process,
+    resource_tracker,
+)
+from types import ModuleType
 from typing import Any, NamedTuple, cast
-from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -97,7 +104,6 @@ class WorkerLoader(DataLoader[Windows]):
             multiprocessing_context="forkserver",
             worker_init_fn=partial(_begin, self._come_to, dict(os.environ)),
         )
-        _loaders.add(self)
 
     def __iter__(self) -> Iterator[Windows]:  # type: ignore[override]
         for windows, records in cast(Iterator[Read], super().__iter__()):
@@ -119,7 +125,8 @@ class WorkerLoader(DataLoader[Windows]):
         killer.start()
         began = time.monotonic()
         try:
-            self._iterator = super()._get_iterator()
+            with _without_main():
+                self._iterator = super()._get_iterator()
         except EOFError:
             raise RuntimeError(
                 f"the process that data workers are forked from (process {server}): ended or did "
@@ -223,6 +230,17 @@ def unchanged(batch: Any) -> Any:
 
 
 @contextmanager
+def _without_main() -> Iterator[None]:
+    """What is started in the context does not import the script again that this process runs."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+@contextmanager
 def _blocked_signals() -> Iterator[None]:
     """What is started in the context inherits the blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -252,11 +270,9 @@ def _fork_servers_environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-_loaders: WeakSet[WorkerLoader] = WeakSet()
-
-
 @atexit.register
 def _kill_workers() -> None:
     # multiprocessing would send them SIGTERM, which they have blocked, and wait without limit.
-    for loader in _loaders:
-        loader.kill_workers()
+    for process in active_children():
+        if process.daemon:
+            process.kill()

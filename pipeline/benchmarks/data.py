@@ -96,7 +96,15 @@ def _compare(manifest: Manifest) -> None:
 def _stock_reader(manifest: Manifest, workers: int) -> Callable[[], int]:
     urls = [manifest.url_of(shard.name) for shard in manifest.shards]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).decode()
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, collate_fn=_tokens_of)
+    loader = DataLoader(
+        dataset,
+        batch_size=None,
+        num_workers=workers,
+        collate_fn=_tokens_of,
+        # As longhaul's.
+        multiprocessing_context="forkserver" if workers else None,
+        persistent_workers=workers > 0,
+    )
     return lambda: sum(array.size for array in loader)
 
 

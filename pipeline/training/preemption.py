@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -192,8 +193,10 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _end_process(message: str, number: signal.Signals, status: int | None = None) -> None:
     os.write(2, f"longhaul: {message}\n".encode())
-    # The ranks that this process started would wait for it.
+    # The ranks that this process started would wait for it. The resource tracker ends by itself,
+    # after it has removed the semaphores of the data workers' queues.
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            child.kill()
+            if child.pid != cast(Any, resource_tracker)._resource_tracker._pid:
+                child.kill()
     os._exit(128 + number if status is None else status)

@@ -123,9 +123,10 @@ SCRIPT = """
 
 def run_script(folder: Path, location: str, then: str) -> "subprocess.Popen[str]":
     (folder / "queue.py").write_text("raise SystemExit('the current folder was searched')")
-    script = textwrap.dedent(SCRIPT).format(location=location, then=then)
+    # A script that does not ask whether it is `__main__`: workers do not run it again.
+    (folder / "script.py").write_text(textwrap.dedent(SCRIPT).format(location=location, then=then))
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", script],
+        [sys.executable, "-P", "script.py"],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
