@@ -59,10 +59,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     is_finished = finished is not None and finished.tokens >= config.trainer.max_tokens
     if folder.config_file.exists():
         stored = stored_config(folder).data
-        try:
-            check_same_data(folder, config.data, stored, may_be_gone=is_finished)
-        except ConfigError as error:
-            raise ConfigError(f"{error}; give the new run another name") from error
+        check_same_data(folder, config.data, stored, may_be_gone=is_finished)
     if finished is not None and is_finished:
         if trainer.is_global_zero:
             _show_finished(config, folder, finished)

@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import subprocess
+import threading
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -48,6 +49,7 @@ from longhaul.pipeline.training.blocks import shard
 
 # A rank that has not ended this long after rank 0 is killed.
 _SECONDS_TO_END = 30
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
 @runtime_checkable
@@ -124,15 +126,33 @@ class _Launcher(_SubprocessScriptLauncher):
     Rank 0 has to record how the run ended, and the watchdog ends ranks that hang.
     """
 
+    _is_ending = False
+
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         self._call_children_scripts()
+        threading.Thread(target=self._watch_connecting, name="launcher", daemon=True).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
+    def _watch_connecting(self) -> None:
+        """End this process with the status of a rank that ends before all ranks are connected.
+
+        Nothing has been written by then, and rank 0 would wait for that rank for half an hour.
+        """
+        while not dist.is_initialized():
+            for process in self.procs:
+                status = process.poll()
+                if status and not self._is_ending:
+                    for other in self.procs:
+                        other.kill()
+                    os._exit(status if status > 0 else 1)
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+
     def end(self) -> None:
         """Wait until the other ranks of this machine have ended, or kill them."""
+        self._is_ending = True
         deadline = time.monotonic() + _SECONDS_TO_END
         for process in self.procs:
             try:

@@ -5,6 +5,7 @@ import os
 import pty
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -161,6 +162,23 @@ def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 75
     assert newest_checkpoint(run.path / "small" / "checkpoints") is not None
+
+
+@pytest.mark.wide
+def test_what_one_rank_alone_refuses_ends_the_job_and_changes_nothing(
+    run: Run, corpus: Path
+) -> None:
+    assert start(run, "trainer.max_tokens=1024").end()[0] == 0
+    before = {path: path.read_bytes() for path in (run.path / "small").glob("*.*")}
+    done = (run.path / "small" / "DONE").read_text()
+    shutil.copytree(corpus / "train", run.path / "rank0")
+    # Rank 0, which has no LOCAL_RANK until it starts the others, has these data; rank 1 has not.
+    data = f"data.manifest={run.path}/rank${{oc.env:LOCAL_RANK,0}}"
+    status, error = start(run, data).end(seconds=60)
+    assert status == 2, error
+    assert "rank1: no such manifest" in error.splitlines()[-1]
+    assert {path: path.read_bytes() for path in before} == before
+    assert (run.path / "small" / "DONE").read_text() == done
 
 
 @pytest.mark.wide
