@@ -1,8 +1,8 @@
 """Compares what an exported folder computes with what its run's model computes.
 
 The folder's own code is imported, without transformers, which may not be installed. Weights are
-read one block at a time, from the checkpoint and from the folder, so that a check of any model
-needs the memory of one block.
+read one block at a time, from the checkpoint and from the folder, so that the check of a model
+needs the memory of a few blocks.
 """
 
 import importlib
