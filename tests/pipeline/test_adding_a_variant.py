@@ -161,6 +161,16 @@ def test_exported_logits_are_those_of_the_run(run: Path) -> None:
 
 
 @pytest.mark.wide
+def test_the_files_pass_the_linter(package: dict[str, str]) -> None:
+    folder = Path(package["PYTHONPATH"].split(os.pathsep)[0], "longhaul", "modules", "attention")
+    files = [folder / f"{kind}.py" for kind in KINDS]
+    for check in (["check"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *check, "--config", CHECKOUT / "pyproject.toml"]
+        result = subprocess.run([*command, *files], capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.wide
 def test_added_kinds_keep_the_contract(package: dict[str, str]) -> None:
     (line,) = [one for one in PAGE.splitlines() if one.startswith("pytest ")]
     result = subprocess.run(

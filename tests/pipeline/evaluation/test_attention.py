@@ -3,12 +3,13 @@
 import csv
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from longhaul.modules.attention import attention_config, registered_variants
+from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.evaluation.tasks.attention import (
     attention_inputs,
@@ -47,6 +48,15 @@ def test_a_gate_halves_a_memory_in_its_half_life() -> None:
     assert half_life(torch.zeros(5)) == math.inf
 
 
+def test_a_kind_without_matrices_is_refused_by_name() -> None:
+    model = model_of("softmax")
+    (x, _) = attention_inputs(model, torch.randint(60, (1, 24)))
+    attention = model.blocks[0].attention
+    attention.weights = partial(Attention.weights, attention)
+    with pytest.raises(ValueError, match="found softmax, which does not write out its attention"):
+        report_layer(attention, x, 0)
+
+
 @pytest.mark.parametrize("kind", registered_variants())
 def test_every_kind_is_reported(kind: str) -> None:
     model = model_of(kind)
@@ -54,6 +64,8 @@ def test_every_kind_is_reported(kind: str) -> None:
     assert [tuple(x.shape) for x in inputs] == [(1, 24, 32)] * 2
     for layer, x in enumerate(inputs):
         attention = model.blocks[layer].attention
+        if type(attention).weights is Attention.weights:
+            return  # refused, as above
         reports, weights = report_layer(attention, x, layer)
         assert len(reports) == len(weights)
         assert weights.shape[1:] == (24, 24)
