@@ -50,7 +50,7 @@ class Recaller(torch.nn.Module):
         self.memory = memory
         self.weight = torch.nn.Parameter(torch.zeros(1))
 
-    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def activations(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
         told = torch.zeros_like(tokens)
         for row, given in enumerate(tokens.tolist()):
             assert given[0] == BOS
