@@ -13,6 +13,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.exporting.folder import export
 
+    code = 0
     for file in export(args.run, args.destination):
-        print(f"written: {file}")
+        if file.suffix == ".py":
+            code += 1
+        else:
+            print(f"written: {file}")
+    print(f"written: {args.destination}/*.py, {code} files: the code of the model")
     return 0
