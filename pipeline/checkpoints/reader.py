@@ -50,10 +50,12 @@ class SavedCheckpoint:
         self._reader = HuggingFaceStorageReader(str(path))
         # Otherwise the reader would read all files of the folder, unverified ones included.
         self._reader.fs = _ListedFiles(names)
-        metadata = self._reader.read_metadata().state_dict_metadata
+        metadata = self._reader.read_metadata()
+        # torch would read it again, and log a traceback if the checkpoint is gone by then.
+        self._reader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
         self.tensors: dict[str, TensorStorageMetadata] = {
             name: entry
-            for name, entry in metadata.items()
+            for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
