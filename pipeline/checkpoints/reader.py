@@ -130,13 +130,15 @@ class SavedCheckpoint:
     def _read_metadata(self) -> dict[str, TensorStorageMetadata]:
         """Sizes and types of all tensors, whose shards must fill them."""
         try:
-            metadata = self._reader.read_metadata().state_dict_metadata
+            whole = self._reader.read_metadata()
         except Exception as error:  # whatever torch says of headers that contradict each other
             raise CheckpointError(
                 f"checkpoint {self.path} cannot be read: {one_line(error)}"
             ) from error
+        # torch would read it again, and log a traceback if the checkpoint is gone by then.
+        self._reader.read_metadata = lambda *_, **__: whole  # type: ignore[method-assign]
         tensors: dict[str, TensorStorageMetadata] = {}
-        for name, entry in metadata.items():
+        for name, entry in whole.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)
             found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if found != math.prod(entry.size):
