@@ -127,7 +127,7 @@ class WorkerLoader(DataLoader[Windows]):
         try:
             with _without_main():
                 self._iterator = super()._get_iterator()
-        except EOFError:
+        except (EOFError, ConnectionError):
             raise RuntimeError(
                 f"the process that data workers are forked from (process {server}): ended or did "
                 f"not answer within {time.monotonic() - began:.0f} s, wanted workers; see whether "
@@ -136,19 +136,21 @@ class WorkerLoader(DataLoader[Windows]):
             ) from None
         finally:
             killer.cancel()
-        self._wait_for_first_batches(self._iterator, began)
+        self._wait_for_first_batches(self._iterator)
         return self._iterator
 
-    def _wait_for_first_batches(self, iterator: Any, began: float) -> None:
+    def _wait_for_first_batches(self, iterator: Any) -> None:
         """Until each worker has read its first batch, or has ended."""
         # With fewer batches than workers, some have nothing to read.
         busy = min(self.num_workers, iterator._send_idx)
         sentinels = [worker.sentinel for worker in iterator._workers]
+        waited, ticked = 0.0, time.monotonic()
         while not bool((self._come_to[:busy] == _HAS_READ).all()):
             # The iterator says which worker has ended.
             if connection.wait(sentinels, timeout=0.002):
                 return
-            waited = time.monotonic() - began
+            # A turn that takes longer was stopped, with this process and perhaps with the workers.
+            waited, ticked = waited + min(time.monotonic() - ticked, 1.0), time.monotonic()
             for number, come_to in enumerate(self._come_to[:busy].tolist()):
                 worker = f"data worker {number} (process {iterator._workers[number].pid})"
                 if come_to < _BEGUN and waited > _SECONDS_TO_BEGIN:
