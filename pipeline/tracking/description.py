@@ -10,7 +10,7 @@ from typing import NamedTuple
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.system.environment import main_device, source_commit
+from longhaul.pipeline.system.environment import main_device, source_commit, source_hashes
 from longhaul.pipeline.terminal.numbers import amount
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
@@ -59,6 +59,11 @@ def describe(
         "data_sha256": train.shards_sha256,
         "hardware": f"{config.trainer.world_size} x {main_device()}",
         "commit": str(commit),
+        # A commit says nothing of a kind's file that was changed since.
+        "attention_sha256": ", ".join(
+            f"{kind} {digest[:_DIGEST_CHARACTERS]}"
+            for kind, digest in source_hashes(config.model.kinds).items()
+        ),
     }
     tags = {
         "longhaul.attention": ",".join(config.model.kinds),

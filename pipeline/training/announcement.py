@@ -8,6 +8,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
 from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 
 def summary(
@@ -32,7 +33,7 @@ def summary(
         f"{config.num_updates:,} updates are {tokens / train.num_tokens:.3g} epochs of "
         f"{config.data.manifest} ({train.num_tokens:,} tokens{unused})",
         f"{device}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
-        f"MLflow {tracking.uri}, experiment {tracking.experiment}",
+        f"MLflow {without_secrets(tracking.uri)}, experiment {tracking.experiment}",
     )
 
 

@@ -52,6 +52,7 @@ def test_a_relative_path_is_named_by_where_it_is(
 def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(description, "source_commit", lambda: "abc123-dirty")
     monkeypatch.setattr(description, "main_device", lambda: "NVIDIA H100")
+    monkeypatch.setattr(description, "source_hashes", lambda kinds: dict.fromkeys(kinds, "9" * 64))
     config = load_run_config("run/demo.yaml", ["trainer.max_tokens=409_600"])
     trainer = dataclasses.replace(config.trainer, strategy="ddp", devices=2)
     config = dataclasses.replace(config, trainer=trainer)
@@ -66,6 +67,7 @@ def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) ->
         "data_sha256": sha256,
         "hardware": "2 x NVIDIA H100",
         "commit": "abc123-dirty",
+        "attention_sha256": f"conformal_sympow {'9' * 12}",
     }
     assert found.tags == {
         "longhaul.attention": "conformal_sympow",
