@@ -133,12 +133,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked(tmp_path: Path) -> None:
-    with StopRequests(tmp_path, 90) as requests:
-        requests.mark_ranks_connected()
-        os.kill(os.getpid(), signal.SIGHUP)
-        wait_until(lambda: requests.wants_stop)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     try:
+        with StopRequests(tmp_path, 90) as requests:
+            requests.mark_ranks_connected()
+            os.kill(os.getpid(), signal.SIGHUP)
+            wait_until(lambda: requests.wants_stop)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with StopRequests(tmp_path, 90) as requests:
             requests.mark_ranks_connected()
             os.kill(os.getpid(), signal.SIGHUP)
