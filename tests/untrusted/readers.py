@@ -1,21 +1,12 @@
-"""Thousands of damaged and hostile files through every reader of files that come from outside.
-
-Each is a valid file with a few mutations. A reader may accept it, or refuse it with a ValueError or
-an OSError of one short line: nothing else, in bounded memory.
-"""
+"""Valid files of every format that comes from outside, and how each is read."""
 
 import contextlib
 import gzip
 import hashlib
 import io
 import json
-import logging
 import math
 import random
-import resource
-import signal
-import struct
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +16,18 @@ import numcodecs
 import numpy as np
 import pyarrow
 import pyarrow.parquet
-import pytest
 import tokenizers
 import torch
+from mutations import (
+    mutate_bytes,
+    mutate_gzip,
+    mutate_header,
+    mutate_json,
+    mutate_lines,
+    mutate_table,
+    mutate_tar,
+    mutate_yaml,
+)
 from safetensors.torch import save
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
@@ -59,13 +59,6 @@ from longhaul.pipeline.runs.exported import exported_shape, exported_weights, sh
 from longhaul.pipeline.runs.folder import Finished, RunFolder
 from longhaul.pipeline.tracking.metrics_journal import Journal, read_lines
 
-pytestmark = pytest.mark.wide
-
-CASES_PER_FILE = 110
-LONGEST_LINE = 1500
-SECONDS_PER_CASE = 60  # a guard against endless loops, not a measurement
-MOST_GROWTH = 1 << 30  # bytes
-
 Folder = Path
 Mutate = Callable[[random.Random, bytes], bytes]
 
@@ -81,199 +74,6 @@ class Reader:
     read: Callable[[Folder], object]
     mend: Callable[[Folder], None] = lambda folder: None
     """Makes hashes fit again, as whoever wants to do harm would."""
-
-
-# ---- mutations ----
-
-HUGE = "9" * 30
-TEXTS = ("", "x", "..", "../../etc/passwd", "/dev/zero", "a\nb", "x" * 300, "${oc.env:HOME}", "\0")
-LITERALS = (
-    *("null", "true", "0", "-1", "1", "2", "1.5", "-0.0", "NaN", "Infinity", "-Infinity", "1e400"),
-    *(HUGE, f"-{HUGE}", "9" * 5000, str(2**31), str(2**53), str(2**60), str(2**62), str(2**63)),
-    *("[]", "{}", "[[]]", "[1]", '[null, "x"]', '{"a": 1}', "[" * 5000, "[" * 150 + "]" * 150),
-    *map(json.dumps, TEXTS),
-    '"\\ud800"',
-)
-_MARK = "@literal@"
-
-
-def mutate_json(draw: random.Random, content: bytes) -> bytes:
-    """Another value, a key less or more, at any depth; sometimes damaged bytes too."""
-    values = json.loads(content)
-    literals: list[str] = []
-    for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        values = _changed(draw, values, literals)
-    text = json.dumps(values)
-    for number, literal in enumerate(literals):
-        text = text.replace(f'"{_MARK}{number}"', literal)
-    return mutate_bytes(draw, text.encode()) if draw.random() < 0.1 else text.encode()
-
-
-def _changed(draw: random.Random, values: Any, literals: list[str]) -> Any:
-    """The tree with one change, whose hostile values are marks for what JSON text cannot hold."""
-    nodes = list(_nodes(values))
-    holder, key = draw.choice(nodes) if nodes else (None, None)
-
-    def hostile() -> str:
-        literals.append(draw.choice(LITERALS))
-        return f"{_MARK}{len(literals) - 1}"
-
-    if holder is None or draw.random() < 0.02:
-        return hostile()
-    match draw.choice(("value", "value", "value", "missing", "extra", "swap", "repeat")):
-        case "value":
-            holder[key] = hostile()
-        case "missing":
-            del holder[key]
-        case "extra" if isinstance(holder, dict):
-            holder[draw.choice((*TEXTS, "extra", str(key) + "x"))] = hostile()
-        case "swap":
-            other_holder, other = draw.choice(nodes)
-            with contextlib.suppress(KeyError, IndexError, TypeError):
-                holder[key] = json.loads(json.dumps(other_holder[other]))
-        case _:
-            if isinstance(holder, list):
-                holder.extend(holder[:50])
-            elif isinstance(holder[key], int | float):
-                holder[key] = holder[key] * draw.choice((-1, 2, 1000, 2**40))
-    return values
-
-
-def _nodes(values: Any) -> Iterator[tuple[Any, Any]]:
-    keys: Any = values if isinstance(values, dict) else range(len(values))
-    if isinstance(values, dict | list):
-        for key in list(keys):
-            yield values, key
-            if isinstance(values[key], dict | list):
-                yield from _nodes(values[key])
-
-
-def mutate_bytes(draw: random.Random, content: bytes) -> bytes:
-    """Flipped, missing, repeated, inserted bytes; another end."""
-    changed = bytearray(content)
-    for _ in range(draw.choice((1, 1, 2, 8))):
-        at = draw.randrange(len(changed) + 1)
-        length = draw.choice((1, 2, 8, 64))
-        match draw.choice(("flip", "flip", "cut", "remove", "insert", "zero", "large", "end")):
-            case "flip" if changed:
-                changed[at % len(changed)] ^= 1 << draw.randrange(8)
-            case "cut":
-                del changed[at:]
-            case "remove":
-                del changed[at : at + length]
-            case "insert":
-                changed[at:at] = draw.randbytes(length)
-            case "zero":
-                changed[at : at + length] = bytes(length)
-            case "large":
-                changed[at : at + 8] = struct.pack("<Q", draw.choice((2**62, 2**64 - 1, 2**31)))
-            case _:
-                changed += draw.choice((b"\0", b"\n", b"{", b"\xff" * 600))
-    return bytes(changed)
-
-
-def mutate_start(draw: random.Random, content: bytes) -> bytes:
-    """As above, within the headers at the beginning."""
-    place = min(len(content), 700)
-    return mutate_bytes(draw, content[:place]) + content[place:]
-
-
-def mutate_tar(draw: random.Random, content: bytes) -> bytes:
-    """As above, with the checksum of the tar header that it should have."""
-    changed = bytearray(mutate_start(draw, content))
-    if draw.random() < 0.7 and len(changed) > 512:
-        changed[148:156] = b" " * 8
-        changed[148:156] = b"%06o\0 " % sum(changed[:512])
-    return bytes(changed)
-
-
-def mutate_lines(draw: random.Random, content: bytes) -> bytes:
-    """One line of JSON lines, or the bytes of all."""
-    lines = content.splitlines(keepends=True)
-    if draw.random() < 0.3:
-        return mutate_bytes(draw, content)
-    place = draw.randrange(len(lines))
-    lines[place] = mutate_json(draw, lines[place]) + b"\n"
-    return b"".join(lines)
-
-
-def mutate_table(draw: random.Random, content: bytes) -> bytes:
-    """Another cell, a row or a column too much or missing."""
-    if draw.random() < 0.2:
-        return mutate_bytes(draw, content)
-    rows = [line.split(",") for line in content.decode().splitlines()]
-    place = draw.randrange(len(rows))
-    cell = draw.randrange(len(rows[0]))
-    match draw.choice(("cell", "cell", "longer", "shorter", "empty", "column")):
-        case "cell":
-            rows[place][cell] = draw.choice((*TEXTS, *LITERALS, "=1+1", '"', "nan", "inf"))
-        case "longer":
-            rows[place].append("1")
-        case "shorter":
-            rows[place].pop()
-        case "empty":
-            rows = rows[: draw.choice((0, 1))]
-        case _:
-            for row in rows:
-                del row[cell]
-    return "\n".join(map(",".join, rows)).encode("utf-8", "surrogatepass")
-
-
-def mutate_yaml(draw: random.Random, content: bytes) -> bytes:
-    """Another value, key or indentation in one line; aliases, tags."""
-    lines = content.decode().splitlines()
-    place = draw.randrange(len(lines))
-    key, _, value = lines[place].partition(":")
-    bomb = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-        f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n"
-        for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-    )
-    others = (*LITERALS, ".inf", ".nan", "1:30", "2026-13-45", "2026-01-01", "!!binary x", "? a")
-    match draw.choice(("value", "value", "value", "key", "missing", "indent", "bytes", "rare")):
-        case "value":
-            lines[place] = f"{key}: {draw.choice(others)}"
-        case "key":
-            lines[place] = f"{draw.choice(('x', '3', '? []', '<<', 'null'))}:{value}"
-        case "missing":
-            del lines[place]
-        case "indent":
-            lines[place] = f"  {lines[place]}"
-        case "bytes":
-            return mutate_bytes(draw, content)
-        case _:
-            rare = ("!!python/object/apply:os.getcwd []", "${oc.env:PATH}", "&x [*x]", "[" * 3000)
-            lines = [*bomb.splitlines(), *lines] if draw.random() < 0.3 else lines
-            lines.append(f"extra: {draw.choice(rare)}")
-    return "\n".join(lines).encode("utf-8", "surrogatepass")
-
-
-def mutate_header(draw: random.Random, content: bytes) -> bytes:
-    """The JSON header of a safetensors file, or its bytes; the texts in its metadata too."""
-    if draw.random() < 0.3:
-        return mutate_start(draw, content)
-    (size,) = struct.unpack("<Q", content[:8])
-    header, rest = content[8 : 8 + size], content[8 + size :]
-    values = json.loads(header)
-    metadata = values.get("__metadata__", {})
-    inner = [key for key, text in metadata.items() if text.startswith("{")]
-    if inner and draw.random() < 0.4:
-        key = draw.choice(inner)
-        changed = mutate_json(draw, metadata[key].encode())
-        metadata[key] = changed.decode(errors="replace")
-        header = json.dumps(values).encode()
-    else:
-        header = mutate_json(draw, header)
-    length = draw.choice((len(header),) * 8 + (0, 2**62, len(header) - 1))
-    return struct.pack("<Q", length) + header + rest
-
-
-def mutate_gzip(draw: random.Random, content: bytes) -> bytes:
-    if draw.random() < 0.5:
-        return mutate_bytes(draw, content)
-    return gzip.compress(mutate_lines(draw, gzip.decompress(content)), 1)
-
-
-# ---- valid files, and how they are read ----
 
 
 class Documents:
@@ -654,76 +454,3 @@ READERS = {
         read_exported,
     ),
 }
-
-
-@dataclass
-class Tally:
-    """What became of the cases of a reader."""
-
-    cases: int = 0
-    refused: int = 0
-    failures: list[str] = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.failures = []
-
-
-class TooSlowError(BaseException):
-    """Not an Exception, which a reader might catch."""
-
-
-def fuzz(reader: Reader, folder: Folder, cases_per_file: int, seed: int) -> Tally:
-    """Mutate each file of a reader so many times, and read it."""
-    tally = Tally()
-    folder.mkdir(parents=True)
-    reader.write(folder)
-    valid = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    reader.read(folder)
-
-    def ring(number: int, frame: object) -> None:
-        raise TooSlowError
-
-    signal.signal(signal.SIGALRM, ring)
-    for name, mutate in reader.files.items():
-        path = folder / name
-        for case in range(cases_per_file):
-            draw = random.Random(f"{seed} {folder.name} {name} {case}")
-            content = mutate(draw, valid[path])
-            path.write_bytes(content)
-            reader.mend(folder)
-            tally.cases += 1
-            signal.alarm(SECONDS_PER_CASE)
-            try:
-                reader.read(folder)
-            except (ValueError, OSError) as error:
-                tally.refused += 1
-                line = str(error)
-                if not line or "\n" in line or len(line) > LONGEST_LINE:
-                    tally.failures.append(f"{name}, case {case}: message {line[:2000]!r}")
-            except BaseException:
-                tally.failures.append(f"{name}, case {case}: {traceback.format_exc()}")
-            finally:
-                signal.alarm(0)
-                for each, before in valid.items():
-                    each.write_bytes(before)
-    return tally
-
-
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_no_file_from_outside_brings_a_traceback(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    logging.getLogger("longhaul").setLevel(logging.ERROR)
-    before = peak_bytes()
-    tally = fuzz(READERS[name], tmp_path / name, CASES_PER_FILE, seed=0)
-    with capfd.disabled():
-        print(
-            f"\n{name}: {tally.cases} cases, {tally.refused} refused, "
-            f"{len(tally.failures)} tracebacks"
-        )
-    assert not tally.failures, "\n\n".join(tally.failures[:5])
-    assert peak_bytes() - before < MOST_GROWTH
