@@ -1,7 +1,6 @@
 """What `longhaul doctor` says of one machine and one run."""
 
 import importlib.metadata
-import os
 import shutil
 import socket
 import threading
@@ -99,8 +98,8 @@ def test_a_damaged_shard_is_named(run: Any, damaged: Path, damage: str) -> None:
 
 @pytest.mark.wide
 def test_data_that_hang_are_a_warning_and_hold_nothing_up(run: Any) -> None:
-    os.mkfifo(run.path / "manifest.json")
-    done = run.longhaul("doctor", "small.yaml", "data.manifest=manifest.json")
+    hangs = ["data.manifest=pipe:sleep 60; cat manifest.json", "data.cache_dir=cache"]
+    done = run.longhaul("doctor", "small.yaml", *hangs)
     assert _lines(done.stdout)["shards"].startswith("warning ")
     assert "no answer" in _lines(done.stdout)["shards"]
 

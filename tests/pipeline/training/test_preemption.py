@@ -155,6 +155,7 @@ def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
     train = [sys.executable, TRACED, "train", "small.yaml", "checkpoint.every_tokens=1000000"]
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
         os.chdir(run.path)
         os.execv(sys.executable, train)
     while run.last_step < 4:
