@@ -85,7 +85,6 @@ class WorkerLoader(DataLoader[Windows]):
         self, dataset: TokenWindows, batches: Sampler[Sequence[int]], workers: int, location: str
     ) -> None:
         """`location` is that of the manifest, for error messages."""
-        start_fork_server()
         # In shared memory: each worker sets its own entry.
         self._come_to = torch.zeros(workers, dtype=torch.uint8).share_memory_()
         self._location = location

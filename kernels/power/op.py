@@ -66,8 +66,8 @@ def power_attention(
 
     Returns:
         Weighted mean (or sum) of v over the past in the dtype of q, and the state or None. Both
-        have gradients once; second derivatives, which the other forms refuse with a RuntimeError,
-        need backend="reference" or form="recurrent".
+        have gradients once. Second derivatives need backend="reference" or form="recurrent"; the
+        other forms refuse them with a RuntimeError.
 
     Raises:
         ValueError: naming the argument, the value found and the value wanted.

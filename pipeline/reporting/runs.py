@@ -6,6 +6,7 @@ import math
 import os
 import re
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.system.environment import Environment
+from longhaul.pipeline.terminal.progress import shows_bars
 from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -126,7 +128,9 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
         mlflow_runs = _training_runs(client, _experiment_id(client, experiment))
         _check_any_finished(experiment, [str(run.info.status) for run in mlflow_runs])
         logger.info("reading %d runs", len(mlflow_runs))
-        for run in tqdm(mlflow_runs, unit=" runs", disable=None, delay=5, leave=False):
+        for run in tqdm(
+            mlflow_runs, unit=" runs", disable=not shows_bars(sys.stderr), delay=5, leave=False
+        ):
             try:
                 read = _read(client, run)
             except _Unreadable as error:

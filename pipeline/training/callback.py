@@ -100,6 +100,7 @@ class TrainingCallback(Callback):
         self.watchdog = Watchdog(
             trainer.global_rank,
             trainer.world_size,
+            trainer.num_nodes,
             self.config.trainer.hang_seconds,
             on_abort=self.recorder.record_failure if self.recorder else lambda: None,
         )

@@ -39,6 +39,7 @@ from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism, Pretraining
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.optimizer_state import (
     MOMENTS,
     restore_training,
@@ -362,7 +363,14 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
 
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         zero = cast(Any, optimizer)
-        has_state = any(name.startswith("optimizer/") for name in saved.tensors)
+        states = [name for name in saved.tensors if name.startswith("optimizer/")]
+        has_state = bool(states)
+        step_name = next((name for name in states if name.endswith("/step")), None)
+        if has_state and step_name is None:
+            raise CheckpointError(
+                f"checkpoint {saved.path}: found no parameter's step in the optimizer's state, "
+                "wanted one"
+            )
         if has_state and not zero.optimizer.state:
             # The optimizer would create its state only at its first step, so create it here.
             for flat in self._flat_shards(zero):
@@ -384,11 +392,11 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
             saved.read({wanted[key]: value for key, value in values.items()})
             for key, value in values.items():
                 self._write_shard(zero, parameter, value, key)
-        if has_state:
+        if step_name is not None:
             # The step counter is the same for every parameter.
-            name = next((name for name in saved.tensors if name.endswith("/step")), "a step")
+            step = saved.read_one(step_name)
             for state in zero.optimizer.state.values():
-                state["step"].copy_(saved.read_one(name))
+                state["step"].copy_(step)
         if self.zero_stage_3:
             for group in range(len(zero.fp16_groups)):
                 zero._reassign_or_swap_out_partitioned_parameters(group)

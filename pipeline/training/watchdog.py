@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from longhaul.pipeline.training.lifelines import Lifelines
+from longhaul.pipeline.training.lifelines import ADDRESS_KEY, Lifelines
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +46,29 @@ class Watchdog:
     """Watches this rank, and on rank 0 all ranks, until `stop`."""
 
     def __init__(
-        self, rank: int, world_size: int, hang_s: float, on_abort: Callable[[], object]
+        self,
+        rank: int,
+        world_size: int,
+        nodes: int,
+        hang_s: float,
+        on_abort: Callable[[], object],
     ) -> None:
         """Start watching.
 
         Args:
             rank: this process's global rank.
             world_size: number of ranks.
+            nodes: number of machines.
             hang_s: longest time that an update, a validation or a save may take, in seconds.
             on_abort: called right before the watchdog ends the process.
         """
-        self._rank, self._world_size, self._hang_s = rank, world_size, hang_s
+        self._rank, self._world_size, self._nodes = rank, world_size, nodes
+        self._hang_s = hang_s
         self._on_abort = on_abort
         self._activity = (0, "starting")
         self._since = time.monotonic()
         self._stopping = threading.Event()
+        self._ending = threading.Lock()
         self._store: Any = None
         if dist.is_initialized():
             # A client of its own, because requests of one client wait for each other.
@@ -92,6 +100,8 @@ class Watchdog:
         self._store.set(f"{_FINISHED_KEY}{self._rank}", "")
         if self._rank == 0:
             self._wait_for_ends()
+        if self._lifelines is not None:
+            self._lifelines.close()
 
     def _wait_for_ends(self) -> None:
         keys = [f"{_FINISHED_KEY}{rank}" for rank in range(self._world_size)]
@@ -106,15 +116,14 @@ class Watchdog:
                 logger.warning("%s: not ended %.0f s after rank 0", _list_ranks(missing), seconds)
                 if seconds > self._hang_s or not any(map(self._is_there, missing)):
                     break
-        for key in keys:
+        # A next watchdog of this process has the same store.
+        for key in (*keys, ADDRESS_KEY):
             self._store.delete_key(key)
 
     def _is_there(self, rank: int) -> bool:
         """Whether a rank has a lifeline, and its process has not ended."""
-        if self._lifelines is None:
-            return False
-        self._lifelines.look()
-        return self._lifelines.has(rank) and rank not in self._lifelines.lost
+        lines = self._lifelines
+        return lines is not None and lines.has(rank) and rank not in lines.lost
 
     def report_interrupt(self) -> None:
         """Tell rank 0 that a user interrupts this rank, which is no failure of it."""
@@ -206,12 +215,13 @@ class Watchdog:
                 if self._store is not None:
                     self._exchange_heartbeats()
                     if self._lifelines is None:
-                        self._lifelines = Lifelines(self._rank, self._store)
+                        self._lifelines = Lifelines(self._rank, self._nodes, self._store)
             except Exception as error:
                 # Rank 0 hosts the store, so a store that cannot be reached means rank 0 has ended.
                 if not self._stopping.wait(_HEARTBEAT_S):
                     where = f"rank {self._rank}, {self._describe_self()}"
-                    self._end(f"rank 0 is gone, seen from {where}: {str(error).splitlines()[0]}")
+                    reason = (str(error) or repr(error)).splitlines()[0]
+                    self._end(f"rank 0 is gone, seen from {where}: {reason}")
             if self._stopping.wait(_HEARTBEAT_S):
                 return
 
@@ -225,17 +235,21 @@ class Watchdog:
         if self._rank == 0:
             self._read_heartbeats()
             for rank, (text, times) in self._heartbeats.items():
-                # Counted by this thread's turns: while all ranks are stopped, none is silent.
-                self._check_silence(rank, text, times * _HEARTBEAT_S)
+                self._check_silence(rank, text, times)
 
-    def _check_silence(self, rank: int, text: str, silent: float) -> None:
-        if silent < _SECONDS_TO_FAIL or self._store.check([f"{_FINISHED_KEY}{rank}"]):
+    def _check_silence(self, rank: int, text: str, times: int) -> None:
+        # Counted by this thread's turns: while all ranks are stopped, none is silent.
+        silent = times * _HEARTBEAT_S
+        if silent < _SECONDS_TO_FAIL:
             return
+        # Asked before whether it has finished: a rank closes its lifeline after it says so.
         is_there = self._is_there(rank)
-        lost = self._lifelines.lost if self._lifelines is not None else ()
-        if not is_there and (silent >= _SILENCE_S or rank in lost):
+        is_lost = self._lifelines is not None and rank in self._lifelines.lost
+        if self._store.check([f"{_FINISHED_KEY}{rank}"]):
+            return
+        if not is_there and (silent >= _SILENCE_S or is_lost):
             self._abort(f"rank {rank} is gone, last seen {_describe(text)}")
-        if silent == _SILENCE_S:
+        if (times - 1) * _HEARTBEAT_S < _SILENCE_S <= silent:
             logger.warning("rank %d is silent, and waited for: last seen %s", rank, _describe(text))
 
     def _read_heartbeats(self) -> None:
@@ -252,7 +266,8 @@ class Watchdog:
         """What the ranks are doing, as far as known here; what the fewest ranks do comes first."""
         ranks_doing: dict[str, list[int]] = defaultdict(list)
         ranks_doing[self._describe_self()].append(self._rank)
-        for rank, (text, times) in self._heartbeats.items():
+        # A copy, because the other thread may add a rank meanwhile.
+        for rank, (text, times) in list(self._heartbeats.items()):
             silent = times * _HEARTBEAT_S
             since = f"silent for {silent:.0f} s, last seen " if silent >= _SILENCE_S else ""
             ranks_doing[since + _describe(text)].append(rank)
@@ -274,16 +289,22 @@ class Watchdog:
     def _abort(self, message: str) -> None:
         """End this rank, and make the other ranks end."""
         if self._store is not None:
-            self._store.set(_ABORT_KEY, message)
+            with suppress(RuntimeError):  # this rank has to end all the same
+                self._store.set(_ABORT_KEY, message)
             # The store ends with rank 0, so the others need time to read the message.
             time.sleep(3 * _HEARTBEAT_S)
         self._end(message)
 
     def _end(self, message: str) -> None:
-        os.write(2, f"longhaul: {message}; the job is ended\n".encode())
-        logger.error("%s; the job is ended", message)
-        self._on_abort()
-        os._exit(130 if self._rank == 0 and self._is_interrupted() else 1)
+        # Never released: the other thread may have a reason too, and must not end the process
+        # while this one still records its own.
+        self._ending.acquire()
+        try:
+            os.write(2, f"longhaul: {message}; the job is ended\n".encode())
+            logger.error("%s; the job is ended", message)
+            self._on_abort()
+        finally:
+            os._exit(130 if self._rank == 0 and self._is_interrupted() else 1)
 
 
 def _describe(heartbeat: str) -> str:
