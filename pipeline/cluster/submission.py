@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, to_yaml
 from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.checks import check_run
-from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.folder import RunFolder, load_run
 from longhaul.pipeline.runs.sweep import read_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
@@ -40,7 +40,7 @@ def submit(
     """Queue a job that trains a run, or print its script.
 
     Args:
-        path, overrides: the config, as in `load_run_config`.
+        path, overrides: the config, as in `load_run`.
         chain: number of further jobs; each continues the run if the jobs before did not finish it.
         after: id of a job that must end first; None means none.
         dry_run: print the script, queue nothing.
@@ -49,7 +49,7 @@ def submit(
         ConfigError: the run could not work on the cluster.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    config = with_absolute_root(load_run_config(path, overrides))
+    config = with_absolute_root(load_run(path, overrides))
     _check([config], after, dry_run)
     job = _training_job(config)
     if dry_run:

@@ -23,12 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.sweep or args.parallel != 1:
         return _train_sweep(args)
-    from longhaul.configs import load_run_config
     from longhaul.pipeline.planning.capacity import check_capacity
-    from longhaul.pipeline.runs.folder import with_absolute_paths
+    from longhaul.pipeline.runs.folder import load_run
     from longhaul.pipeline.training.run import train
 
-    config = with_absolute_paths(load_run_config(args.config, args.overrides), args.config)
+    config = load_run(args.config, args.overrides)
     check_capacity(config)
     try:
         return train(config)
