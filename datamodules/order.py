@@ -117,15 +117,24 @@ class DocumentOrder:
         return SampleLocations(np.zeros_like(indices), shard, document, window)
 
 
-def windows_per_document(manifest: Manifest, context: int) -> int:
-    """Samples per document. ValueError where the context does not divide the document."""
+def windows_per_document(manifest: Manifest, context: int, key: str = "data.context") -> int:
+    """Samples per document.
+
+    Args:
+        manifest: of the documents.
+        context: tokens per sample.
+        key: that the context was given with.
+
+    Raises:
+        ValueError: the context does not divide the document.
+    """
     length = manifest.document_tokens
     if not 1 <= context <= length or length % context:
         small = [d for d in range(1, math.isqrt(length) + 1) if length % d == 0]
         divisors = [*small, *(length // d for d in small)]
         below = max((d for d in divisors if d <= context), default=1)
         raise ValueError(
-            f"data.context: {context} does not divide the documents' {length} tokens "
+            f"{key}: {context} does not divide the documents' {length} tokens "
             f"({manifest.location}); the nearest below that does is {below}"
         )
     return length // context

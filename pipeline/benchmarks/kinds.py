@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config
+from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.attention import registered_variants
@@ -31,7 +31,7 @@ from longhaul.pipeline.planning.sizes import (
     build_on_meta,
     state_bytes,
 )
-from longhaul.pipeline.runs.folder import RunFolder, stored_config, with_absolute_paths
+from longhaul.pipeline.runs.folder import RunFolder, load_run, stored_config
 from longhaul.pipeline.system.environment import describe_environment
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.terminal.numbers import in_bytes
@@ -84,7 +84,7 @@ def run(path: str, overrides: Sequence[str], kinds: Sequence[str] | None, update
     """
     kinds = registered_variants() if kinds is None else kinds
     rows = _rows(path, overrides, kinds, updates)
-    own = with_absolute_paths(load_run_config(path, [*_DEFAULTS, *overrides]))
+    own = load_run(path, [*_DEFAULTS, *overrides])
     if not rows:
         trainer.run(own)
         return
@@ -129,11 +129,11 @@ def _row(path: str, overrides: Sequence[str], text: str, updates: int) -> _Row:
     kind, colon, options = text.partition(":")
     chosen = [f"kind={kind}", *(options.split(",") if colon else [])]
     arguments = [path, *_DEFAULTS, *overrides, *(f"model.attention.{each}" for each in chosen)]
-    config = load_run_config(path, arguments[1:])
+    config = load_run(path, arguments[1:])
     name = "-".join(["bench", *re.split("[:,=]", text), config.trainer.precision])
     max_tokens = updates * config.optim.tokens_per_update
     arguments += [f"name={name}", f"trainer.max_tokens={max_tokens}"]
-    return _Row(text, arguments, with_absolute_paths(load_run_config(path, arguments[1:])))
+    return _Row(text, arguments, load_run(path, arguments[1:]))
 
 
 def _check_same_budget(row: _Row) -> None:

@@ -25,7 +25,15 @@ from longhaul.pipeline.terminal.table import print_table
 from longhaul.pipeline.tracking.metrics_journal import parse_line
 
 _COLUMNS = (
-    *("name", "job", "state", "step", "loss", "validation", "tokens/s", "left", "restarts"),
+    "name",
+    "job",
+    "state",
+    "step",
+    "loss",
+    "validation",
+    "tokens/s",
+    "left",
+    "restarts",
     "checkpoint",
 )
 _UNREADABLE = (

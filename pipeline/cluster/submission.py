@@ -8,16 +8,16 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config, to_yaml
+from longhaul.configs import ConfigError, RunConfig, to_yaml
 from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.checks import check_run
-from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.folder import RunFolder, load_run
 from longhaul.pipeline.runs.sweep import read_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
@@ -40,7 +40,7 @@ def submit(
     """Queue a job that trains a run, or print its script.
 
     Args:
-        path, overrides: the config, as in `load_run_config`.
+        path, overrides: the config, as in `load_run`.
         chain: number of further jobs; each continues the run if the jobs before did not finish it.
         after: id of a job that must end first; None means none.
         dry_run: print the script, queue nothing.
@@ -49,7 +49,7 @@ def submit(
         ConfigError: the run could not work on the cluster.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    config = with_absolute_root(load_run_config(path, overrides))
+    config = with_absolute_root(load_run(path, overrides))
     _check([config], after, dry_run)
     job = _training_job(config)
     if dry_run:
@@ -60,9 +60,11 @@ def submit(
     if finished is not None and finished.tokens >= config.trainer.max_tokens:
         print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
         return
-    with _removed_if_refused([folder.path]):
+    options = _dependency_on(after)
+    with _removed_if_refused([job]):
         _write_job_files(config, job)
-        ids = [_queue(folder.path, job, _dependency_on(after))]
+        answer = _sbatch(folder.path, job, options)
+    ids = [_record_answer(folder.path, job, options, answer)]
     for _ in range(chain):
         # After all earlier jobs, since afternotok is also met by a cancelled job. If one of them
         # finishes the run, this job is cancelled.
@@ -91,20 +93,21 @@ def submit_sweep(
     runs = read_sweep(path, overrides, sweep)
     folder, configs = runs.folder, runs.configs
     _check(configs, after, dry_run)
-    scripts = [_training_job(config).script for config in configs]
-    text = sweep_script(configs, folder, scripts, throttle)
+    jobs = [_training_job(config) for config in configs]
+    text = sweep_script(configs, folder, [job.script for job in jobs], throttle)
     if dry_run:
         print(text, end="")
         return
     configs = runs.below_parent().configs
+    array, options = _Job("sweep", folder / "slurm" / "sweep.sbatch", text), _dependency_on(after)
     # Not the sweep's own folder, which names its parent run in MLflow.
-    with _removed_if_refused([RunFolder.of(config).path for config in configs]):
-        for config in configs:
-            _write_job_files(config, _training_job(config))
-        (folder / "slurm").mkdir(parents=True, exist_ok=True)
-        array = _Job("sweep", folder / "slurm" / "sweep.sbatch", text)
+    with _removed_if_refused(jobs):
+        for config, job in zip(configs, jobs, strict=True):
+            _write_job_files(config, job)
+        array.script.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(array.script, array.text)
-        job_id = _queue(folder, array, _dependency_on(after))
+        answer = _sbatch(folder, array, options)
+    job_id = _record_answer(folder, array, options, answer)
     for index, config in enumerate(configs):
         run = RunFolder.of(config).path
         _record_job(run, "train", f"{job_id}_{index}")
@@ -124,14 +127,24 @@ def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> No
 
 
 @contextmanager
-def _removed_if_refused(folders: Sequence[Path]) -> Iterator[None]:
-    """Within the context, a failure removes those of the folders that were not there before."""
-    new = [folder for folder in folders if not folder.exists()]
+def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
+    """Context of writing the files of training jobs and asking sbatch.
+
+    If nothing was queued, it removes the files that were not there before, and empty folders. After
+    Ctrl-C nothing is removed: sbatch may have queued the job, which then reads these files.
+    """
+    files = [file for job in jobs for file in (job.script, _config_file(job))]
+    new = [file for file in files if not file.exists()]
     try:
         yield
-    except BaseException:
-        for folder in new:
-            shutil.rmtree(folder, ignore_errors=True)
+    except (OSError, RuntimeError):
+        with suppress(OSError):
+            for file in new:
+                file.unlink(missing_ok=True)
+        for run in (job.script.parent.parent for job in jobs):
+            for folder in (run / "slurm", run / "logs", run):
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
         raise
 
 
@@ -174,8 +187,13 @@ def _check_not_queued(configs: Sequence[RunConfig], after: str | None) -> None:
 
 def _training_job(config: RunConfig) -> _Job:
     folder = RunFolder.of(config).path
-    script = folder / "slurm" / "train.sbatch"
-    return _Job("train", script, train_script(config, folder, folder / "slurm" / "config.yaml"))
+    job = _Job("train", folder / "slurm" / "train.sbatch", "")
+    return dataclasses.replace(job, text=train_script(config, folder, _config_file(job)))
+
+
+def _config_file(job: _Job) -> Path:
+    """The config that a training job reads."""
+    return job.script.with_name("config.yaml")
 
 
 def _write_job_files(config: RunConfig, job: _Job) -> None:
@@ -185,7 +203,7 @@ def _write_job_files(config: RunConfig, job: _Job) -> None:
     (folder.parent / "logs").mkdir(exist_ok=True)
     for note in (folder / "BAD", folder.parent / "STOPPED"):
         note.unlink(missing_ok=True)
-    write_atomically(folder / "config.yaml", to_yaml(config))
+    write_atomically(_config_file(job), to_yaml(config))
     write_atomically(job.script, job.text)
 
 
@@ -201,17 +219,29 @@ def _queue_evaluation(config: RunConfig, dependency: str) -> None:
 
 def _queue(folder: Path, job: _Job, options: Sequence[str]) -> str:
     """Give a script to sbatch; return the job's id."""
+    return _record_answer(folder, job, options, _sbatch(folder, job, options))
+
+
+def _sbatch(folder: Path, job: _Job, options: Sequence[str]) -> str:
+    """What sbatch prints about a script that it has queued.
+
+    Raises:
+        OSError, RuntimeError: nothing was queued.
+    """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def _record_answer(folder: Path, job: _Job, options: Sequence[str], answer: str) -> str:
+    """Record the queued job that sbatch's answer names; return its id."""
     # A site's own sbatch may print more; with several clusters it prints ID;CLUSTER.
-    ids = re.findall(r"^(\d+)(?:;.*)?$", result.stdout, re.MULTILINE)
+    ids = re.findall(r"^(\d+)(?:;.*)?$", answer, re.MULTILINE)
     if not ids:
-        raise RuntimeError(
-            f"sbatch: found {result.stdout!r}, wanted a job id; the job may be queued"
-        )
+        raise RuntimeError(f"sbatch: found {answer!r}, wanted a job id; the job may be queued")
     job_id: str = ids[-1]
     _record_job(folder, job.kind, job_id)
     after = f", {' '.join(options)}" if options else ""

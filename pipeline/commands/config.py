@@ -2,7 +2,7 @@
 
 import argparse
 
-from longhaul.pipeline.terminal.table import print_columns
+from longhaul.pipeline.terminal.table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     elif args.listed == "presets":
         from longhaul.configs.presets import presets
 
-        print_columns([*presets().items()])
+        print_table([*presets().items()], align=str.ljust)
     else:
         print(to_yaml(load_run_config(args.config, args.overrides)), end="")
     return 0
@@ -44,13 +44,14 @@ def _print_keys() -> None:
             key._replace(name=f"model.attention.{key.name} ({kind})")
             for key in kind_section(kind).keys
         ]
-    print_columns(rows)
+    print_table(rows, align=str.ljust)
 
 
 def _print_kinds() -> None:
     from longhaul.configs.reference import kind_meaning
     from longhaul.modules.attention import attention_config, registered_variants
 
-    print_columns(
-        [(kind, attention_config(kind).cost, kind_meaning(kind)) for kind in registered_variants()]
-    )
+    rows = [
+        (kind, attention_config(kind).cost, kind_meaning(kind)) for kind in registered_variants()
+    ]
+    print_table(rows, align=str.ljust)

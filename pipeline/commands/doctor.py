@@ -9,10 +9,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.configs import load_run_config
     from longhaul.pipeline.doctor.diagnosis import diagnose
-    from longhaul.pipeline.runs.folder import with_absolute_paths
+    from longhaul.pipeline.runs.folder import load_run
 
     if args.config is None:
         return diagnose(None)
-    return diagnose(with_absolute_paths(load_run_config(args.config, args.overrides)))
+    return diagnose(load_run(args.config, args.overrides))

@@ -23,12 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.sweep or args.parallel != 1:
         return _train_sweep(args)
-    from longhaul.configs import load_run_config
     from longhaul.pipeline.planning.capacity import check_capacity
-    from longhaul.pipeline.runs.folder import with_absolute_paths
+    from longhaul.pipeline.runs.folder import load_run
     from longhaul.pipeline.training.run import train
 
-    config = with_absolute_paths(load_run_config(args.config, args.overrides), args.config)
+    config = load_run(args.config, args.overrides)
     check_capacity(config)
     try:
         return train(config)
@@ -42,7 +41,12 @@ def _train_sweep(args: argparse.Namespace) -> int:
         raise ValueError(f"--parallel: found {args.parallel} without --sweep, wanted both or none")
     if args.parallel < 1:
         raise ValueError(f"--parallel: found {args.parallel}, wanted 1 or more")
+    from longhaul.pipeline.planning.capacity import check_capacity
     from longhaul.pipeline.runs.sweep import read_sweep
     from longhaul.pipeline.training.local_sweep import train_sweep
 
-    return train_sweep(read_sweep(args.config, args.overrides, args.sweep), parallel=args.parallel)
+    sweep = read_sweep(args.config, args.overrides, args.sweep)
+    # Each run checks itself too, but only when its turn comes, after hours of the runs before.
+    for config in sweep.configs:
+        check_capacity(config)
+    return train_sweep(sweep, parallel=args.parallel)

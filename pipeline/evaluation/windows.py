@@ -11,6 +11,7 @@ from torch import Tensor
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.loaders import HeldOut
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
@@ -64,12 +65,15 @@ class CutWindows:
             yield {"input": tokens, "target": target, "index": samples}
 
 
-def validation_batches(config: RunConfig, train: Manifest) -> BatchLoader:
+def validation_batches(
+    config: RunConfig, train: Manifest, context_key: str = "data.context"
+) -> BatchLoader:
     """All validation samples of a run, in batches.
 
     Args:
         config: of the run.
         train: manifest of the training shards.
+        context_key: that data.context was given with.
 
     Raises:
         ValueError: there are none, or they are not where the config says.
@@ -79,6 +83,7 @@ def validation_batches(config: RunConfig, train: Manifest) -> BatchLoader:
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
     with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train, data.validation_manifest)
+    windows_per_document(read.manifest, data.context, context_key)
     return read.loader(config.trainer.micro_batch)
 
 
@@ -89,14 +94,10 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     """
     config = with_context(trained.config, context)
     if not options.text:
-        try:
-            return validation_batches(config, trained.manifest)
-        except ValueError as error:
-            if context == trained.positions.context:
-                raise
-            # Here it is an option of the command that decides.
-            option = "--context" if context == options.context else "--contexts"
-            raise ValueError(str(error).replace("data.context", option)) from error
+        key = "data.context"
+        if context != trained.positions.context:
+            key = "--context" if context == options.context else "--contexts"
+        return validation_batches(config, trained.manifest, key)
     tokenizer = tokenizer_of(trained.manifest)
     texts = []
     for path in options.text:

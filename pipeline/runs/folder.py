@@ -3,11 +3,17 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_stored_config, to_yaml
+from longhaul.configs import (
+    ConfigError,
+    RunConfig,
+    load_run_config,
+    load_stored_config,
+    to_yaml,
+)
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.untrusted import Count, parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path
@@ -32,6 +38,16 @@ _FIXED = (
 
 # Exceptions to _FIXED: these only determine how a run handles bad updates.
 _FREE = ("optim.max_skipped_updates", "optim.spike_sigma", "optim.on_spike")
+
+# Keys of a stored config whose values depend on where the run folder is.
+_PLACES = (
+    "root",
+    "name",
+    "data.manifest",
+    "data.validation_manifest",
+    "trainer.start_from",
+    "tracking.uri",
+)
 
 
 @dataclass(frozen=True)
@@ -89,9 +105,10 @@ class RunFolder:
         movable = dataclasses.replace(
             _with_relative_paths(config, self.path), root=str(self.path.parent.absolute())
         )
-        write_atomically(self.config_file, to_yaml(movable))
         environment = json.dumps(describe_environment(config.model.kinds), indent=2)
+        # Before the config, which it marks as a run's (load_run).
         write_atomically(self.environment_file, environment + "\n")
+        write_atomically(self.config_file, to_yaml(movable))
         for mark in (self.done_file, self.path / "STOPPED"):
             mark.unlink(missing_ok=True)
 
@@ -137,32 +154,25 @@ def stored_config(folder: RunFolder) -> RunConfig:
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
-def with_absolute_paths(config: RunConfig, file: str | Path = "") -> RunConfig:
-    """The config with local paths made absolute, so that it is valid in any working folder.
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The run that a config describes, with absolute paths, so that any working folder will do.
+
+    Paths begin at the working folder. If the file is a run's, those in it begin at the run folder,
+    and `root` and `name` are those of its present path, as in `stored_config`.
 
     Args:
-        config: whose relative paths begin at the working folder.
-        file: that it was read from. If that is a run's, paths that are in it begin at the run
-            folder.
+        path, overrides: as in `load_run_config`.
+
+    Raises:
+        ConfigError: one line with the key, the value found and the value wanted.
     """
-    folder = RunFolder(Path(file).parent)
-    own: dict[str, str] = {}
-    if folder.config_file == Path(file) and folder.data.is_dir():
-        read, stored = load_stored_config(Path(file)), stored_config(folder)
-        own = dict(zip(_paths(read), _paths(stored), strict=True))
-    return _with_paths(config, lambda path: own.get(path) or os.path.abspath(path))
-
-
-def _paths(config: RunConfig) -> list[str]:
-    """The local paths in a config."""
-    found: list[str] = []
-
-    def collect(path: str) -> str:
-        found.append(path)
-        return path
-
-    _with_paths(config, collect)
-    return found
+    file = Path(os.path.abspath(path))
+    folder = RunFolder(file.parent)
+    places: list[str] = []
+    if file == folder.config_file and folder.environment_file.is_file():
+        values = flatten(to_dict(stored_config(folder)))
+        places = [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
+    return _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:

@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from longhaul.configs import ConfigError, RunConfig, load_run_config
-from longhaul.pipeline.runs.folder import RunFolder, with_absolute_paths
+from longhaul.configs import ConfigError, RunConfig
+from longhaul.pipeline.runs.folder import RunFolder, load_run
 from longhaul.pipeline.tracking.mlflow_run import create_parent
 
 
@@ -48,7 +48,7 @@ def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Swee
         if not (key and equals and listed):
             raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
         values.append([f"{key}={value}" for value in listed.split(",")])
-    base = load_run_config(path, overrides)
+    base = load_run(path, overrides)
     configs: dict[str, RunConfig] = {}
     for combination in itertools.product(*values):
         pairs = [one.split("=", 1) for one in combination]
@@ -57,7 +57,7 @@ def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Swee
         if name in configs:
             raise ConfigError(f"--sweep: found two runs {name!r}, wanted names that differ")
         # Not as an override: YAML would read more into a name than text.
-        config = dataclasses.replace(load_run_config(path, [*overrides, *combination]), name=name)
+        config = dataclasses.replace(load_run(path, [*overrides, *combination]), name=name)
         configs[name] = with_absolute_root(config)
     # Not the base run's own folder: a run of that name may exist.
     folder = RunFolder.of(with_absolute_root(base)).path.with_name(f"{base.name}-sweep")
@@ -65,5 +65,5 @@ def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Swee
 
 
 def with_absolute_root(config: RunConfig) -> RunConfig:
-    """The config with all paths absolute, `root` too, for a process in another working folder."""
-    return dataclasses.replace(with_absolute_paths(config), root=str(Path(config.root).absolute()))
+    """The config with `root` absolute as its other paths, for a process in another folder."""
+    return dataclasses.replace(config, root=str(Path(config.root).absolute()))

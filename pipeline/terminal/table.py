@@ -1,20 +1,18 @@
 """Prints rows as an aligned table."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
-def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their widest cell, the first left-aligned, the others right."""
+def print_table(
+    rows: Sequence[Sequence[str]], *, align: Callable[[str, int], str] = str.rjust
+) -> None:
+    """Print columns as wide as their widest cell.
+
+    Args:
+        rows: all of the same length.
+        align: of all columns but the first, which is left-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *others = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        print("  ".join(cells))
-
-
-def print_columns(rows: Sequence[Sequence[str]]) -> None:
-    """Print left-aligned columns as wide as their widest cell, the last as it is."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *map(align, others, widths[1:])]
         print("  ".join(cells).rstrip())

@@ -37,7 +37,7 @@ def summary(
     )
 
 
-def warnings(config: RunConfig, data: TokenDataModule, before: RunConfig | None) -> Iterator[str]:
+def doubts(config: RunConfig, data: TokenDataModule, before: RunConfig | None) -> Iterator[str]:
     """A line for each part of the config that does not do what it seems to ask for.
 
     Args:

@@ -43,6 +43,7 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
         ConfigError: before anything is written, a run of that name is another one, there are no
             such data, or there are too few GPUs.
         RuntimeError: runs failed, which is said when the others have ended.
+        OSError: a run could not be started; the others have been stopped with a checkpoint.
     """
     for config in sweep.configs:
         check_run(config)
@@ -51,7 +52,7 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
     total = len(waiting)
     running: list[_Process] = []
     statuses: dict[str, int] = {}
-    with _received_signals() as received:
+    with _received_signals() as received, _stopped_on_failure(running):
         forwarded = 0
         while running or (waiting and not received):
             while waiting and places and not received:
@@ -157,6 +158,19 @@ def _received_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _stopped_on_failure(running: Sequence[_Process]) -> Iterator[None]:
+    """If the context fails, stop these runs, which in sessions of their own would go on unseen."""
+    try:
+        yield
+    except BaseException:
+        for process in running:
+            process.popen.send_signal(signal.SIGTERM)
+        for process in running:
+            process.popen.wait()
+        raise
 
 
 def _told(process: _Process, status: int) -> str:

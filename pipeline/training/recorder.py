@@ -22,7 +22,7 @@ from longhaul.pipeline.runs.data import record_data
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.tracking.tracker import Tracker
-from longhaul.pipeline.training.announcement import summary, warnings
+from longhaul.pipeline.training.announcement import doubts, summary
 from longhaul.pipeline.training.profiling import Communication
 from longhaul.pipeline.training.progress import ProgressLine
 from longhaul.pipeline.training.stragglers import StragglerReport
@@ -106,7 +106,7 @@ class Recorder:
         self.has_begun = True
         for line in summary(config, folder, self._data.manifest, self._parameters):
             self._progress_line.say(line)
-        for line in warnings(config, self._data, before):
+        for line in doubts(config, self._data, before):
             logger.warning("%s", line)
         self._progress_line.begin(progress)
         if self._source is not None:

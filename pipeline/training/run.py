@@ -108,7 +108,9 @@ def _train_on_rank_0(
             logger.warning(
                 "%d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
                 "run ends",
-                *(lost, saved, folder.path / "STOP"),
+                lost,
+                saved,
+                folder.path / "STOP",
             )
         raise KeyboardInterrupt from None
     finally:

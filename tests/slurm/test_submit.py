@@ -119,23 +119,52 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def replace_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:
+    """Work in a folder, with a shell script in the place of sbatch."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "sbatch").write_text(f"#!/bin/sh\n{does}\n")
+    (programs / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    monkeypatch.chdir(folder)
+
+
 def test_a_submission_that_sbatch_refuses_leaves_no_run_folder(
     corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "sbatch").write_text("#!/bin/sh\necho 'invalid partition' >&2; exit 1\n")
-    (programs / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=":")
-    monkeypatch.chdir(tmp_path)
+    replace_sbatch(tmp_path, monkeypatch, "echo 'invalid partition' >&2; exit 1")
     for arguments in (["name=one"], ["name=two", "--sweep", "trainer.seed=1,2"]):
         assert main(["submit", "run/demo.yaml", *on(corpus), *arguments]) == 1
         assert "invalid partition" in capsys.readouterr().err
     # The folder of the sweep stays: it names the parent run that MLflow has by now.
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two-sweep"]
+    # What was there before stays.
+    note = tmp_path / "runs" / "three" / "slurm" / "jobs.jsonl"
+    note.parent.mkdir(parents=True)
+    note.touch()
+    assert main(["submit", "run/demo.yaml", *on(corpus), "name=three"]) == 1
+    assert list(note.parent.iterdir()) == [note]
+
+
+def test_the_files_of_a_job_that_may_be_queued_are_kept(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_sbatch(
+        tmp_path, monkeypatch, "case $* in *one*) echo queued;; *) kill -INT $PPID; esac"
+    )
+    submit = ["submit", "run/demo.yaml", *on(corpus)]
+    for status, arguments in (
+        (1, ["name=one"]),
+        (1, ["name=one", "--sweep", "trainer.seed=1"]),
+        (130, ["name=two"]),
+    ):
+        assert main([*submit, *arguments]) == status
+    for name in ("one", "one-seed=1", "two"):
+        files = sorted(path.name for path in (tmp_path / "runs" / name / "slurm").iterdir())
+        assert files == ["config.yaml", "train.sbatch"], name
 
 
 @pytest.mark.wide

@@ -74,7 +74,9 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             writer.writerow([context, f"{loss:.6f}", num_tokens, f"{errors[context]:.6f}"])
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         axes.errorbar(
-            *(list(losses), list(losses.values()), list(errors.values())),
+            list(losses),
+            list(losses.values()),
+            list(errors.values()),
             fmt="o-",
             color=BLUE,
             label=ERROR_BARS,

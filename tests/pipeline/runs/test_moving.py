@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
-from longhaul.configs import load_run_config
+from longhaul.pipeline.benchmarks import kinds
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.runs.folder import RunFolder, stored_config, with_absolute_paths
+from longhaul.pipeline.cluster import submission
+from longhaul.pipeline.doctor import diagnosis
+from longhaul.pipeline.runs.folder import RunFolder, load_run, stored_config
+from longhaul.pipeline.runs.sweep import read_sweep
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -46,20 +49,54 @@ def test_a_run_that_moves_alone_finds_its_data_where_they_were(
     assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
 
 
-def test_the_config_of_a_run_starts_another_from_any_folder(
+def test_every_command_reads_the_config_of_a_run_alike(
     uninterrupted: Run, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = uninterrupted.path / "small" / "config.yaml"
-    config = with_absolute_paths(load_run_config(file, ["data.manifest=own"]), file)
-    assert config.data.validation_manifest == f"{corpus}/validation"
-    assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
-    # What is given beside the file begins at the working folder, as always.
+    found = [load_run(file), *read_sweep(str(file), [], ["trainer.seed=1,2"]).configs]
+    found += [row.config for row in kinds._rows(str(file), [], ["softmax"], 1)]
+    monkeypatch.setattr(diagnosis, "diagnose", lambda config: found.append(config) or 0)
+    assert main(["doctor", str(file)]) == 0
+    monkeypatch.setattr(submission, "_check", lambda configs, *options: found.extend(configs))
+    assert main(["submit", str(file), "--dry-run"]) == 0
+    assert len(found) == 6
+    for config in found:
+        assert config.data.manifest == f"{corpus}/train"
+        assert config.data.validation_manifest == f"{corpus}/validation"
+        assert config.tracking.uri == f"sqlite:///{uninterrupted.path}/mlflow.db"
+
+
+def test_what_is_given_beside_the_config_of_a_run_begins_at_the_working_folder(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["data.manifest=own", "data.validation_manifest=null", "name=other"]
+    config = load_run(uninterrupted.path / "small" / "config.yaml", given)
     assert config.data.manifest == f"{tmp_path}/own"
-    # In any other file they begin at the working folder.
-    other = uninterrupted.path / "small.yaml"
-    config = with_absolute_paths(load_run_config(other, ["data.manifest=own"]), other)
+    assert config.data.validation_manifest is None
+    assert RunFolder.of(config).path == uninterrupted.path / "other"
+    # In any other file they begin there too.
+    config = load_run(uninterrupted.path / "small.yaml", given)
     assert config.data.manifest == f"{tmp_path}/own"
+
+
+def test_a_config_beside_a_folder_of_data_is_not_a_run(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "config.yaml").write_text("inherits: [run/demo.yaml]\ndata: {manifest: data}")
+    config = load_run(tmp_path / "config.yaml")
+    assert (config.root, config.name) == ("runs", "demo")
+    assert config.data.manifest == str(Path("data").absolute())
+
+
+def test_the_config_of_a_moved_run_is_that_of_its_present_folder(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "far é" / "'away= "
+    shutil.copytree(uninterrupted.path / "small", moved)
+    assert RunFolder.of(load_run(moved / "config.yaml")).path == moved
+    monkeypatch.chdir(moved / "logs")
+    assert RunFolder.of(load_run("../config.yaml")).path == moved
 
 
 def test_a_run_alone_generates_and_exports_and_is_told_where_its_data_are(

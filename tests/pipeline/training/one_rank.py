@@ -32,8 +32,7 @@ def _report(trainer: Trainer, module: LightningModule) -> dict[str, int]:
 
 
 def main() -> None:
-    from longhaul.configs import load_run_config
-    from longhaul.pipeline.runs.folder import with_absolute_paths
+    from longhaul.pipeline.runs.folder import load_run
     from longhaul.pipeline.training import callback
     from longhaul.pipeline.training import run as train
 
@@ -47,7 +46,7 @@ def main() -> None:
 
     callback.TrainingCallback.on_fit_end = on_fit_end  # type: ignore[method-assign]
     for config, *overrides in json.loads(Path(sys.argv[1]).read_text()):
-        status = train.train(with_absolute_paths(load_run_config(config, overrides)))
+        status = train.train(load_run(config, overrides))
         assert status == 0
 
 

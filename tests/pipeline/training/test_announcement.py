@@ -13,7 +13,7 @@ from longhaul.configs import load_run_config
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.runs.folder import RunFolder
-from longhaul.pipeline.training.announcement import summary, warnings
+from longhaul.pipeline.training.announcement import doubts, summary
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 Warn = Callable[..., list[str]]
@@ -30,7 +30,7 @@ def warn(run: Run) -> Warn:
         )
         trainer = dataclasses.replace(config.trainer, max_tokens=before or 1)
         stored = None if before is None else dataclasses.replace(config, trainer=trainer)
-        return list(warnings(config, data, stored))
+        return list(doubts(config, data, stored))
 
     return told
 

@@ -1,8 +1,11 @@
 """`longhaul train --sweep`: the runs of a sweep on one machine, stopped and resumed."""
 
+import errno
 import json
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +84,7 @@ def test_a_run_that_fails_does_not_stop_the_others(run: Run) -> None:
         (["--sweep", "trainer.seed"], "--sweep: found 'trainer.seed', wanted key.sub=A,B"),
         (["--sweep", "data.manifest=nowhere"], "data.manifest: "),
         (["--sweep", "trainer.sed=1,2"], "trainer.sed: unknown key"),
+        (["--sweep", "model.width=32,1048576"], "model.width and model.layers: found"),
     ],
 )
 def test_a_refused_sweep_writes_nothing(arguments: list[str], message: str, run: Run) -> None:
@@ -102,3 +106,31 @@ def test_a_sweep_needs_enough_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert [one["CUDA_VISIBLE_DEVICES"] for one in _environments(2, 2)] == ["7,5", "3,1"]
     with pytest.raises(ConfigError, match="found 3 runs on 2 of 4 GPUs each, wanted at most 2"):
         _environments(3, 2)
+
+
+def test_a_run_that_cannot_be_started_stops_the_others(
+    make_run: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longhaul.pipeline.runs.sweep import Sweep, read_sweep
+    from longhaul.pipeline.training import local_sweep
+
+    run = make_run(1)
+    sweep = read_sweep(str(run.path / "small.yaml"), [], ["trainer.seed=1,2"])
+    monkeypatch.setattr(Sweep, "below_parent", lambda self: self)
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(["sleep", "600"], start_new_session=True))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    try:
+        with pytest.raises(OSError, match="temporarily unavailable"):
+            local_sweep.train_sweep(sweep, parallel=2)
+        assert started[0].poll() == -signal.SIGTERM
+    finally:
+        started[0].kill()
+        started[0].wait()
