@@ -20,6 +20,7 @@ from longhaul.modules.attention import AttentionConfig, attention_config, regist
 _MOST_STORED_BYTES = 1 << 20
 _MOST_STORED_VALUES = 100_000
 _MOST_DEPTH = 20
+_LARGEST_NUMBER = 1 << 62
 
 
 class ConfigError(ValueError):
@@ -301,7 +302,8 @@ def _check(
     """Raise at unknown keys, with the nearest known one, and at values of a wrong type.
 
     Whole numbers such as 1e6 become integers where one is wanted. OmegaConf would find unknown keys
-    late, without a suggestion, and accept "2" for 2.
+    late, without a suggestion, and accept "2" for 2. Numbers that 64 bits do not hold are refused
+    here, before any other check computes with them.
     """
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -327,6 +329,8 @@ def _check(
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING
         found_mapping = isinstance(value, dict | list)
+        if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
+            raise ConfigError(f"{path}: found {shown(value)}, wanted a finite number, at most 2^62")
         if isinstance(value, float) and float not in wanted and value.is_integer():
             # YAML reads 1e6 as a number with a fraction.
             values[key] = value = int(value)

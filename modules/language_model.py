@@ -46,14 +46,14 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         for name, most in (
             ("layers", _MOST_LAYERS),
+            # torch can still count the bytes of vectors of this width for each token id. Heads
+            # divide the width.
             ("width", 1 << 20),
-            ("heads", 1 << 16),
+            ("heads", 1 << 20),
             ("vocabulary", 1 << 32),
         ):
             if not 1 <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"model.{name}: found {getattr(self, name):.10g}, wanted 1 to {most}"
-                )
+                raise ValueError(f"model.{name}: found {getattr(self, name)}, wanted 1 to {most}")
         if len(self.layer_attention) > self.layers:
             raise ValueError(
                 f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
