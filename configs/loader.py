@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import io
 import json
 import typing
 from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ def load_run_config(
     try:
         command_line = OmegaConf.from_dotlist(list(map(_as_text, overrides)))
     except yaml.YAMLError as error:
-        raise ConfigError(f"command line: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"command line: {one_line(error)}") from error
     try:
         merged = _merge(_read(_find(path)), command_line)
         if kind is not None:
@@ -181,14 +182,13 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 def _load(path: Path) -> DictConfig:
     """The mapping in a YAML file."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        raw = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        raw = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):  # OmegaConf makes a key of a text
-        found = "nothing" if values is None else f"{json.dumps(values, default=str):.60}"
+        raise ConfigError(f"{path}: {one_line(error)}") from error
+    if not isinstance(raw, DictConfig) or ":" not in text:  # OmegaConf makes a key of a lone text
+        found = shown(text.strip()) if text.strip() else "nothing"
         raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
-    assert isinstance(raw, DictConfig)
     return raw
 
 

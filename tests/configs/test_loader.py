@@ -195,7 +195,10 @@ def test_indivisible_micro_batch_suggests_one_that_fits() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- 1", "wanted a mapping"),
+        ("- 1", "found '- 1', wanted a mapping of keys"),
+        ("", "found nothing, wanted a mapping of keys"),
+        ("some words", "found 'some words', wanted a mapping of keys"),
+        ("3", "Invalid loaded object type: int"),
         ("a: [", "while parsing"),
         ("a: " + "[" * 5000, "self.yaml: "),
         ("inherits: [self.yaml]", "inherits itself"),
