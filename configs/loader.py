@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import io
 import json
 import typing
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from longhaul.modules.attention import AttentionConfig, attention_config, regist
 _MOST_STORED_BYTES = 1 << 20
 _MOST_STORED_VALUES = 100_000
 _MOST_DEPTH = 20
+_LARGEST_NUMBER = 1 << 62
 
 
 class ConfigError(ValueError):
@@ -45,7 +47,7 @@ def load_run_config(
     try:
         command_line = OmegaConf.from_dotlist(list(map(_as_text, overrides)))
     except yaml.YAMLError as error:
-        raise ConfigError(f"command line: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"command line: {one_line(error)}") from error
     try:
         merged = _merge(_read(_find(path)), command_line)
         if kind is not None:
@@ -180,14 +182,13 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 def _load(path: Path) -> DictConfig:
     """The mapping in a YAML file."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        raw = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        raw = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):  # OmegaConf makes a key of a text
-        found = "nothing" if values is None else f"{json.dumps(values, default=str):.60}"
+        raise ConfigError(f"{path}: {one_line(error)}") from error
+    if not isinstance(raw, DictConfig) or ":" not in text:  # OmegaConf makes a key of a lone text
+        found = shown(text.strip()) if text.strip() else "nothing"
         raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
-    assert isinstance(raw, DictConfig)
     return raw
 
 
@@ -301,7 +302,8 @@ def _check(
     """Raise at unknown keys, with the nearest known one, and at values of a wrong type.
 
     Whole numbers such as 1e6 become integers where one is wanted. OmegaConf would find unknown keys
-    late, without a suggestion, and accept "2" for 2.
+    late, without a suggestion, and accept "2" for 2. Numbers that 64 bits do not hold are refused
+    here, before any other check computes with them.
     """
     hints = typing.get_type_hints(cls)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -327,6 +329,8 @@ def _check(
         wanted = typing.get_args(nested) or (nested,)
         found_text = isinstance(value, str) and str not in wanted and value != MISSING
         found_mapping = isinstance(value, dict | list)
+        if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
+            raise ConfigError(f"{path}: found {shown(value)}, wanted a finite number, at most 2^62")
         if isinstance(value, float) and float not in wanted and value.is_integer():
             # YAML reads 1e6 as a number with a fraction.
             values[key] = value = int(value)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from longhaul.datamodules.untrusted import shown
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -35,13 +37,15 @@ class DataConfig:
     """Folder for copies of remote shards, never emptied; required for a remote manifest."""
 
     def __post_init__(self) -> None:
+        # No document of a manifest is longer. `longhaul evaluate --context` may ask for any number.
         if self.context > 1 << 40:
-            raise ValueError(f"data.context: found {self.context:.3g}, wanted 2^40 at most")
+            raise ValueError(f"data.context: found {shown(self.context)}, wanted 2^40 at most")
         for name in ("context", "validation_tokens", "shuffle_shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"data.{name}: found {getattr(self, name)}, wanted 1 or more")
+        # Each one is a process.
         if not 0 <= self.workers <= 4096:
-            raise ValueError(f"data.workers: found {self.workers:.10g}, wanted 0 to 4096")
+            raise ValueError(f"data.workers: found {self.workers}, wanted 0 to 4096")
         if self.on_bad_shard not in ("stop", "replace"):
             raise ValueError(
                 f"data.on_bad_shard: found {self.on_bad_shard!r}, wanted stop or replace"

@@ -10,7 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from longhaul.datamodules.untrusted import Count, PlainName, Sha256, parse_json, read_regular
+from longhaul.datamodules.untrusted import (
+    Count,
+    PlainName,
+    Positive,
+    Sha256,
+    parse_json,
+    read_regular,
+)
 from longhaul.datamodules.urls import MissingInputError, is_remote, local_path, read_remote, sibling
 
 MANIFEST_NAME = "manifest.json"
@@ -20,7 +27,6 @@ _MOST_BYTES = 64 << 20
 # Indices of tokens are int64.
 _MOST_TOKENS = 1 << 62
 
-Positive = Annotated[int, Field(ge=1, le=1 << 60)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 

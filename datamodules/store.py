@@ -53,11 +53,11 @@ class ShardStore:
         self._is_bad.share_memory_()
         self._open: dict[int, Shard] = {}
         self._checked: dict[int, tuple[int, int, int]] = {}
-        self._ids_checked: dict[int, tuple[int, int, int]] = {}
+        self._ids_checked: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
         # A copy for a worker process leaves memory maps behind, which cannot be pickled.
-        return {**self.__dict__, "_open": {}, "_checked": {}, "_ids_checked": {}}
+        return {**self.__dict__, "_open": {}, "_checked": {}, "_ids_checked": set()}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
@@ -120,9 +120,9 @@ class ShardStore:
         self._check(position, path, entry)
         shard = Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
         # As often as the file is hashed, which reads all of it too and takes much longer.
-        if self._ids_checked.get(position) != self._checked[position]:
+        if position not in self._ids_checked:
             shard.check_ids(self.manifest.vocab_size)
-            self._ids_checked[position] = self._checked[position]
+            self._ids_checked.add(position)
         return shard
 
     def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
@@ -131,6 +131,7 @@ class ShardStore:
         # A shard is opened again every epoch. It is only hashed again if its file has changed.
         identity = (status.st_ino, status.st_size, status.st_mtime_ns)
         if self._checked.get(position) != identity:
+            self._ids_checked.discard(position)
             check_file(path, entry)
             self._checked[position] = identity
 

@@ -22,6 +22,9 @@ T = TypeVar("T")
 Count = Annotated[int, Field(ge=0, le=1 << 60)]
 """A number of bytes, tokens, samples or updates."""
 
+Positive = Annotated[int, Field(ge=1, le=1 << 60)]
+"""As above, of which there is one or more."""
+
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)]
 """The name of a file in the folder of the file that names it; it may go into a shell command."""
 

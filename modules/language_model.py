@@ -1,6 +1,7 @@
 """The language model: the shape of GPT-2, with an extra norm after the embedding."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
 
-from longhaul.modules.attention import AttentionConfig
+from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.block import Block
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
@@ -46,14 +47,14 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         for name, most in (
             ("layers", _MOST_LAYERS),
+            # torch can still count the bytes of vectors of this width for each token id. Heads
+            # divide the width.
             ("width", 1 << 20),
-            ("heads", 1 << 16),
+            ("heads", 1 << 20),
             ("vocabulary", 1 << 32),
         ):
             if not 1 <= getattr(self, name) <= most:
-                raise ValueError(
-                    f"model.{name}: found {getattr(self, name):.10g}, wanted 1 to {most}"
-                )
+                raise ValueError(f"model.{name}: found {getattr(self, name)}, wanted 1 to {most}")
         if len(self.layer_attention) > self.layers:
             raise ValueError(
                 f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
@@ -135,6 +136,33 @@ class Head(nn.Module):
         # A mean in 16 bits would have three digits, and so would the scale of the gradients.
         losses = F.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
         return losses.float().mean()
+
+
+def model_config(
+    attention: Sequence[Mapping[str, Any]], *, width: int, heads: int, vocabulary: int
+) -> LanguageModelConfig:
+    """The config of a model whose layers have these kinds, each with the options of its kind.
+
+    Raises:
+        KeyError, TypeError, ValueError: the options are not those of a model.
+    """
+    layers = [_variant(**options) for options in attention]
+    if not layers:
+        raise ValueError("attention: found no layers, wanted 1 or more")
+    # One layer's variant stands for all of them where they are equal.
+    others = {str(number): one for number, one in enumerate(layers) if one != layers[0]}
+    return LanguageModelConfig(
+        attention=layers[0],
+        layer_attention=others,
+        layers=len(layers),
+        width=width,
+        heads=heads,
+        vocabulary=vocabulary,
+    )
+
+
+def _variant(kind: str, **options: Any) -> AttentionConfig:
+    return attention_config(kind)(**options)
 
 
 class LanguageModel(nn.Module):

@@ -113,7 +113,7 @@ def prepare_text(
 
 def cuts_files(corpus: Corpus, validation_fraction: float) -> bool:
     """Whether the end of each plain file is for validation, rather than whole files."""
-    return validation_fraction > 0 and corpus.plain_files < FEW_FILES
+    return validation_fraction > 0 and 0 < corpus.plain_files < FEW_FILES
 
 
 def _report(progress: Progress, before: int, tokens: int) -> None:
@@ -144,6 +144,8 @@ def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
         left = max(0, left - len(piece))
         if part:
             yield part
+        if not is_validation and left == 0:
+            return
 
 
 class _PackedTexts:

@@ -7,7 +7,6 @@ needs the memory of a few blocks.
 
 import importlib
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.weights import files_of_tensors
+from longhaul.pipeline.runs.exported import model_arguments
 
 _TOKENS = 64
 # Relative to the largest logit. Both sides run the same code, so that more is no rounding.
@@ -50,7 +50,7 @@ def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> 
     wanted = _logits(model, tokens, lambda name: saved.read_one(f"model/{name}"))
     try:
         with _architecture(folder) as code, torch.device("meta"):
-            exported = code.build_model(**_described(folder))
+            exported = code.build_model(**model_arguments(folder))
         found = _logits(exported, tokens, _reader(folder))
     except Exception as error:
         raise ValueError(
@@ -64,16 +64,6 @@ def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> 
             f"attention.kind: found logits of the exported {kinds} that differ from the run's by "
             f"{difference:.3g}, wanted at most {_TOLERANCE * size:.3g}"
         )
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    described = json.loads((folder / "config.json").read_bytes())
-    return {
-        "attention": described["attention"],
-        "width": described["hidden_size"],
-        "heads": described["num_attention_heads"],
-        "vocabulary": described["vocab_size"],
-    }
 
 
 def _reader(folder: Path) -> Read:

@@ -69,9 +69,7 @@ class _Code:
 
     kind: str  # whose imports are being followed
     files: dict[str, str] = field(default_factory=dict)
-    packages: set[str] = field(
-        default_factory=lambda: {"longhaul.modules", "longhaul.kernels", _HERE}
-    )
+    packages: set[str] = field(default_factory=set)  # of kinds that are not longhaul's
 
     def add(self, module: str) -> None:
         """Carry a module, and all that it imports."""
@@ -166,9 +164,6 @@ class _Code:
                 "einops, jaxtyping, longhaul.modules or longhaul.kernels"
             )
         return False
-
-    def _own(self) -> tuple[str, ...]:
-        return tuple(f"{package}." for package in self.packages)
 
     def _origin(self, source: str, name: str, module: str) -> tuple[str, str | None]:
         """Where `from source import name` finds it: a module, and a name in it or None."""

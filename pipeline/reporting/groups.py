@@ -63,7 +63,7 @@ def setting(named: NamedRuns, one: EvaluatedRun) -> Row:
 
 def column_values(group: Group, column: str) -> str:
     """All values of a column of whole numbers, as text."""
-    values = {int(row[column]) for one in group.members for row in one.evaluated.rows}
+    values = {row[column] for one in group.members for row in one.evaluated.rows}
     return ", ".join(f"{value:,}" for value in sorted(values))
 
 
@@ -71,6 +71,6 @@ def passkeys(one: EvaluatedRun) -> dict[int, tuple[int, int]]:
     """The numbers of right answers and of prompts at each length, over all depths."""
     counts: dict[int, tuple[int, int]] = {}
     for row in one.evaluated.rows:
-        right, count = counts.get(int(row["length"]), (0, 0))
-        counts[int(row["length"])] = right + int(row["right"]), count + int(row["prompts"])
+        right, count = counts.get(row["length"], (0, 0))
+        counts[row["length"]] = right + row["right"], count + row["prompts"]
     return dict(sorted(counts.items()))

@@ -23,7 +23,7 @@ from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, st
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.terminal.progress import shows_bars
-from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
     except (ValueError, OSError):
         raise
     except Exception as error:
-        address, reason = without_secrets(uri), without_secrets(one_line(error))
+        address, reason = without_secrets(uri), without_secrets(short_error(error))
         raise RuntimeError(f"--uri: {address} cannot be read: {reason}") from error
 
 
@@ -232,7 +232,7 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
     try:
         text = fetch("config.yaml")
     except Exception as error:
-        raise _Unreadable(f"config.yaml is not in MLflow: {one_line(error)}") from error
+        raise _Unreadable(f"config.yaml is not in MLflow: {short_error(error)}") from error
     try:
         return load_stored_config(folder / "config.yaml"), text
     except ConfigError as error:

@@ -116,7 +116,7 @@ def ntk_tables(named: NamedRuns) -> Iterator[Table]:
 
 
 def _perplexities(one: EvaluatedRun) -> dict[int, float]:
-    return {int(row["window"]): float(row["perplexity"]) for row in one.evaluated.rows}
+    return {row["window"]: row["perplexity"] for row in one.evaluated.rows}
 
 
 def _percentages(one: EvaluatedRun) -> dict[int, float]:

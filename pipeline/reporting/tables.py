@@ -3,15 +3,11 @@
 import csv
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from longhaul.datamodules.untrusted import Count, one_line, parse_row, shown
+from longhaul.datamodules.untrusted import Count, Positive, one_line, parse_row, shown
 
 _MOST_ROWS = 4_000_000
-
-Positive = Annotated[int, Field(ge=1, le=1 << 60)]
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,17 @@ def exported_shape(folder: Path) -> dict[str, Any]:
     return shape | {"attention": {str(n): one for n, one in enumerate(values.attention)}}
 
 
+def model_arguments(folder: Path) -> dict[str, Any]:
+    """The arguments of `model_config` for an exported folder; errors as of `exported_shape`."""
+    shape = exported_shape(folder)
+    return {
+        "attention": list(shape["attention"].values()),
+        "width": shape["hidden_size"],
+        "heads": shape["num_attention_heads"],
+        "vocabulary": shape["vocab_size"],
+    }
+
+
 def exported_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of an exported folder. Raises ValueError if a file is missing or damaged."""
     try:

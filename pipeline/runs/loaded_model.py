@@ -1,6 +1,6 @@
 """Loads a trained or an exported model for use from Python, with its tokenizer."""
 
-import json
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -9,15 +9,24 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longhaul.datamodules.tokenizer import (
-    FileTokenizer,
     LongCrawl64Tokenizer,
     Tokenizer,
+    build_tokenizer,
     tokenizer_of,
 )
-from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported
+from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig, model_config
+from longhaul.pipeline.runs.exported import exported_weights, is_exported, model_arguments
 from longhaul.pipeline.runs.trained_model import load_trained_model
+
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class _TokenizerSettings:
+    """The part of tokenizer_config.json that decides which tokenizer it is."""
+
+    tokenizer_class: str
 
 
 class LoadedModel(LanguageModel):
@@ -57,35 +66,20 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
 
 
 def _exported_config(folder: Path) -> LanguageModelConfig:
-    shape = exported_shape(folder)
+    arguments = model_arguments(folder)
     try:
-        layers = {
-            layer: attention_config(options["kind"])(
-                **{key: value for key, value in options.items() if key != "kind"}
-            )
-            for layer, options in shape["attention"].items()
-        }
-        # One layer's variant stands for all of them where they are equal.
-        first = layers["0"]
-        others = {layer: one for layer, one in layers.items() if one != first}
-        return LanguageModelConfig(
-            attention=first,
-            layer_attention=others,
-            layers=len(layers),
-            width=shape["hidden_size"],
-            heads=shape["num_attention_heads"],
-            vocabulary=shape["vocab_size"],
-        )
+        return model_config(**arguments)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'}: not the config of a model, {error}") from error
 
 
 def _exported_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer_config.json"
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if settings["tokenizer_class"] == "LonghaulTokenizer":
+        settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
+        if settings.tokenizer_class == "LonghaulTokenizer":
             return LongCrawl64Tokenizer()
-        file = folder / "tokenizer.json"
-        return FileTokenizer(file.read_bytes(), str(file))
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{folder}: found no tokenizer of an export, {error}") from error
+        return build_tokenizer(str(folder / "tokenizer.json"))
+    except (ValueError, OSError) as error:
+        reason = one_line(error)
+        raise ValueError(f"{folder}: found no tokenizer of an export, {reason}") from error

@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,14 +36,13 @@ _SECONDS_TO_LOCK_AGAIN = 120.0
 EXIT_BUSY = 73
 """Exit status if another process is writing the journal: the run itself has not failed."""
 
-_KIND = re.compile("[a-z_]+")  # It becomes part of MLflow tag names.
-
 _Number = float | Literal["NaN", "Infinity", "-Infinity"]
 _Values = dict[str, _Number]
 
 
 @dataclass(frozen=True)
 class _Line:
+    # It becomes part of MLflow tag names.
     kind: Annotated[str, Field(pattern="^[a-z_]+$", max_length=100)]
     time_ms: Count
 
@@ -194,8 +192,6 @@ class Journal:
     def _write(self, line: dict[str, Any]) -> None:
         if self._file < 0:
             raise JournalError(f"{self.path} is closed")
-        if not _KIND.fullmatch(line["kind"]):
-            raise ValueError(f"kind: found {line['kind']!r}, wanted lower-case letters and _")
         content = json.dumps(line, allow_nan=False).encode() + b"\n"
         parse_line(content)  # what no reader would take must not be written either
         size = os.fstat(self._file).st_size

@@ -28,7 +28,7 @@ def clean_name(name: str) -> str:
     return "/".join(parts)[:MAX_NAME_CHARACTERS].rstrip("/") or "_"
 
 
-def one_line(error: BaseException) -> str:
+def short_error(error: BaseException) -> str:
     """The beginning of an error message, without the SQL statements that SQLAlchemy adds."""
     text = " ".join(str(error).split()).partition(" [SQL: ")[0]
     text = re.sub(r"^\(raised as a result of [^)]*\) ", "", text)

@@ -29,7 +29,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_TAG_CHARACTERS,
     clean_name,
     is_refusal,
-    one_line,
+    short_error,
     truncate,
 )
 from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
@@ -166,7 +166,7 @@ class MlflowMirror:
                 group[0]["kind"],
                 position(group[0]),
                 self.journal,
-                one_line(error),
+                short_error(error),
             )
             self._store_position(group)
         self._uploaded = self._positions(group)

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.mlflow_limits import one_line
+from longhaul.pipeline.tracking.mlflow_limits import short_error
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -154,7 +154,9 @@ def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
         # Otherwise MLflow would show it as running for ever.
         client.set_terminated(run.info.run_id)
     except Exception as error:
-        raise RuntimeError(f"tracking.uri: {uri} cannot be reached: {one_line(error)}") from error
+        raise RuntimeError(
+            f"tracking.uri: {uri} cannot be reached: {short_error(error)}"
+        ) from error
     return str(run.info.run_id)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
-from longhaul.pipeline.tracking.mlflow_limits import one_line, without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -212,7 +212,7 @@ class Tracker:
                 num_sent = self._mirror.upload()
             except Exception as error:
                 self._mirror.disconnect()
-                self._failure = one_line(error)
+                self._failure = short_error(error)
                 backoff = min(MAX_BACKOFF_S, max(1.0, 2 * backoff))
                 if unavailable_since is None:
                     unavailable_since = time.monotonic()
@@ -264,7 +264,7 @@ class Tracker:
             self._journal.append("system", step, {f"system/{k}": v for k, v in values.items()})
         except Exception as error:
             self._next_system_metrics = math.inf
-            logger.warning("system metrics are off: %s", one_line(error))
+            logger.warning("system metrics are off: %s", short_error(error))
 
 
 def _system_monitors() -> list[Any]:

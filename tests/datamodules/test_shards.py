@@ -217,7 +217,7 @@ def test_a_manifest_of_another_token_type_is_refused(make_shards) -> None:
     manifest = make_shards()
     path = Path(manifest.location)
     path.write_text(path.read_text().replace("uint32", "uint16"))
-    with pytest.raises(ShardError, match=r"of uint32, wanted \(64,\) of uint16"):
+    with pytest.raises(ShardError, match=r"found .*<u4.*, wanted .*<u2.*\(64,\), }\"$"):
         store_of(load_manifest(path))[0]
 
 
@@ -246,15 +246,14 @@ def npy(text: str) -> bytes:
 
 
 SHARDS = {
-    "empty": (b"", "0 bytes, wanted 1"),
     "nested": (tar_with(npy("(" * 3000)), "is no npy array of one dimension"),
     "pickled": (
         tar_with(npy("{'descr': '|O', 'fortran_order': False, 'shape': (64,), }\n")),
-        r"has shape \(64,\) of object, wanted \(64,\) of uint32",
+        r"found an array with .*|O.*\(64,\), }\", wanted .*<u4.*\(64,\), }\"",
     ),
     "long": (
         tar_with(npy(f"{{'descr': '<u4', 'fortran_order': False, 'shape': ({'9' * 18},), }}\n")),
-        r"has shape \(9+,\) of uint32, wanted \(64,\)",
+        r"found an array with .*<u4.*, wanted .*<u4.*\(64,\), }\"",
     ),
     "short": (
         tar_with(npy("{'descr': '<u4', 'fortran_order': False, 'shape': (64,), }\n") + b"123"),

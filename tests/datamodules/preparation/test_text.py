@@ -3,6 +3,7 @@ import json
 import os
 import stat
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +194,31 @@ def test_a_text_without_a_place_to_cut_is_reassembled(
     text = "é" * 35 + "\n\n\n" + " " * 30
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
     assert texts_of(prepare([tmp_path / "a.jsonl"], tmp_path / "out", document_tokens=1)) == [text]
+
+
+def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> None:
+    files = tuple((name, tmp_path / name) for name in ("a.txt",))
+    (tmp_path / "a.txt").write_text("some words\n" * 20)
+    reads: list[int] = []
+
+    def pieces() -> Iterator[str]:
+        for number in range(10):
+            reads.append(number)
+            yield "abcdefgh"
+
+    class Recorded(corpus.Corpus):
+        def texts(self) -> Iterator[corpus.Text]:
+            yield corpus.Text("a.txt", pieces, is_file=True)
+
+    prepare_text(
+        Recorded("test", files),
+        tmp_path / "out",
+        build_tokenizer("bytes"),
+        document_tokens=4,
+        validation_fraction=0.5,
+    )
+    # To count its characters, once for each part; for validation; for training.
+    assert reads == [*range(10), *range(10), *range(10), *range(5)]
 
 
 class StopError(Exception):

@@ -221,6 +221,15 @@ def test_one_file_has_a_part_for_validation(tmp_path: Path, capsys) -> None:
     assert "no validation part, as --validation-fraction is 0" in capsys.readouterr().out
 
 
+def test_of_records_whole_texts_are_for_validation(
+    records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("text", records, tmp_path / "out", "--doc-tokens", 64) == 0
+    assert "validation: 0.05 of the text, whole texts (" in capsys.readouterr().out
+    manifest = json.loads((tmp_path / "out" / "validation" / "manifest.json").read_text())
+    assert "validation_from" not in manifest["source"]
+
+
 @pytest.mark.parametrize("fraction", [0.05, 0.99])
 def test_a_part_that_is_too_small_does_not_refuse_the_remedy(
     fraction: float, tmp_path: Path

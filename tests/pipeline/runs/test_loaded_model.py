@@ -65,6 +65,9 @@ def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
     (exported / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="the weights are not those of its config"):
         longhaul.load(exported)
+    (exported / "tokenizer_config.json").write_text("[" * 5000)
+    with pytest.raises(ValueError, match=r"found no tokenizer of an export, .*found no JSON"):
+        longhaul.load(exported)
 
 
 def test_importing_longhaul_imports_nothing_else() -> None:

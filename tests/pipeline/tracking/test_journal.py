@@ -283,5 +283,5 @@ def test_a_journal_is_not_written_after_it_was_closed(tmp_path: Path) -> None:
 
 
 def test_a_kind_is_a_plain_word(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind: found 'a@b'"):
+    with pytest.raises(ValueError, match="kind: found 'a@b', wanted"):
         Journal(_path(tmp_path)).append("a@b", 1, {})
