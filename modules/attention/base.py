@@ -19,9 +19,6 @@ from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
 
-_Config = TypeVar("_Config", bound="AttentionConfig")
-_Module = TypeVar("_Module", bound="Attention")
-
 # FLOPs of a kind of linear cost are counted on this many tokens: more would take longer to count,
 # and cost the same per token.
 _COUNTED_TOKENS = 1024
@@ -35,10 +32,6 @@ class AttentionConfig(ABC):
     cost: ClassVar[str] = "linear"  # or "quadratic": how training time grows with T
     positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
     speed_options: ClassVar[tuple[str, ...]] = ()  # options that change nothing but speed
-
-    def __new__(cls: type[_Config], *_: Any, **__: Any) -> _Config:
-        _check_complete(cls, f"kind: found {cls.kind}, whose class {cls.__name__}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
         """Check the options. A subclass calls super().__post_init__() first."""
@@ -63,7 +56,7 @@ class RotaryConfig(AttentionConfig):
             raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1, finite")
 
 
-class Attention(nn.Module, ABC):
+class Attention(nn.Module):
     """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past.
 
     A variant must write `forward`. All other methods have defaults, which measure what `forward`
@@ -75,12 +68,9 @@ class Attention(nn.Module, ABC):
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
 
-    def __new__(cls: type[_Module], *_: Any, **__: Any) -> _Module:
-        _check_complete(cls, f"attention.kind: found one whose class {cls.__name__}")
-        return object.__new__(cls)
-
     def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
         super().__init__()
+        _check_complete(config.kind, type(self))
         if num_heads < 1 or model_dim % num_heads:
             raise ValueError(f"num_heads: found {num_heads}, wanted a divisor of width {model_dim}")
         self.config = config
@@ -243,12 +233,14 @@ class Attention(nn.Module, ABC):
         )
 
 
-def _check_complete(cls: type, found: str) -> None:
+def _check_complete(kind: str, cls: type) -> None:
     """Raise ValueError for a class with abstract methods; Python's TypeError would name no kind."""
-    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+    methods = ((name, getattr(cls, name, None)) for name in dir(cls))
+    missing = [name for name, one in methods if getattr(one, "__isabstractmethod__", False)]
+    if missing:
         raise ValueError(
-            f"{found} does not define {', '.join(missing)}; wanted every method that "
-            "docs/adding-a-variant.md asks for"
+            f"attention.kind: found {kind}, whose class {cls.__name__} does not define "
+            f"{', '.join(missing)}; wanted every method that docs/adding-a-variant.md asks for"
         )
 
 
@@ -261,6 +253,7 @@ def register(kind: str) -> Callable[[ConfigT], ConfigT]:
 
     def add(config: ConfigT) -> ConfigT:
         assert kind not in _REGISTRY, f"two variants are called {kind}"
+        _check_complete(kind, config)
         config.kind = kind
         _REGISTRY[kind] = config
         return config

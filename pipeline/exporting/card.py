@@ -32,7 +32,8 @@ text = model.generate(**prompt, max_new_tokens=64)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```
 
-It needs torch and transformers 5. In training every sequence began with the token {bos}: {begins}.
+It needs torch, transformers 5 and einops. In training every sequence began with the token {bos}:
+{begins}.
 
 ## Model
 
@@ -87,7 +88,7 @@ def write_card(
         name=config.name,
         parameters=parameters,
         bos=manifest.bos_id,
-        begins="the tokenizer puts\nit before a text" if adds_bos else "put\nit before every text",
+        begins="the tokenizer puts it before a text" if adds_bos else "put it before every text",
         evaluation=_evaluation(run, checkpoint),
         **{
             name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())

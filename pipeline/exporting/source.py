@@ -22,7 +22,6 @@ _HERE = exporting.__name__
 _STAND_INS = {
     name: f"{_HERE}.stand_ins.{file}"
     for name, file in {
-        "einops": "einops",
         "jaxtyping": "jaxtyping",
         "longhaul.kernels.backend": "backend",
         "longhaul.kernels.power.triton": "triton",
@@ -30,8 +29,8 @@ _STAND_INS = {
 }
 _ROOTS = (f"{_HERE}.configuration_longhaul", f"{_HERE}.modeling_longhaul")
 _REGISTRATION = f"{_HERE}.architecture"
-# Any machine that loads an export has these.
-_PROVIDED = {*sys.stdlib_module_names, "numpy", "torch", "transformers"}
+# Any machine that loads an export has these; numpy comes with transformers.
+_PROVIDED = {*sys.stdlib_module_names, "einops", "numpy", "torch", "transformers"}
 
 
 def model_code(kinds: Sequence[AttentionConfig]) -> dict[str, str]:
@@ -69,7 +68,7 @@ class _Code:
 
     kind: str  # whose imports are being followed
     files: dict[str, str] = field(default_factory=dict)
-    packages: set[str] = field(default_factory=set)  # of kinds that are not longhaul's
+    packages: set[str] = field(default_factory=set)  # of kinds that are not longhaul's own
 
     def add(self, module: str) -> None:
         """Carry a module, and all that it imports."""
@@ -151,14 +150,10 @@ class _Code:
         top = source.partition(".")[0]
         if top in _PROVIDED:
             return True
-        is_own = top == "longhaul" and source.startswith(
+        is_carried = top in self.packages or source.startswith(
             ("longhaul.modules", "longhaul.kernels", _HERE)
         )
-        if (
-            source not in _STAND_INS
-            and not is_own
-            and (top == "longhaul" or top not in self.packages)
-        ):
+        if source not in _STAND_INS and not is_carried:
             self._refuse(
                 f"imports {source} in {module}, which an export cannot carry; wanted torch, numpy, "
                 "einops, jaxtyping, longhaul.modules or longhaul.kernels"

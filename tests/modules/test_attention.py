@@ -19,6 +19,7 @@ from longhaul.modules.attention import (
     power,
     registered_variants,
 )
+from longhaul.modules.attention.base import register
 from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.attention.power import PowerAttention, PowerConfig
 
@@ -461,9 +462,7 @@ def test_state_size_matches_the_published_one() -> None:
 
 
 class Incomplete(AttentionConfig):
-    """A config that cannot build its module, which lacks what it needs."""
-
-    kind = "incomplete"
+    """A config that cannot build its module."""
 
 
 class Unfinished(Attention):
@@ -471,9 +470,14 @@ class Unfinished(Attention):
 
 
 def test_what_an_unfinished_kind_lacks_is_named() -> None:
-    with pytest.raises(ValueError, match=r"^kind: found incomplete, .* does not define build; wa"):
-        Incomplete()
-    with pytest.raises(ValueError, match="class Unfinished does not define forward; wanted"):
+    found = (
+        "^attention.kind: found incomplete, whose class Incomplete does not define build; wanted"
+    )
+    with pytest.raises(ValueError, match=found):
+        register("incomplete")(Incomplete)
+    assert "incomplete" not in registered_variants()
+    found = "^attention.kind: found softmax, whose class Unfinished does not define forward; wanted"
+    with pytest.raises(ValueError, match=found):
         Unfinished(attention_config("softmax")(), WIDTH, HEADS)
 
 

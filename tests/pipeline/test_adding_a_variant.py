@@ -127,7 +127,7 @@ def test_every_command_works_with_an_added_kind(run: Path) -> None:
 
 @pytest.mark.wide
 def test_exported_logits_are_those_of_the_run(run: Path) -> None:
-    """In a process without longhaul, einops and jaxtyping."""
+    """In a process without longhaul and jaxtyping."""
     work = {"models": {name: str(run / "exported" / name) for name in KINDS.values()}}
     work |= {"beams": [*KINDS.values()], "tokenizers": {}, "texts": []}  # type: ignore[dict-item]
     (run / "work.json").write_text(json.dumps(work))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 # What a machine without longhaul would not have. Importing one of these is an error.
-FOREIGN = ("longhaul", "einops", "jaxtyping", "lightning", "deepspeed", "mlflow", "omegaconf")
+FOREIGN = ("longhaul", "jaxtyping", "lightning", "deepspeed", "mlflow", "omegaconf")
 PROMPT = 5
 
 

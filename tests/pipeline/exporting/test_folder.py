@@ -96,6 +96,7 @@ def test_the_folder_holds_what_transformers_looks_for(exported: Path, base: Run)
     assert {*code} == {Path(file).name for file in found} | {"modeling_longhaul.py"}
     for name in code:
         assert {*get_imports(exported / name)} <= {
+            "einops",
             "torch",
             "transformers",
             *sys.stdlib_module_names,
@@ -111,6 +112,7 @@ def test_the_model_card_tells_where_the_model_comes_from(exported: Path, base: R
     commit = json.loads((base.path / "small" / "environment.json").read_bytes())["commit"]
     for told in (
         "library_name: transformers",
+        "needs torch, transformers 5 and einops",
         "conformal_sympow",
         "degree 2",
         "1,024 of 1,024 tokens, 2 updates of 512",

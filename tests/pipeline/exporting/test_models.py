@@ -261,13 +261,13 @@ def test_ids_are_those_of_training(exports: Exports, name: str) -> None:
 
 @pytest.mark.soak
 def test_a_fresh_environment_computes_the_same(exports: Exports, tmp_path: Path) -> None:
-    """With torch and transformers alone, installed from the package index in minutes."""
+    """With torch, transformers and einops alone, installed from the package index in minutes."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     pins = ("-c", CHECKOUT / "constraints.txt")
-    install = [python, "-m", "pip", "install", "--quiet", *pins, "torch", "transformers"]
-    subprocess.run(install, check=True)
-    code = "import importlib.util as u; print(u.find_spec('longhaul'), u.find_spec('einops'))"
+    needed = ("torch", "transformers", "einops")
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *pins, *needed], check=True)
+    code = "import importlib.util as u; print(u.find_spec('longhaul'), u.find_spec('jaxtyping'))"
     found = subprocess.run([python, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "None None\n"
     load(python, exports.folder)

@@ -6,13 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import einops
 import pytest
-import torch
 
 from longhaul.modules.attention import AttentionConfig, base
 from longhaul.pipeline.exporting.source import model_code
-from longhaul.pipeline.exporting.stand_ins import einops as stand_in
 
 KIND = """
 from dataclasses import dataclass
@@ -54,7 +51,7 @@ def test_a_kind_of_another_package_goes_along(
     kind_with: Callable[[str], AttentionConfig],
 ) -> None:
     imports = """
-import math, einops
+import math, einops, jaxtyping
 import longhaul.modules.rotary as turning
 from longhaul.kernels import power_attention as attend, state_features
 from longhaul.modules.attention import base
@@ -68,7 +65,8 @@ except ImportError:
     for line in (
         "from .modules_attention_base import AttentionConfig",
         "import math",
-        "from . import stand_ins_einops as einops",
+        "import einops",
+        "from . import stand_ins_jaxtyping as jaxtyping",
         "from . import modules_rotary as turning",
         "from .kernels_power_op import power_attention as attend",
         "from .kernels_shapes import state_features",
@@ -111,37 +109,3 @@ def test_a_kind_without_a_file_is_refused(
     monkeypatch.setattr(type(config), "__module__", "__main__")
     with pytest.raises(ValueError, match="found own_kind_0, whose code is defined in __main__"):
         model_code([config])
-
-
-@pytest.mark.parametrize(
-    ("pattern", "sizes"),
-    [
-        ("b t (s h k) d -> s b h t k d", {"s": 3, "h": 2}),
-        ("... (g r) d -> ... d g r", {"g": 3}),
-        ("b t ... -> (b t) ...", {}),
-        ("b ... d -> d (b ...)", {}),
-        ("b t c d -> b 1 (t c) d", {}),
-    ],
-)
-def test_einops_is_stood_in_for(pattern: str, sizes: dict[str, int]) -> None:
-    x = torch.randn(2, 3, 24, 4)
-    assert torch.equal(
-        stand_in.rearrange(x, pattern, **sizes), einops.rearrange(x, pattern, **sizes)
-    )
-    for wrong in ("b t c -> b t c", "b t (c e) d -> b t c e d"):
-        with pytest.raises(ValueError, match=r"einops: "):
-            stand_in.rearrange(x, wrong, e=5)
-    with pytest.raises(ValueError, match=r"loses c, wanted it on the right"):
-        stand_in.rearrange(x, "b t c d -> b t d")
-
-
-def test_einops_repeats_and_reduces_as_its_stand_in() -> None:
-    x = torch.randn(2, 1, 24, 4)
-    for module in (stand_in, einops):
-        repeated = module.repeat(x, "b 1 (g r) d -> b n g (r m) d", g=3, n=5, m=2)
-        assert repeated.shape == (2, 5, 3, 16, 4)
-        assert torch.equal(repeated[:, 4, 0, 1::2], x[:, 0, :8])
-    for reduction in ("sum", "mean", "max", "min"):
-        found = stand_in.reduce([x, x], "n b t (g r) d -> n g d", reduction, r=8)
-        wanted = einops.reduce([x, x], "n b t (g r) d -> n g d", reduction, r=8)
-        torch.testing.assert_close(found, wanted)
