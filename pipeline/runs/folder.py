@@ -176,13 +176,14 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:
-    """The config with absolute paths made relative to the run folder, where it can move with them.
+    """The config with paths made relative to the run folder, where it can move with them.
 
     With a path that has nothing but the root of the file system in common with it, it cannot.
     """
 
     def relative(path: str) -> str:
-        is_far = os.path.commonpath([path, folder.absolute()]) == os.sep
+        path = os.path.abspath(path)
+        is_far = os.path.commonpath([path, os.path.abspath(folder)]) == os.sep
         return path if is_far else os.path.relpath(path, folder)
 
     return _with_paths(config, relative)

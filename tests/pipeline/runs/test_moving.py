@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from longhaul.configs import load_run_config
 from longhaul.pipeline.benchmarks import kinds
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.cluster import submission
@@ -87,6 +88,17 @@ def test_a_config_beside_a_folder_of_data_is_not_a_run(tmp_path: Path) -> None:
     config = load_run(tmp_path / "config.yaml")
     assert (config.root, config.name) == ("runs", "demo")
     assert config.data.manifest == str(Path("data").absolute())
+
+
+def test_paths_that_begin_at_the_working_folder_are_recorded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(Path("runs", "one"))
+    run.path.mkdir(parents=True)
+    run.record_start(load_run_config("run/demo.yaml", ["tracking.uri=sqlite:///runs/mlflow.db"]))
+    stored = stored_config(RunFolder(tmp_path / "runs" / "one"))
+    assert stored.tracking.uri == f"sqlite:///{tmp_path}/runs/mlflow.db"
 
 
 def test_the_config_of_a_moved_run_is_that_of_its_present_folder(
