@@ -4,6 +4,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
+from longhaul.datamodules.untrusted import one_line
+
 GPU_CHECK_SECONDS = 90.0
 """Time limit of a check that creates contexts on all GPUs of a node, or connects them.
 
@@ -58,8 +60,8 @@ def run_check(
         try:
             findings.append(check())
         except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            findings.append(Finding("FAILURE", subject, f"{type(error).__name__}: {reason}"))
+            text = f"{type(error).__name__}: {one_line(error)}"
+            findings.append(Finding("FAILURE", subject, text))
 
     # In a thread, because a call into a file system or driver that hangs cannot be interrupted,
     # only left behind.

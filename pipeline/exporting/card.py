@@ -7,7 +7,7 @@ from typing import Any
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.untrusted import parse_json, read_regular
+from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
 
@@ -172,7 +172,9 @@ def _evaluation(run: RunFolder, checkpoint: Path) -> str:
             ) from None
         for name, value in flatten(values).items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                lines.append(f"| {_cell(label)} | {_cell(name)} | {value:.6g} |")
+                # JSON has integers that no float holds.
+                number = f"{value:.6g}" if isinstance(value, float) else shown(value)
+                lines.append(f"| {_cell(label)} | {_cell(name)} | {number} |")
     if not lines:
         return "This checkpoint has not been evaluated."
     return "\n".join(["| checkpoint | measure | value |", "|---|---|---|", *lines])

@@ -311,6 +311,11 @@ TABLE_TEXTS = {
     "context": "context,tokens,loss_nats\n64,1024,5.0\n128,1024,4.0\n",
     "perplexity": "window,stride,documents,tokens,loss_nats,perplexity\n64,16,2,1024,1,20.0\n",
     "passkey": "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n512,0.5,4,2,0.5\n",
+    "recall": "pairs,queries,right,chance\n4,16,16,0.25\n8,16,12,0.125\n",
+    "attention": (
+        "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation\n"
+        "0,0,2.5,0.5,3.0,7.5,0.25\n1,0,1.5,0.25,3.5,inf,nan\n"
+    ),
 }
 
 
