@@ -1,6 +1,7 @@
 """The language model: the shape of GPT-2, with an extra norm after the embedding."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
 
-from longhaul.modules.attention import AttentionConfig
+from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.block import Block
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
@@ -104,6 +105,33 @@ class LanguageModelConfig:
                 f'to {self.layers - 1}, such as "0" or "::2"'
             )
         return found
+
+
+def config_of_layers(
+    attention: Sequence[Mapping[str, Any]],
+    *,
+    hidden_size: int,
+    num_attention_heads: int,
+    vocab_size: int,
+) -> LanguageModelConfig:
+    """The config that an exported config.json describes, by the names that it has there.
+
+    `attention` has the `kind` and the options of every layer.
+    """
+    layers = []
+    for options in map(dict, attention):
+        kind = attention_config(options.pop("kind"))
+        layers.append(kind(**options))
+    # The first layer's variant stands for all that equal it.
+    others = {str(n): one for n, one in enumerate(layers) if one != layers[0]}
+    return LanguageModelConfig(
+        attention=layers[0],
+        layer_attention=others,
+        layers=len(layers),
+        width=hidden_size,
+        heads=num_attention_heads,
+        vocabulary=vocab_size,
+    )
 
 
 class Head(nn.Module):

@@ -1,6 +1,5 @@
 """Loads a trained or an exported model for use from Python, with its tokenizer."""
 
-import json
 from os import PathLike
 from pathlib import Path
 
@@ -8,15 +7,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.tokenizer import (
-    FileTokenizer,
-    LongCrawl64Tokenizer,
-    Tokenizer,
-    tokenizer_of,
+from longhaul.datamodules.tokenizer import Tokenizer, tokenizer_of
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig, config_of_layers
+from longhaul.pipeline.runs.exported import (
+    exported_shape,
+    exported_tokenizer,
+    exported_weights,
+    is_exported,
 )
-from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 
@@ -41,7 +39,7 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     """The model in a run folder, a checkpoint or an exported folder; see `longhaul.load`."""
     folder = Path(path)
     if is_exported(folder):
-        config, tokenizer = _exported_config(folder), _exported_tokenizer(folder)
+        config, tokenizer = _exported_config(folder), exported_tokenizer(folder)
         weights = exported_weights(folder)
     else:
         trained = load_trained_model(folder)
@@ -59,33 +57,6 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
 def _exported_config(folder: Path) -> LanguageModelConfig:
     shape = exported_shape(folder)
     try:
-        layers = {
-            layer: attention_config(options["kind"])(
-                **{key: value for key, value in options.items() if key != "kind"}
-            )
-            for layer, options in shape["attention"].items()
-        }
-        # One layer's variant stands for all of them where they are equal.
-        first = layers["0"]
-        others = {layer: one for layer, one in layers.items() if one != first}
-        return LanguageModelConfig(
-            attention=first,
-            layer_attention=others,
-            layers=len(layers),
-            width=shape["hidden_size"],
-            heads=shape["num_attention_heads"],
-            vocabulary=shape["vocab_size"],
-        )
+        return config_of_layers(**shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'}: not the config of a model, {error}") from error
-
-
-def _exported_tokenizer(folder: Path) -> Tokenizer:
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_bytes())
-        if settings["tokenizer_class"] == "LonghaulTokenizer":
-            return LongCrawl64Tokenizer()
-        file = folder / "tokenizer.json"
-        return FileTokenizer(file.read_bytes(), str(file))
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ValueError(f"{folder}: found no tokenizer of an export, {error}") from error
