@@ -180,8 +180,10 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 def _load(path: Path) -> DictConfig:
     """The mapping in a YAML file."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        raw = OmegaConf.load(path)
+        text = path.read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        # It reads 1e6 as a number, and refuses a key that is there twice.
+        raw = OmegaConf.create(text) if isinstance(values, dict) else None
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):  # OmegaConf makes a key of a text
