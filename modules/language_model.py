@@ -107,6 +107,35 @@ class LanguageModelConfig:
         return found
 
 
+def config_of_layers(
+    attention: Sequence[Mapping[str, Any]],
+    *,
+    hidden_size: int,
+    num_attention_heads: int,
+    vocab_size: int,
+) -> LanguageModelConfig:
+    """The config that an exported config.json describes, by the names that it has there.
+
+    `attention` has the `kind` and the options of every layer.
+    """
+    layers = []
+    for options in map(dict, attention):
+        kind = attention_config(options.pop("kind"))
+        layers.append(kind(**options))
+    if not layers:
+        raise ValueError("attention: found no layers, wanted 1 or more")
+    # The first layer's variant stands for all that equal it.
+    others = {str(n): one for n, one in enumerate(layers) if one != layers[0]}
+    return LanguageModelConfig(
+        attention=layers[0],
+        layer_attention=others,
+        layers=len(layers),
+        width=hidden_size,
+        heads=num_attention_heads,
+        vocabulary=vocab_size,
+    )
+
+
 class Head(nn.Module):
     """Logits h E^T with the matrix of the embedding, or their mean cross-entropy.
 
@@ -136,33 +165,6 @@ class Head(nn.Module):
         # A mean in 16 bits would have three digits, and so would the scale of the gradients.
         losses = F.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
         return losses.float().mean()
-
-
-def model_config(
-    attention: Sequence[Mapping[str, Any]], *, width: int, heads: int, vocabulary: int
-) -> LanguageModelConfig:
-    """The config of a model whose layers have these kinds, each with the options of its kind.
-
-    Raises:
-        KeyError, TypeError, ValueError: the options are not those of a model.
-    """
-    layers = [_variant(**options) for options in attention]
-    if not layers:
-        raise ValueError("attention: found no layers, wanted 1 or more")
-    # One layer's variant stands for all of them where they are equal.
-    others = {str(number): one for number, one in enumerate(layers) if one != layers[0]}
-    return LanguageModelConfig(
-        attention=layers[0],
-        layer_attention=others,
-        layers=len(layers),
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-    )
-
-
-def _variant(kind: str, **options: Any) -> AttentionConfig:
-    return attention_config(kind)(**options)
 
 
 class LanguageModel(nn.Module):

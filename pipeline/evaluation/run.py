@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
@@ -21,7 +22,6 @@ from longhaul.pipeline.runs.trained_model import (
     TrainedModel,
     find_checkpoint,
     load_trained_model,
-    was_pruned,
 )
 from longhaul.pipeline.tracking.tracker import Tracker
 
@@ -70,7 +70,7 @@ def evaluate_checkpoint(
         config = with_moved_data(folder, config, data)
     # Not every task reads them. They must not be other data than those of the run.
     check_same_data(folder, config.data, config.data, may_be_gone=True)
-    measure_together(devices, _load_and_evaluate, named, names, options, data, again)
+    measure_together(devices, _load_and_evaluate, named, names, options, config.data, again)
 
 
 def _check_options_are_read(names: Sequence[str], options: Options) -> None:
@@ -92,39 +92,17 @@ def _load_and_evaluate(
     named: NamedModel,
     names: Sequence[str],
     options: Options,
-    data: str | None,
+    data: DataConfig,
     again: bool,
 ) -> None:
-    trained = dataclasses.replace(_load_together(ranks, named), ranks=ranks)
-    if data is not None:
-        config = with_moved_data(trained.folder, trained.config, data)
-        trained = dataclasses.replace(trained, config=config)
+    trained = load_trained_model(*named, ranks=ranks)
+    trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=data))
     if "positions" in names:
         _check_scaling_shows(trained, options.context)
     if options.context is not None:
         config = with_context(trained.config, options.context)
         trained = dataclasses.replace(trained, config=config)
     evaluate(trained, names, options, again=again)
-
-
-def _load_together(ranks: Ranks, named: NamedModel) -> TrainedModel:
-    """The model of the same checkpoint in all processes, though training may remove it."""
-    while True:
-        # The first process chooses: others might find a newer checkpoint.
-        own = [find_checkpoint(named.run_or_checkpoint)[1]] if ranks.is_first else []
-        (checkpoint,) = ranks.gather(own)
-        trained, failure = None, None
-        try:
-            trained = load_trained_model(checkpoint, named.positions, named.factor)
-        except Exception as error:
-            failure = error
-        is_pruned = failure is not None and was_pruned(checkpoint)
-        if any(ranks.gather([is_pruned])):
-            continue
-        if failure is not None:
-            raise failure
-        assert trained is not None
-        return trained
 
 
 def evaluate(

@@ -3,14 +3,11 @@
 `longhaul export` adds lines that import the modules of the model's kinds, which registers them.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longhaul.modules.language_model import LanguageModel, model_config
+from longhaul.modules.language_model import LanguageModel, config_of_layers
 
 
-def build_model(
-    attention: Sequence[Mapping[str, Any]], *, width: int, heads: int, vocabulary: int
-) -> LanguageModel:
-    """The model whose layers have these kinds, each with the options of its kind."""
-    return LanguageModel(model_config(attention, width=width, heads=heads, vocabulary=vocabulary))
+def build_model(**shape: Any) -> LanguageModel:
+    """The model of this shape: the arguments of `config_of_layers`, named as in config.json."""
+    return LanguageModel(config_of_layers(**shape))

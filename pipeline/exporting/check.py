@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from longhaul.datamodules.untrusted import one_line
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.weights import files_of_tensors
-from longhaul.pipeline.runs.exported import model_arguments
+from longhaul.pipeline.runs.exported import exported_shape
 
 _TOKENS = 64
 # Relative to the largest logit. Both sides run the same code, so that more is no rounding.
@@ -42,6 +44,7 @@ def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> 
 
     Raises:
         ValueError: the code does not run without longhaul.
+        OSError: the weights cannot be read.
         RuntimeError: the logits of a short text differ.
     """
     kinds = ", ".join(model.config.kinds)
@@ -50,8 +53,10 @@ def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> 
     wanted = _logits(model, tokens, lambda name: saved.read_one(f"model/{name}"))
     try:
         with _architecture(folder) as code, torch.device("meta"):
-            exported = code.build_model(**model_arguments(folder))
+            exported = code.build_model(**exported_shape(folder))
         found = _logits(exported, tokens, _reader(folder))
+    except (CheckpointError, MemoryError):
+        raise
     except Exception as error:
         raise ValueError(
             f"attention.kind: found {kinds}, whose exported code does not run: "
@@ -70,9 +75,14 @@ def _reader(folder: Path) -> Read:
     files = files_of_tensors(folder)
 
     def read(name: str) -> Tensor:
-        with safe_open(folder / files[name], "pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        path = folder / files[name]
+        try:
+            with safe_open(path, "pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            # Of a class that tells it from what the kind's code may fail to read.
+            raise CheckpointError(f"{path} cannot be read: {one_line(error)}") from error
 
     return read
 

@@ -71,8 +71,9 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
         write_model_files(folder, config, manifest, model, code)
         adds_bos = write_tokenizer(folder, tokenizer)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        about = run, config, checkpoint, progress, manifest, parameters
-        write_card(folder, *about, adds_bos=adds_bos)
+        write_card(
+            folder, run, config, checkpoint, progress, manifest, parameters, adds_bos=adds_bos
+        )
         check_export(folder, model, SavedCheckpoint(checkpoint, "model", verified=names))
 
 

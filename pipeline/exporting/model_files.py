@@ -30,7 +30,6 @@ def write_model_files(
         "eos_token_id": manifest.eot_id,
         "pad_token_id": manifest.eot_id,
     }
-    shape = shape_of(config.model)
     described = {
         "architectures": ["LonghaulForCausalLM"],
         "auto_map": {
@@ -39,8 +38,7 @@ def write_model_files(
         },
         "model_type": "longhaul",
         "dtype": "float32",
-        **shape,
-        "attention": list(shape["attention"].values()),
+        **shape_of(config.model),
         "num_hidden_layers": config.model.layers,
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,

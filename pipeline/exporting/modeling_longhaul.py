@@ -83,14 +83,17 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LonghaulConfig) -> None:
         super().__init__(config)
-        width, vocabulary = config.hidden_size, config.vocab_size
-        heads = config.num_attention_heads
-        model = build_model(config.attention, width=width, heads=heads, vocabulary=vocabulary)
+        model = build_model(
+            attention=config.attention,
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            vocab_size=config.vocab_size,
+        )
         # In a tuple, and its parts as this module's own: weights have their names of training.
         self._model = (model,)
         for name, part in model.named_children():
             self.add_module(name, part)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

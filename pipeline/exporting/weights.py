@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 
 from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.tensor_header import read_header
+from longhaul.pipeline.checkpoints.tensor_header import ITEM_BYTES, read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX
 
 _BLOCK_BYTES = 8 << 20
-_ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+_FLOATING_POINT = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class SavedTensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def byte_ranges(self) -> Iterator[tuple[Path, int, int, int]]:
         """Contiguous ranges of bytes: file, start in the file, start in the tensor, length."""
-        item, whole = _ITEM_BYTES[self.dtype], self.shape
+        item, whole = ITEM_BYTES[self.dtype], self.shape
         strides = [math.prod(whole[d + 1 :]) * item for d in range(len(whole))]
         for shard in self.rank_shards:
             # Dimensions from `last` on are contiguous, since all after `last` are complete.
@@ -99,7 +99,7 @@ def saved_tensors(checkpoint: Path, files: Iterable[str], group: str) -> dict[st
             tensor.rank_shards.append(_RankShard(header.path, begin, offsets[name], shape))
     for name, tensor in tensors.items():
         found = sum(math.prod(shard.shape) for shard in tensor.rank_shards)
-        if tensor.dtype not in _ITEM_BYTES or found != math.prod(tensor.shape):
+        if tensor.dtype not in _FLOATING_POINT or found != math.prod(tensor.shape):
             raise CheckpointError(
                 f"checkpoint {checkpoint}: found {found} numbers of type {tensor.dtype} for "
                 f"{name}, wanted {math.prod(tensor.shape)} of a floating-point type"

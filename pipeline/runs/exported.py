@@ -1,4 +1,4 @@
-"""Reads a folder that `longhaul export` wrote: the model's shape, and its weights."""
+"""Reads a folder that `longhaul export` wrote: the model's shape, tokenizer and weights."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longhaul.configs.loader import to_dict
+from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
 from longhaul.datamodules.untrusted import Count, PlainName, one_line, parse_json, read_regular
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.checkpoints.integrity import reason
@@ -36,6 +37,11 @@ class _ExportedConfig:
 
 
 @dataclass(frozen=True)
+class _TokenizerSettings:
+    tokenizer_class: str
+
+
+@dataclass(frozen=True)
 class _Index:
     weight_map: dict[str, PlainName]
 
@@ -43,20 +49,20 @@ class _Index:
 def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
     """The options that determine what a model's weights mean, named as in the exported config.json.
 
-    `attention` maps each layer's number to all options of its variant that change its results.
+    `attention` has, for each layer, all options of its variant that change its results.
     """
     return {
         "vocab_size": model.vocabulary,
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
-        "attention": {
-            str(layer): {
+        "attention": [
+            {
                 key: value
                 for key, value in to_dict(config).items()
                 if key not in config.speed_options
             }
-            for layer, config in enumerate(map(model.attention_of, range(model.layers)))
-        },
+            for config in map(model.attention_of, range(model.layers))
+        ],
     }
 
 
@@ -76,18 +82,19 @@ def exported_shape(folder: Path) -> dict[str, Any]:
     values = parse_json(_ExportedConfig, content, what)
     shape = dataclasses.asdict(values)
     del shape["model_type"]
-    return shape | {"attention": {str(n): one for n, one in enumerate(values.attention)}}
+    return shape
 
 
-def model_arguments(folder: Path) -> dict[str, Any]:
-    """The arguments of `model_config` for an exported folder; errors as of `exported_shape`."""
-    shape = exported_shape(folder)
-    return {
-        "attention": list(shape["attention"].values()),
-        "width": shape["hidden_size"],
-        "heads": shape["num_attention_heads"],
-        "vocabulary": shape["vocab_size"],
-    }
+def exported_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer in an exported folder. Raises ValueError if it is missing or damaged."""
+    try:
+        path = folder / "tokenizer_config.json"
+        settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
+        if settings.tokenizer_class == "LonghaulTokenizer":
+            return LongCrawl64Tokenizer()
+        return build_tokenizer(str(folder / "tokenizer.json"))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder}: found no tokenizer of an export, {one_line(error)}") from error
 
 
 def exported_weights(folder: Path) -> dict[str, Tensor]:

@@ -72,6 +72,8 @@ def _compared_configs(
 
 def _weight_options(values: dict[str, Any]) -> dict[str, Any]:
     """The options of a model, by flat name, that determine what its weights mean."""
+    if "attention" in values:  # of a list, so that every option has a name of its own
+        values = values | {"attention": {str(n): one for n, one in enumerate(values["attention"])}}
     free = ("initial_state", "rank", "chunk_size")
     return {key: v for key, v in flatten(values).items() if key.rsplit(".", 1)[-1] not in free}
 

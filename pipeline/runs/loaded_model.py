@@ -1,6 +1,5 @@
 """Loads a trained or an exported model for use from Python, with its tokenizer."""
 
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -8,25 +7,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.tokenizer import (
-    LongCrawl64Tokenizer,
-    Tokenizer,
-    build_tokenizer,
-    tokenizer_of,
+from longhaul.datamodules.tokenizer import Tokenizer, tokenizer_of
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig, config_of_layers
+from longhaul.pipeline.runs.exported import (
+    exported_shape,
+    exported_tokenizer,
+    exported_weights,
+    is_exported,
 )
-from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig, model_config
-from longhaul.pipeline.runs.exported import exported_weights, is_exported, model_arguments
 from longhaul.pipeline.runs.trained_model import load_trained_model
-
-_MOST_BYTES = 16 << 20
-
-
-@dataclass(frozen=True)
-class _TokenizerSettings:
-    """The part of tokenizer_config.json that decides which tokenizer it is."""
-
-    tokenizer_class: str
 
 
 class LoadedModel(LanguageModel):
@@ -50,7 +39,7 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     """The model in a run folder, a checkpoint or an exported folder; see `longhaul.load`."""
     folder = Path(path)
     if is_exported(folder):
-        config, tokenizer = _exported_config(folder), _exported_tokenizer(folder)
+        config, tokenizer = _exported_config(folder), exported_tokenizer(folder)
         weights = exported_weights(folder)
     else:
         trained = load_trained_model(folder)
@@ -66,20 +55,8 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
 
 
 def _exported_config(folder: Path) -> LanguageModelConfig:
-    arguments = model_arguments(folder)
+    shape = exported_shape(folder)
     try:
-        return model_config(**arguments)
+        return config_of_layers(**shape)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'config.json'}: not the config of a model, {error}") from error
-
-
-def _exported_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer_config.json"
-    try:
-        settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
-        if settings.tokenizer_class == "LonghaulTokenizer":
-            return LongCrawl64Tokenizer()
-        return build_tokenizer(str(folder / "tokenizer.json"))
-    except (ValueError, OSError) as error:
-        reason = one_line(error)
-        raise ValueError(f"{folder}: found no tokenizer of an export, {reason}") from error

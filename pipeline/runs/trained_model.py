@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
@@ -53,7 +53,10 @@ class NamedModel(NamedTuple):
 
 
 def load_trained_model(
-    run_or_checkpoint: str | Path, positions: str = "none", factor: float = 1.0
+    run_or_checkpoint: str | Path,
+    positions: str = "none",
+    factor: float = 1.0,
+    ranks: Ranks = ALONE,
 ) -> TrainedModel:
     """The model of a checkpoint, or of the newest intact checkpoint of a run.
 
@@ -61,6 +64,7 @@ def load_trained_model(
         run_or_checkpoint: path of a run folder or of a checkpoint.
         positions: scaling of positions beyond the training context: none, linear or dynamic_ntk.
         factor: multiple of the training context to which positions are scaled.
+        ranks: the processes that evaluate the model together, all of which call this.
 
     Raises:
         ValueError: the path is neither, the run has no checkpoint yet, or a layer of the model
@@ -69,13 +73,15 @@ def load_trained_model(
     """
 
     def load(folder: RunFolder, checkpoint: Path) -> TrainedModel:
-        return _load(folder, checkpoint, positions, factor)
+        return _load(folder, checkpoint, positions, factor, ranks)
 
-    return read_checkpoint(run_or_checkpoint, load)
+    return read_checkpoint(run_or_checkpoint, load, ranks)
 
 
-def read_checkpoint(run_or_checkpoint: str | Path, read: Callable[[RunFolder, Path], T]) -> T:
-    """The result of `read`, called with a path's run folder and its checkpoint.
+def read_checkpoint(
+    run_or_checkpoint: str | Path, read: Callable[[RunFolder, Path], T], ranks: Ranks = ALONE
+) -> T:
+    """The result of `read`, called with a path's run folder and its checkpoint, on all ranks alike.
 
     Training may remove a run's checkpoint while it is read. The newest one is then read instead.
 
@@ -84,15 +90,23 @@ def read_checkpoint(run_or_checkpoint: str | Path, read: Callable[[RunFolder, Pa
         Exception: whatever `read` raises for a checkpoint that is still there.
     """
     while True:
-        folder, checkpoint = find_checkpoint(run_or_checkpoint)
+        # The first rank chooses: others might find a newer checkpoint.
+        chosen = [find_checkpoint(run_or_checkpoint)] if ranks.is_first else []
+        ((folder, checkpoint),) = ranks.gather(chosen)
+        result, failure = None, None
         try:
-            return read(folder, checkpoint)
-        except Exception:
-            if not was_pruned(checkpoint):
-                raise
+            result = read(folder, checkpoint)
+        except Exception as error:
+            failure = error
+        is_pruned = failure is not None and _was_pruned(checkpoint)
+        if any(ranks.gather([is_pruned])):
+            continue
+        if failure is not None:
+            raise failure
+        return cast(T, result)
 
 
-def was_pruned(checkpoint: Path) -> bool:
+def _was_pruned(checkpoint: Path) -> bool:
     """Whether a checkpoint that was there is gone; if so, say it."""
     if checkpoint.is_dir():
         return False
@@ -100,7 +114,9 @@ def was_pruned(checkpoint: Path) -> bool:
     return True
 
 
-def _load(folder: RunFolder, checkpoint: Path, positions: str, factor: float) -> TrainedModel:
+def _load(
+    folder: RunFolder, checkpoint: Path, positions: str, factor: float, ranks: Ranks
+) -> TrainedModel:
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
     saved = SavedCheckpoint(checkpoint, "model")
@@ -115,7 +131,7 @@ def _load(folder: RunFolder, checkpoint: Path, positions: str, factor: float) ->
     manifest = training_manifest(folder, config)
     checksums = (checkpoint / CHECKSUMS).read_bytes()
     return TrainedModel(
-        model, config, folder, checkpoint, step, device, scaling, manifest, checksums
+        model, config, folder, checkpoint, step, device, scaling, manifest, checksums, ranks
     )
 
 

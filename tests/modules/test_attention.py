@@ -470,13 +470,11 @@ class Unfinished(Attention):
 
 
 def test_what_an_unfinished_kind_lacks_is_named() -> None:
-    found = (
-        "^attention.kind: found incomplete, whose class Incomplete does not define build; wanted"
-    )
+    found = "^attention.kind: found incomplete, whose class Incomplete does not define build; w"
     with pytest.raises(ValueError, match=found):
         register("incomplete")(Incomplete)
     assert "incomplete" not in registered_variants()
-    found = "^attention.kind: found softmax, whose class Unfinished does not define forward; wanted"
+    found = "^attention.kind: found softmax, whose class Unfinished does not define forward; w"
     with pytest.raises(ValueError, match=found):
         Unfinished(attention_config("softmax")(), WIDTH, HEADS)
 

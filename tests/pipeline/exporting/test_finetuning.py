@@ -29,10 +29,7 @@ def both(kind: str, width: int = 32, **options: Any) -> tuple[LanguageModel, Lon
     with torch.no_grad():
         for parameter in model.parameters():  # large enough for every part to matter
             parameter.add_(0.3 * torch.randn_like(parameter))
-    shape = shape_of(config)
-    exported = LonghaulForCausalLM(
-        LonghaulConfig(**shape | {"attention": list(shape["attention"].values())})
-    )
+    exported = LonghaulForCausalLM(LonghaulConfig(**shape_of(config)))
     left = exported.load_state_dict(model.state_dict(), strict=False)
     assert left == (["lm_head.weight"], [])
     return model, exported.eval()

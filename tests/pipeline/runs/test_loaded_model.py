@@ -1,6 +1,7 @@
 """`longhaul.load`: the model of a run, a checkpoint and an export, with its tokenizer."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,10 @@ def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
     (exported / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="the weights are not those of its config"):
         longhaul.load(exported)
-    (exported / "tokenizer_config.json").write_text("[" * 5000)
-    with pytest.raises(ValueError, match=r"found no tokenizer of an export, .*found no JSON"):
+    (exported / "tokenizer_config.json").unlink()
+    os.mkfifo(exported / "tokenizer_config.json")  # whose reader would wait for a writer
+    found = r"no tokenizer of an export, .*tokenizer_config\.json: found a FIFO, wanted a regular"
+    with pytest.raises(ValueError, match=found):
         longhaul.load(exported)
 
 

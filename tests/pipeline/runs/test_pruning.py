@@ -10,10 +10,9 @@ import pytest
 
 from longhaul.pipeline.checkpoints import store
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.evaluation import run as evaluation
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.runs.ranks import Ranks
-from longhaul.pipeline.runs.trained_model import NamedModel, load_trained_model
+from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -105,6 +104,5 @@ def test_processes_that_read_together_choose_again_if_one_of_them_was_late(
                 return [False, True]
             return results
 
-    named = NamedModel(trained, "none", 1.0)
-    loaded = evaluation._load_together(First(), named)
+    loaded = load_trained_model(trained, ranks=First())
     assert loaded.checkpoint.name == "step-000000031"
