@@ -389,9 +389,8 @@ def test_memory_is_that_of_a_few_blocks(base: Run, tmp_path: Path) -> None:
     largest = max(file.stat().st_size for file in (tmp_path / "new").glob("*.safetensors"))
     assert 25_000_000 < largest < 31_000_000
     print(f"peak {int(result.stdout):,} bytes, largest shard {largest:,}")
-    # The check holds a block, one tensor more and a mapped file of 20 MB: 50 to 75 MB. What torch's
-    # reader leaves in circles of references stays until Python collects them: 119 MB if it never
-    # does, found with gc.disable().
+    # The check holds a block, one tensor more and a mapped file of 20 MB: 50 to 75 MB. What circles
+    # of references hold stays until Python collects it: 119 MB with gc.disable().
     assert int(result.stdout) < 5 * largest
     same(weights(tmp_path / "new"), model.state_dict())
 
