@@ -391,8 +391,8 @@ def test_every_field_is_followed_by_a_docstring_of_one_line(cls: type) -> None:
     [
         ("folder", "config: found the folder folder, wanted a YAML file"),
         ("empty.yaml", "empty.yaml: found nothing, wanted a mapping of keys"),
-        ("text.yaml", 'text.yaml: found "hello", wanted a mapping of keys'),
-        ("list.yaml", 'list.yaml: found ["a"], wanted a mapping of keys'),
+        ("text.yaml", "text.yaml: found 'hello', wanted a mapping of keys"),
+        ("list.yaml", "list.yaml: found '- a', wanted a mapping of keys"),
         ("child.yaml", "child.yaml: inherits: found no file run/dmo.yaml and no such preset, the "),
         ("model.width=3", "config: found 'model.width=3', wanted a YAML file or a preset before"),
         ("run/demo", "found no file run/demo and no such preset, the nearest preset is run/demo.y"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -156,12 +157,15 @@ def test_the_files_of_a_job_that_may_be_queued_are_kept(
         tmp_path, monkeypatch, "case $* in *one*) echo queued;; *) kill -INT $PPID; esac"
     )
     submit = ["submit", "run/demo.yaml", *on(corpus)]
+    # A shell starts what runs in the background with SIGINT ignored, and so perhaps these tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for status, arguments in (
         (1, ["name=one"]),
         (1, ["name=one", "--sweep", "trainer.seed=1"]),
         (130, ["name=two"]),
     ):
         assert main([*submit, *arguments]) == status
+    signal.signal(signal.SIGINT, before)
     for name in ("one", "one-seed=1", "two"):
         files = sorted(path.name for path in (tmp_path / "runs" / name / "slurm").iterdir())
         assert files == ["config.yaml", "train.sbatch"], name

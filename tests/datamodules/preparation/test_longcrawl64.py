@@ -149,7 +149,9 @@ def test_a_chunk_cut_short_is_named(make_store, tmp_path: Path, kept: int) -> No
     path, _ = make_store()
     chunk = path / "2.1"
     chunk.write_bytes(chunk.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"train.zarr: chunk 2.1 is damaged, \d+ bytes") as caught:
+    with pytest.raises(
+        ValueError, match=r"train.zarr: chunk 2.1 is damaged, found \d+ bytes"
+    ) as caught:
         prepare(path, tmp_path / "out")
     assert "\n" not in str(caught.value)
     prepare(path, tmp_path / "rest", "96:200")
