@@ -1,6 +1,7 @@
 """Decompresses a chunk of a Zarr store into no more memory than the chunk should take."""
 
 import zlib
+from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -11,6 +12,8 @@ Codec: TypeAlias = Literal["blosc", "gzip", "lz4", "zlib", "zstd"]
 
 # Versions and flags (4 bytes), then the decoded size, the block size and the stored size.
 _BLOSC_HEADER_BYTES = 16
+# Where the decoded size stands. numcodecs writes it in front of what lz4 compressed.
+_ANNOUNCED = {"blosc": slice(4, 8), "lz4": slice(0, 4)}
 
 
 def decoded(codec: Codec | None, content: bytes, size: int) -> bytes:
@@ -42,8 +45,10 @@ def decoded(codec: Codec | None, content: bytes, size: int) -> bytes:
 
 def _check_length(content: bytes) -> None:
     """Raise at a file that is cut short: blosc would decode memory after its end."""
+    if len(content) < _BLOSC_HEADER_BYTES:
+        raise ValueError(f"found {len(content)} bytes, wanted {_BLOSC_HEADER_BYTES} or more")
     stored = int.from_bytes(content[12:_BLOSC_HEADER_BYTES], "little")
-    if len(content) < _BLOSC_HEADER_BYTES or len(content) != stored:
+    if len(content) != stored:
         raise ValueError(f"found {len(content)} bytes, wanted {stored}")
 
 
@@ -58,9 +63,19 @@ def _decoded_by_numcodecs(codec: str, content: bytes, size: int) -> bytes:
         decode(content, out=out)
     except (RuntimeError, ValueError) as error:
         raise ValueError(one_line(error)) from None
-    # Fewer bytes fill the beginning of `out` without a word, and would fit into a shorter one too.
+    # Fewer bytes fill the beginning of `out` without a word.
+    if _holds_fewer(codec, decode, content, size):
+        raise ValueError(f"found fewer than {size} bytes when decoded, wanted {size}")
+    return out.tobytes()
+
+
+def _holds_fewer(codec: str, decode: Callable[..., object], content: bytes, size: int) -> bool:
+    """Whether a chunk that fits into `size` bytes when decoded would not fill them."""
+    if codec in _ANNOUNCED:
+        return int.from_bytes(content[_ANNOUNCED[codec]], "little") < size
+    # A zstd frame may not say its size, but fewer bytes would fit into a shorter buffer too.
     try:
         decode(content, out=np.empty(size - 1, np.uint8))
     except (RuntimeError, ValueError):
-        return out.tobytes()
-    raise ValueError(f"found fewer than {size} bytes when decoded, wanted {size}")
+        return False
+    return True
