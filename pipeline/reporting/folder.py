@@ -94,6 +94,7 @@ def write_runs(path: Path, named: NamedRuns) -> None:
     """CSV with one row per run."""
     settings = ("learning_rate", "seed")
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
+    origin = ("commit", "hardware", "data", "data_sha256")
     rows = [
         [
             *named.leading_cells(run),
@@ -106,7 +107,9 @@ def write_runs(path: Path, named: NamedRuns) -> None:
             run.state_bytes,
             run.commit,
             run.hardware,
+            run.data.name,
+            run.data.sha256,
         ]
         for run in named.runs
     ]
-    write_csv(path, [*LEADING_COLUMNS, *settings, *columns, "commit", "hardware"], rows)
+    write_csv(path, [*LEADING_COLUMNS, *settings, *columns, *origin], rows)
