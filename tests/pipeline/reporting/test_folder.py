@@ -451,6 +451,7 @@ def test_tables_that_cannot_be_read_are_one_line_each(
     ):
         assert f"<li>Run damaged[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
     assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
+    assert "--tasks positions --context N, with N tokens in a window" in left_out
     assert "Perplexity of a sliding window" not in left_out
     assert len(rows(tmp_path / "new" / "runs.csv")) == 1
 
@@ -584,6 +585,36 @@ for (const name of ["validation loss", "validation loss", "training context", "r
 document.title = JSON.stringify(orders);
 </script>
 """
+
+
+MEASURED = """
+<script>
+document.title = JSON.stringify([...document.querySelectorAll(".wide")]
+  .map(one => one.scrollWidth - one.clientWidth));
+</script>
+"""
+
+
+@pytest.mark.soak
+def test_a_browser_shows_all_columns(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    store, commit = Store.in_file(tmp_path, empty_store), f"{'4722a5cf86':0<40}-dirty"
+    for rate in ("0.001", "0.002"):
+        run_id = store.add(
+            f"mine-learning_rate={rate}", f"optim.learning_rate={rate}", commit=commit
+        )
+        store.evaluate(run_id, "step-000000004", "attention", ATTENTION)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    text = (tmp_path / "new" / "index.html").read_text()
+    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{MEASURED}</body>")
+    (tmp_path / "page.html").write_text(text)
+    options = ("--dump-dom", "--window-size=1300,2000")
+    shown = browse(tmp_path / "page.html", tmp_path, *options).stdout
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    assert json.loads(found[1]) == [0, 0]
 
 
 @pytest.mark.soak
