@@ -18,7 +18,11 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
     "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
-    "Loss by position": (evaluations.loss_by_position, "longhaul evaluate RUN --context N"),
+    "Loss by position": (
+        evaluations.loss_by_position,
+        "longhaul evaluate RUN --tasks positions --context N, with N tokens in a window: a divisor "
+        "of the documents' length, such as 4 times the training context",
+    ),
     "Loss in windows of each length": (
         evaluations.loss_in_windows,
         "longhaul evaluate RUN --tasks context",
@@ -40,7 +44,7 @@ _TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
     "lm-eval": (summaries.lm_eval_tables, "longhaul evaluate RUN --tasks lm-eval"),
     "Tables of position scaling": (
         summaries.ntk_tables,
-        "longhaul evaluate RUN --tasks perplexity,passkey --positions dynamic_ntk --factor N",
+        "longhaul evaluate RUN --tasks perplexity,passkey --positions dynamic_ntk --factor 4",
     ),
 }
 """The same for tables."""
@@ -94,6 +98,7 @@ def write_runs(path: Path, named: NamedRuns) -> None:
     """CSV with one row per run."""
     settings = ("learning_rate", "seed")
     columns = ("tokens", "validation_loss_nats", "tokens_per_second", "parameters", "state_bytes")
+    origin = ("commit", "hardware", "data", "data_sha256")
     rows = [
         [
             *named.leading_cells(run),
@@ -106,7 +111,9 @@ def write_runs(path: Path, named: NamedRuns) -> None:
             run.state_bytes,
             run.commit,
             run.hardware,
+            run.data.name,
+            run.data.sha256,
         ]
         for run in named.runs
     ]
-    write_csv(path, [*LEADING_COLUMNS, *settings, *columns, "commit", "hardware"], rows)
+    write_csv(path, [*LEADING_COLUMNS, *settings, *columns, *origin], rows)

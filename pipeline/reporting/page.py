@@ -26,17 +26,16 @@ h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 .wide { overflow-x: auto; margin-bottom: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid #ddd; text-align: right;
+th, td { padding: .25rem .5rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
-td { white-space: nowrap; }
+td[data-value] { white-space: nowrap; }
 th button { font: inherit; font-weight: bold; color: inherit; text-align: inherit; background: none;
   border: 0; padding: 0; cursor: pointer; }
 th button::after { content: "\\2195"; color: #767676; padding-left: .2rem; }
 th[aria-sort=ascending] button::after { content: "\\2191"; color: inherit; }
 th[aria-sort=descending] button::after { content: "\\2193"; color: inherit; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-td:first-child, td:nth-child(2) { white-space: normal; overflow-wrap: anywhere;
-  min-width: 9rem; }
+td:first-child, td:nth-child(2) { overflow-wrap: anywhere; min-width: 9rem; }
 tr.unfinished td { color: #555; font-style: italic; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr));
   gap: 1.5rem; align-items: start; }

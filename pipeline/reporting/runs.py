@@ -49,6 +49,17 @@ class Point:
     value: float  # NaN where it was not finite
 
 
+@dataclass(frozen=True, order=True)
+class Data:
+    """The shards that a run is trained on."""
+
+    name: str
+    """The last two folders of their path or URL."""
+
+    sha256: str
+    """What identifies them, wherever they are: the hash of all shards' hashes."""
+
+
 @dataclass(frozen=True)
 class Evaluated:
     """The table that one task wrote."""
@@ -68,6 +79,7 @@ class Run:
 
     commit: str
     hardware: str
+    data: Data
     config: RunConfig
     config_text: str
     losses: list[Point]
@@ -207,15 +219,18 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         evaluations, left_out = _evaluations(client, run_id, fetch, config.data.context)
         hardware = _hardware(fetch)
     model = build_on_meta(config.model)
-    metrics = run.data.metrics
+    metrics, params = run.data.metrics, run.data.params
+    # Where MLflow knows no hash, only runs that read the same path are taken to share their data.
+    data = (params.get(name, config.data.manifest) for name in ("data", "data_sha256"))
     evaluations |= _measured(client, run_id, metrics, config.data.context)
     speeds = _history(client, run_id, "train/tokens_per_second", metrics)
     return Run(
         run_id=run_id,
         name=printable(run.info.run_name or run_id),
         status=str(run.info.status),
-        commit=printable(run.data.params.get("commit", "unknown")),
+        commit=printable(params.get("commit", "unknown")),
         hardware=hardware,
+        data=Data(*map(printable, data)),
         config=config,
         config_text=text,
         losses=_points(client, run_id, "train/loss", metrics, config),

@@ -1,6 +1,6 @@
 """The name, colour and marker of each run, the same in all figures."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,22 @@ from typing import Any
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.pipeline.evaluation.figures import COLOURS
-from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.runs import Data, Run
 
-# Runs of one kind are different variants if any of these settings differ. The context is not among
-# them, since it is an axis of figures, nor is the seed.
+# Runs of one kind are different variants if their data or any of these settings differ. The context
+# is not among them, since it is an axis of figures, nor is the seed, nor is the path of the data:
+# one path may lead to different data, and the same data may lie in several places.
 _DECISIVE = (
     "model.",
     "optim.",
-    "data.manifest",
     "trainer.precision",
     "trainer.start_from",
     "trainer.train_only",
 )
 # Settings below those that do not change results.
 _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
+
+_DIGEST_CHARACTERS = 8  # of the hash of data, where a name is not enough
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
@@ -42,7 +44,7 @@ class NamedRuns:
     """Runs in the order of all legends and tables, with their names, colours and markers."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        names = name_variants([run.config for run in runs])
+        names = name_variants([run.config for run in runs], [run.data for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
         kinds = (_kind(run.config) for run in runs)
         self._looks = looks(dict(zip(names, kinds, strict=True)))
@@ -73,16 +75,23 @@ class NamedRuns:
         return [run.name, run.run_id, run.status, self.variant(run), run.context]
 
 
-def name_variants(configs: Sequence[RunConfig]) -> list[str]:
-    """Each run's kind and degree, and the settings in which it differs from others of that kind."""
+def name_variants(configs: Sequence[RunConfig], data: Sequence[Data]) -> list[str]:
+    """Each run's kind and degree, and the settings in which it differs from others of that kind.
+
+    Where not all runs are trained on the same data, every name tells which, since losses on
+    different data cannot be compared, also those of different kinds.
+    """
+    data_names = _data_names(data)
     kinds = [_kind(config) for config in configs]
     options = [_options(config) for config in configs]
     names = []
-    for kind, own in zip(kinds, options, strict=True):
+    for kind, own, trained_on in zip(kinds, options, data, strict=True):
         same_kind = [other for name, other in zip(kinds, options, strict=True) if name == kind]
         keys = dict.fromkeys(key for other in same_kind for key in other)
         differing = [key for key in keys if len({str(other.get(key)) for other in same_kind}) > 1]
         parts = [f"{key.rpartition('.')[2]}={_shown(own.get(key))}" for key in differing]
+        if len(data_names) > 1:
+            parts.insert(0, f"data={data_names[trained_on.sha256]}")
         names.append(", ".join([kind, *parts]))
     return names
 
@@ -108,6 +117,18 @@ def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
             found[name] = Look(COLOURS[colour], marker)
             markers_taken[colour] += 1
     return found
+
+
+def _data_names(data: Sequence[Data]) -> dict[str, str]:
+    """A short name for each hash, with the beginning of the hash where others have that name."""
+    names: dict[str, str] = {}
+    for one in sorted(data):
+        names.setdefault(one.sha256, one.name)  # Copies in other folders have other names.
+    uses = Counter(names.values())
+    return {
+        sha256: name if uses[name] == 1 else f"{name} {sha256[:_DIGEST_CHARACTERS]}"
+        for sha256, name in names.items()
+    }
 
 
 def _kind(config: RunConfig) -> str:

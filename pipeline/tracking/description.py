@@ -52,9 +52,11 @@ def describe(
     """Describe a run whose model has so many parameters, and the shards that it reads."""
     commit = source_commit()
     data = data_name(train)
+    # The last update is a whole one, also where the budget ends within it.
+    tokens = config.num_updates * config.optim.tokens_per_update
     params = {
         "parameters": str(num_parameters),
-        "tokens": str(config.trainer.max_tokens),
+        "tokens": str(tokens),
         "data": data,
         "data_sha256": train.shards_sha256,
         "hardware": f"{config.trainer.world_size} x {main_device()}",
@@ -71,7 +73,7 @@ def describe(
         "mlflow.source.name": "longhaul train",
         "mlflow.source.type": "LOCAL",
         "mlflow.note.content": f"{', '.join(config.model.kinds)} with {amount(num_parameters)} "
-        f"parameters on {amount(config.trainer.max_tokens)} tokens of {data}, "
+        f"parameters on {amount(tokens)} tokens of {data}, "
         f"context {config.data.context:,}",
     }
     if commit is not None:

@@ -62,7 +62,14 @@ class Store:
         shutil.copy(empty, folder / "mlflow.db")
         return cls(f"sqlite:///{folder}/mlflow.db", str(folder / "artifacts"))
 
-    def add(self, name: str, *overrides: str, status: str = "FINISHED", loss: float = 4.5) -> str:
+    def add(
+        self,
+        name: str,
+        *overrides: str,
+        status: str = "FINISHED",
+        loss: float = 4.5,
+        commit: str = "abc",
+    ) -> str:
         config = small_config(*overrides)
         tags = {"longhaul.attention": ",".join(config.model.kinds)}
         run_id: str = self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id
@@ -72,7 +79,8 @@ class Store:
             metrics.append(Metric("train/tokens", step * 512, 1, step))
             metrics.append(Metric("train/tokens_per_second", 100.0 * step, 1, step))
         self.client.log_batch(run_id, metrics)
-        self.client.log_param(run_id, "commit", "abc")
+        for key, value in (("commit", commit), ("data", "gpt2/train"), ("data_sha256", "9" * 64)):
+            self.client.log_param(run_id, key, value)
         self.client.log_text(run_id, to_yaml(config), "config.yaml")
         environment = json.dumps({"accelerators": [], "processor": "a processor"})
         self.client.log_text(run_id, environment, "environment.json")
@@ -189,6 +197,7 @@ def test_the_table_of_runs_is_what_was_logged(reported: Path) -> None:
     assert int(row["parameters"]) == model.num_parameters()
     assert int(row["state_bytes"]) == state_bytes(attention_layers(model), 128)
     assert (row["commit"], row["hardware"]) == ("abc", "a processor")
+    assert (row["data"], row["data_sha256"]) == ("gpt2/train", "9" * 64)
     config = small_config()
     assert float(row["learning_rate"]) == config.optim.learning_rate
     assert (row["seed"], found["again"]["seed"]) == (str(config.trainer.seed), "1")
@@ -442,6 +451,7 @@ def test_tables_that_cannot_be_read_are_one_line_each(
     ):
         assert f"<li>Run damaged[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
     assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
+    assert "--tasks positions --context N, with N tokens in a window" in left_out
     assert "Perplexity of a sliding window" not in left_out
     assert len(rows(tmp_path / "new" / "runs.csv")) == 1
 
@@ -487,6 +497,7 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     assert (params["data"], params["name"]) == ("shards/train", "small")
     assert params["hardware"].startswith("1 x ")
     assert params["commit"] == own.commit
+    assert (params["data"], params["data_sha256"]) == (own.data.name, own.data.sha256)
     contexts = {one.tags[0].value: one.dataset.name for one in in_mlflow.inputs.dataset_inputs}
     assert contexts == {"training": "shards/train", "validation": "shards/validation"}
     shown = {name for name in in_mlflow.data.tags if not name.startswith("mlflow.")}
@@ -574,6 +585,36 @@ for (const name of ["validation loss", "validation loss", "training context", "r
 document.title = JSON.stringify(orders);
 </script>
 """
+
+
+MEASURED = """
+<script>
+document.title = JSON.stringify([...document.querySelectorAll(".wide")]
+  .map(one => one.scrollWidth - one.clientWidth));
+</script>
+"""
+
+
+@pytest.mark.soak
+def test_a_browser_shows_all_columns(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    store, commit = Store.in_file(tmp_path, empty_store), f"{'4722a5cf86':0<40}-dirty"
+    for rate in ("0.001", "0.002"):
+        run_id = store.add(
+            f"mine-learning_rate={rate}", f"optim.learning_rate={rate}", commit=commit
+        )
+        store.evaluate(run_id, "step-000000004", "attention", ATTENTION)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    text = (tmp_path / "new" / "index.html").read_text()
+    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{MEASURED}</body>")
+    (tmp_path / "page.html").write_text(text)
+    options = ("--dump-dom", "--window-size=1300,2000")
+    shown = browse(tmp_path / "page.html", tmp_path, *options).stdout
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    assert json.loads(found[1]) == [0, 0]
 
 
 @pytest.mark.soak

@@ -8,7 +8,7 @@ from longhaul.configs import RunConfig, load_run_config
 from longhaul.configs.schema import TrackingConfig
 from longhaul.pipeline.commands import report
 from longhaul.pipeline.evaluation.labels import Label, parse_label
-from longhaul.pipeline.reporting.runs import Point
+from longhaul.pipeline.reporting.runs import Data, Point
 from longhaul.pipeline.reporting.training import _thinned
 from longhaul.pipeline.reporting.variants import looks, name_variants
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
@@ -26,7 +26,7 @@ def test_variants_are_named_by_what_they_differ_in() -> None:
         config("optim.learning_rate=0.01", "model.attention.degree=4"),
         config("optim.learning_rate=0.01"),
     ]
-    names = name_variants(configs)
+    names = name_variants(configs, [Data("gpt2/train", "a" * 64)] * len(configs))
     assert names[:2] == ["softmax", "softmax"]
     assert names[2:] == [
         "conformal_sympow p=2, learning_rate=0.001",
@@ -35,6 +35,25 @@ def test_variants_are_named_by_what_they_differ_in() -> None:
     ]
     many = looks({f"variant {index:02d}": "softmax" for index in range(70)})
     assert len(set(many.values())) == 70
+
+
+def test_data_are_told_apart_by_their_hash_and_not_by_their_path() -> None:
+    here, elsewhere = "data.manifest=data/mine/train", "data.manifest=../../data/mine/train"
+    softmax = "model.attention.kind=softmax"
+    a, b, c = (Data("mine/train", one * 64) for one in "abc")
+    configs = [config(here), config(elsewhere)]
+    # The same shards at another path, or in a copy of another name, are the same data.
+    for other in (a, Data("copy/train", a.sha256)):
+        assert name_variants(configs, [a, other]) == ["conformal_sympow p=2"] * 2
+    # Other shards at the same path are other data, also for another kind.
+    configs = [config(here), config(here), config(here, softmax), config(here)]
+    names = name_variants(configs, [a, b, c, Data("gpt2/train", "d" * 64)])
+    assert names == [
+        "conformal_sympow p=2, data=mine/train aaaaaaaa",
+        "conformal_sympow p=2, data=mine/train bbbbbbbb",
+        "softmax, data=mine/train cccccccc",
+        "conformal_sympow p=2, data=gpt2/train",
+    ]
 
 
 def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:

@@ -86,6 +86,11 @@ def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) ->
     assert (second.name, second.context) == ("gpt2/validation", "validation")
     address = "https://***@host/gpt2/validation/manifest.json"
     assert (second.source_type, json.loads(second.source)) == ("http", {"url": address})
+    # A budget that ends within an update is trained to the end of that update.
+    config = load_run_config("run/demo.yaml", ["trainer.max_tokens=100"])
+    found = describe(config, 1, train, None)
+    assert found.params["tokens"] == str(config.optim.tokens_per_update)
+    assert "on 8.2K tokens of" in found.tags["mlflow.note.content"]
     monkeypatch.setattr(description, "source_commit", lambda: None)
     found = describe(config, 1, train, None)
     assert len(found.datasets) == 1
