@@ -159,8 +159,8 @@ def test_a_finished_run_without_intact_weights_says_so(
     assert main(["train", "small.yaml", f"root={tmp_path}"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "is finished, 15,360 tokens, but found no intact checkpoint of it" in said
-    for command in ("generate", "evaluate"):  # a failure, not bad input
-        assert main([command, f"{tmp_path}/small"]) == 1
+    for command in (["generate", "--prompt", "x"], ["evaluate"]):  # a failure, not bad input
+        assert main([*command, f"{tmp_path}/small"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
         assert "found only damaged checkpoints, wanted an intact one" in said
     shutil.rmtree(tmp_path / "small" / "checkpoints")  # a user may have wanted the room
