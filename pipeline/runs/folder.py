@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from longhaul.configs import (
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.untrusted import Count, parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.system.environment import describe_environment
+from longhaul.pipeline.checkpoints.store import newest_step
+from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_run import SQLITE
 
@@ -76,7 +77,7 @@ class RunFolder:
         return cls(Path(config.root) / config.name)
 
     def check_same_run(self, config: RunConfig) -> None:
-        """Raise ConfigError if a key that must not change differs from the folder's config."""
+        """Raise ConfigError if the folder's run has another config, or has trained more tokens."""
         if not self.config_file.exists():
             return
         stored = stored_config(self)
@@ -95,9 +96,37 @@ class RunFolder:
                 f"model.layer_attention: found the order {', '.join(orders[0])}, wanted "
                 f"{', '.join(orders[1])} as in {self.config_file}; give the new run another name"
             )
+        # The schedule, and every number of the run, would be those of two budgets.
+        trained = newest_step(self.checkpoints) * config.optim.tokens_per_update
+        if (finished := self.finished()) is not None:
+            trained = max(trained, finished.tokens)
+        if config.num_updates * config.optim.tokens_per_update < trained:
+            raise ConfigError(
+                f"trainer.max_tokens: found {config.trainer.max_tokens}, wanted {trained} or more, "
+                f"which {self.path} has trained; give the new run another name"
+            )
+
+    def changed_sources(self, kinds: Iterable[str]) -> list[str]:
+        """A line for each kind of attention whose file is not the one the run was started with.
+
+        A folder whose environment cannot be read, such as one of another program's, has none.
+        """
+        try:
+            content = read_regular(self.environment_file, 1 << 20)
+            before = parse_json(Environment, content, self.environment_file).attention_sha256
+        except (OSError, ValueError):
+            return []
+        return [
+            f"{self.path}: the file of kind {kind} differs from the one that trained the run: "
+            f"found sha256 {now[:12]}, wanted {before[kind][:12]}"
+            for kind, now in source_hashes(kinds).items()
+            if before.get(kind, now) != now
+        ]
 
     def record_start(self, config: RunConfig) -> None:
         """Write the config and the environment, and remove the marks of an earlier end.
+
+        The environment stays the one of the first start, once a checkpoint has come of it.
 
         The caller must hold the lock of the metrics journal, so that only one process writes here.
         """
@@ -105,9 +134,10 @@ class RunFolder:
         movable = dataclasses.replace(
             _with_relative_paths(config, self.path), root=str(self.path.parent.absolute())
         )
-        environment = json.dumps(describe_environment(config.model.kinds), indent=2)
-        # Before the config, which it marks as a run's (load_run).
-        write_atomically(self.environment_file, environment + "\n")
+        if not self.environment_file.exists() or not newest_step(self.checkpoints):
+            environment = json.dumps(describe_environment(config.model.kinds), indent=2)
+            # Before the config, which it marks as a run's (load_run).
+            write_atomically(self.environment_file, environment + "\n")
         write_atomically(self.config_file, to_yaml(movable))
         for mark in (self.done_file, self.path / "STOPPED"):
             mark.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -12,9 +13,9 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
+from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import newest_checkpoint
+from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_manifest
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
@@ -87,6 +88,7 @@ def read_checkpoint(
 
     Raises:
         ValueError: there is no checkpoint.
+        CheckpointError: there are only damaged ones.
         Exception: whatever `read` raises for a checkpoint that is still there.
     """
     while True:
@@ -95,6 +97,9 @@ def read_checkpoint(
         ((folder, checkpoint),) = ranks.gather(chosen)
         result, failure = None, None
         try:
+            if ranks.is_first:
+                for line in folder.changed_sources(stored_config(folder).model.kinds):
+                    _warn_once(line)
             result = read(folder, checkpoint)
         except Exception as error:
             failure = error
@@ -104,6 +109,12 @@ def read_checkpoint(
         if failure is not None:
             raise failure
         return cast(T, result)
+
+
+@cache
+def _warn_once(line: str) -> None:
+    """Log a warning, which a training that evaluates its own checkpoints would repeat."""
+    logger.warning("%s", line)
 
 
 def _was_pruned(checkpoint: Path) -> bool:
@@ -140,9 +151,14 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:
 
     Raises:
         ValueError: there is none.
+        CheckpointError: there are only damaged ones.
     """
     folder, checkpoint = locate(run_or_checkpoint)
     checkpoint = checkpoint or newest_checkpoint(folder.checkpoints)
+    if checkpoint is None and newest_step(folder.checkpoints):
+        raise CheckpointError(
+            f"{run_or_checkpoint}: found only damaged checkpoints, wanted an intact one"
+        )
     if checkpoint is None:
         raise ValueError(f"{run_or_checkpoint}: found no intact checkpoint, wanted one")
     return folder, checkpoint

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from longhaul.datamodules.untrusted import Sha256
 from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import output_of
 
@@ -56,6 +57,7 @@ class Environment:
     commit: str | None = None
     accelerators: list[str] = field(default_factory=list)
     processor: str | None = None
+    attention_sha256: dict[str, Sha256] = field(default_factory=dict)
 
 
 def source_checkout() -> Path | None:

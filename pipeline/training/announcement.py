@@ -7,6 +7,7 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
+from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
@@ -23,6 +24,7 @@ def summary(
     """
     trainer, tracking = config.trainer, config.tracking
     tokens = _budget(config)
+    updates = f"{config.num_updates:,} update{'s' if config.num_updates > 1 else ''}"
     dropped = train.dropped_tokens
     unused = f", {dropped:,} more did not fill a document" if dropped else ""
     gpus = torch.cuda.is_available()
@@ -30,26 +32,37 @@ def summary(
     ranks = f"{trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}"
     return (
         f"{parameters:,} parameters, {', '.join(config.model.kinds)}; {tokens:,} tokens in "
-        f"{config.num_updates:,} updates are {tokens / train.num_tokens:.3g} epochs of "
+        f"{updates} are {tokens / train.num_tokens:.3g} epochs of "
         f"{config.data.manifest} ({train.num_tokens:,} tokens{unused})",
         f"{device}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
         f"MLflow {without_secrets(tracking.uri)}, experiment {tracking.experiment}",
     )
 
 
-def doubts(config: RunConfig, data: TokenDataModule, before: RunConfig | None) -> Iterator[str]:
+def doubts(
+    config: RunConfig, data: TokenDataModule, before: RunConfig | None, trained: int
+) -> Iterator[str]:
     """A line for each part of the config that does not do what it seems to ask for.
 
     Args:
         config: of the run.
         data: that is trained on.
         before: the config with which the run was started last, None for a new run.
+        trained: tokens that the run has been trained on.
     """
     schedule, tokens = config.optim.schedule, _budget(config)
     if before is not None and before.trainer.max_tokens != config.trainer.max_tokens:
+        rates = [
+            config.optim.learning_rate
+            * learning_rate_factor(schedule, trained, one.trainer.max_tokens)
+            for one in (before, config)
+        ]
+        jumps = trained > 0 and rates[0] != rates[1]
+        jump = f"; at this step the rate jumps from {rates[0]:.3g} to {rates[1]:.3g}"
         yield (
             f"trainer.max_tokens: found {config.trainer.max_tokens}, "
             f"{before.trainer.max_tokens} before; the learning rate schedule ends there"
+            f"{jump if jumps else ''}"
         )
     if tokens != config.trainer.max_tokens:
         yield (

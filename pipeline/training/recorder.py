@@ -100,13 +100,15 @@ class Recorder:
         """
         config, folder = self._config, self._folder
         before = stored_config(folder) if folder.config_file.exists() else None
+        # What has saved nothing yet starts over, with the files that are here now.
+        changed = [] if saved is None else folder.changed_sources(config.model.kinds)
         record_data(folder, config.data)
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
         for line in summary(config, folder, self._data.manifest, self._parameters):
             self._progress_line.say(line)
-        for line in doubts(config, self._data, before):
+        for line in (*changed, *doubts(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)
         self._progress_line.begin(progress)
         if self._source is not None:

@@ -24,6 +24,7 @@ from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.folder import Finished, RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.tracking.description import Description, describe
+from longhaul.pipeline.tracking.metrics_journal import JournalError
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
 from longhaul.pipeline.training.callback import TrainingCallback
@@ -87,7 +88,17 @@ def _train_on_rank_0(
     """Train together with the other ranks, and record metrics and the run's status."""
     parameters = module.model.num_parameters()
     description = describe(config, parameters, data.manifest, data.validation_manifest)
-    tracker = _new_tracker(config, folder, description)
+    try:
+        tracker = _new_tracker(config, folder, description)
+    except JournalError as error:
+        # A full disk, say, is not the fault of the config.
+        wrong = FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError
+        if os.path.exists(folder.path) or not isinstance(error.__cause__, wrong):
+            raise
+        raise ConfigError(
+            f"root: found {config.root}, in which no folder can be made, wanted one for runs: "
+            f"{error}"
+        ) from error
     recorder = Recorder(config, folder, tracker, data, parameters, source)
     callback = TrainingCallback(config, folder, data, requests, recorder)
     status: Status = "FAILED"

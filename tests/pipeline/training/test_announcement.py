@@ -23,14 +23,14 @@ Warn = Callable[..., list[str]]
 def warn(run: Run) -> Warn:
     """The warnings of the small run with other values."""
 
-    def told(*overrides: str, before: int | None = None) -> list[str]:
+    def told(*overrides: str, before: int | None = None, trained: int = 0) -> list[str]:
         config = load_run_config(run.path / "small.yaml", overrides)
         data = TokenDataModule(
             config.data, seed=0, samples_per_update=8, micro_batch=4, rank=0, world_size=1
         )
         trainer = dataclasses.replace(config.trainer, max_tokens=before or 1)
         stored = None if before is None else dataclasses.replace(config, trainer=trainer)
-        return list(doubts(config, data, stored))
+        return list(doubts(config, data, stored, trained))
 
     return told
 
@@ -74,6 +74,17 @@ def test_another_budget_than_before_is_told(warn: Warn) -> None:
     ]
 
 
+def test_a_rate_that_rises_again_is_told(warn: Warn) -> None:
+    wsd = ("optim.schedule.name=wsd", "optim.schedule.decay_tokens=5120")
+    more = ("trainer.max_tokens=30720", *wsd)
+    told = "trainer.max_tokens: found 30720, 15360 before; the learning rate schedule ends there"
+    assert warn(*more, before=15360, trained=15360) == [
+        f"{told}; at this step the rate jumps from 0 to 0.003"
+    ]
+    assert warn(*more, before=15360, trained=10240) == [told]  # before the decay
+    assert warn(*more, before=15360) == [told]
+
+
 def test_a_validation_set_of_another_corpus_is_told(
     warn: Warn, corpus: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +114,8 @@ def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> 
     )
     assert f"{manifest.dropped_tokens:,} more did not fill a document" in budget
     assert "single, 1 rank, 32-true" in places
+    brief = load_run_config(run.path / "small.yaml", ["trainer.max_tokens=512"])
+    assert "; 512 tokens in 1 update are " in summary(brief, RunFolder.of(brief), manifest, 1)[0]
     assert places.endswith(
         f"run folder {run.path}/small; MLflow sqlite:///{run.path}/mlflow.db, experiment tests"
     )

@@ -1,14 +1,18 @@
 """Commands that are refused change nothing: neither the run folder nor what MLflow has of it."""
 
 import hashlib
+import shutil
 import sqlite3
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from longhaul.configs import ConfigError, load_run_config
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.runs.checks import check_run
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -42,6 +46,7 @@ OTHER_RUNS = (
     ("model.layers=12 model.width=1000000", "gradients and moments take"),
     ("trainer.strategy=ddp trainer.nodes=2 trainer.micro_batch=2", "found 2 outside of a Slurm"),
     ("evaluation.tasks=[nonsense]", "evaluation.tasks: "),
+    ("root=small.yaml", "root: found small.yaml, in which no folder can be made, wanted one for"),
     (
         "trainer.strategy=ddp trainer.devices=2 trainer.micro_batch=2 optim.learning_rate=1",
         "optim.learning_rate: found 1.0",
@@ -102,6 +107,21 @@ def test_what_is_refused_leaves_a_finished_run_as_it_was(
 ) -> None:
     assert (uninterrupted.path / "small" / "DONE").is_file()
     assert refuse(uninterrupted) > 20
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_budget_below_what_is_trained_is_refused(
+    uninterrupted: Run, tmp_path: Path, is_done: bool
+) -> None:
+    shutil.copytree(uninterrupted.path / "small", tmp_path / "small")
+    if not is_done:
+        (tmp_path / "small" / "DONE").unlink()  # as in a run that trains further
+    for tokens, is_refused in ((14848, True), (15000, False), (30720, False)):
+        overrides = [f"root={tmp_path}", f"trainer.max_tokens={tokens}"]
+        config = load_run_config(uninterrupted.path / "small.yaml", overrides)
+        said = rf"trainer\.max_tokens: found {tokens}, wanted 15360 or more, which .*small has"
+        with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
+            check_run(config)
 
 
 def test_what_is_refused_leaves_a_running_run_as_it_was(

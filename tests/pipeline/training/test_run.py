@@ -159,6 +159,10 @@ def test_a_finished_run_without_intact_weights_says_so(
     assert main(["train", "small.yaml", f"root={tmp_path}"]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert "is finished, 15,360 tokens, but found no intact checkpoint of it" in said
+    for command in (["generate", "--prompt", "x"], ["evaluate"]):  # a failure, not bad input
+        assert main([*command, f"{tmp_path}/small"]) == 1
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "found only damaged checkpoints, wanted an intact one" in said
     shutil.rmtree(tmp_path / "small" / "checkpoints")  # a user may have wanted the room
     assert main(["train", "small.yaml", f"root={tmp_path}"]) == 0
 
@@ -173,8 +177,18 @@ def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
 def test_a_run_killed_just_before_its_end_is_ended(uninterrupted: Run) -> None:
     (uninterrupted.path / "small" / "DONE").unlink()
     before = final_weights(uninterrupted)
+    # As if the variant's file had been another one until then.
+    environment = uninterrupted.path / "small" / "environment.json"
+    recorded = environment.read_text()
+    other = json.loads(recorded) | {"attention_sha256": {"conformal_sympow": "0" * 64}}
+    environment.write_text(json.dumps(other))
     result = uninterrupted.longhaul("train", "small.yaml")
     assert "resumed at step 30" in result.stdout
+    (line,) = [one for one in result.stderr.splitlines() if "differs from the one that" in one]
+    assert "small: the file of kind conformal_sympow differs" in line
+    assert line.endswith("wanted 000000000000")
+    assert json.loads(environment.read_text()) == other
+    environment.write_text(recorded)
     assert (uninterrupted.path / "small" / "DONE").is_file()
     after = final_weights(uninterrupted)
     assert all(torch.equal(after[name], before[name]) for name in before)
