@@ -39,6 +39,12 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{**settings, "allow_abbrev": False})
 
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        if settings.get("nargs") == "*":
+            # Without a default, argparse would list it among the missing arguments.
+            settings.setdefault("default", [])
+        return super().add_argument(*names, **settings)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status 0, 1 for a failure while running, 2 for bad input."""

@@ -182,12 +182,14 @@ def _json_lines(name: str, path: Path, file: IO[bytes] | gzip.GzipFile) -> Itera
                     "shorter texts"
                 )
             if line.strip():
-                yield Text(f"{name}#{number}", partial(_json_pieces, line, where))
+                # Read even if this line is for the other split: the first bad one is to be named.
+                text = _json_text(line, where)
+                yield Text(f"{name}#{number}", partial(_pieces_of, text))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: damaged, {one_line(error)}") from None
 
 
-def _json_pieces(line: bytes, where: str) -> Iterator[str]:
+def _json_text(line: bytes, where: str) -> str:
     try:
         # Not by a schema of pydantic's, which refuses single surrogates; crawled text has some.
         record = json.loads(line)
@@ -198,7 +200,7 @@ def _json_pieces(line: bytes, where: str) -> Iterator[str]:
     text = record.get("text") if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise ValueError(f"{where}: no `text`, wanted an object with a string of that name")
-    return _cut_up(io.StringIO(text, newline=""))
+    return text
 
 
 def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
@@ -218,13 +220,16 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
                 for value in batch.column(0):
                     number += 1
                     if (text := value.as_py()) is not None:
-                        pieces = partial(_cut_up, io.StringIO(text, newline=""))
-                        yield Text(f"{name}#{number}", pieces)
+                        yield Text(f"{name}#{number}", partial(_pieces_of, text))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         # Arrow reports damage as an OSError too, but one without a number.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise ValueError(f"{path}: not readable as parquet, {one_line(error)}") from None
+
+
+def _pieces_of(text: str) -> Iterator[str]:
+    return _cut_up(io.StringIO(text, newline=""))
 
 
 def _cut_up(file: IO[str]) -> Iterator[str]:

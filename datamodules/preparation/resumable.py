@@ -90,18 +90,24 @@ def prepare_shards(
         documents = source.documents(cursor)
         done = sum(shard.documents for shard in shards)
         progress(done * template.document_tokens)
-        while (first := next(documents, None)) is not None:
-            batch = _ShardDocuments(
-                chain([first], islice(documents, docs_per_shard - 1)),
-                partial(_report, progress, done, template.document_tokens),
-            )
-            path = folder / f"{prefix}-{len(shards):06d}.tar"
-            entry = write_shard(path, done, batch, template.vocab_size)
-            record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
-            _append(file, record)
-            temporary_name(path).replace(path)
-            shards.append(entry)
-            done += entry.documents
+        try:
+            while (first := next(documents, None)) is not None:
+                batch = _ShardDocuments(
+                    chain([first], islice(documents, docs_per_shard - 1)),
+                    partial(_report, progress, done, template.document_tokens),
+                )
+                path = folder / f"{prefix}-{len(shards):06d}.tar"
+                entry = write_shard(path, done, batch, template.vocab_size)
+                record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
+                _append(file, record)
+                temporary_name(path).replace(path)
+                shards.append(entry)
+                done += entry.documents
+        except ValueError:
+            # The source is bad: there is nothing to resume, unless shards are finished.
+            if not shards:
+                remove_preparation(folder, ())
+            raise
         if not shards:
             raise TooShortError(
                 f"{folder}: the source has {source.dropped_tokens} tokens, less than one document "

@@ -108,6 +108,10 @@ def prepare_text(
                 destination.rmdir()
             options = "--doc-tokens" + (", --validation-fraction" if validation_fraction else "")
             raise ValueError(f"{error} ({options})") from None
+        except ValueError:
+            with suppress(OSError):
+                destination.rmdir()
+            raise
     return [manifests[split] for split in splits]
 
 

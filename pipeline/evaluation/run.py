@@ -117,10 +117,15 @@ def evaluate(
 
     All of `trained.ranks` call this with the same arguments. Only the first rank writes. During
     training, `tracker` is the run's own.
+
+    Raises:
+        ValueError: before the first task runs, one of them cannot measure this model, or not with
+            these options.
     """
     ranks = trained.ranks
     if not ranks.is_first:
         (missing,) = ranks.gather(list[list[str]]())
+        _check_can_be_measured(trained, missing, options)
         for name in missing:
             if TASKS[name].is_shared:
                 with tempfile.TemporaryDirectory() as scratch:
@@ -129,7 +134,8 @@ def evaluate(
     results = Results(results_folder(trained, options), _validation_text_id(trained))
     wanted = {name: task for name, task in TASKS.items() if name in names}
     stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
-    ranks.gather([[name for name, result in stored.items() if result is None]])
+    (missing,) = ranks.gather([[name for name, result in stored.items() if result is None]])
+    _check_can_be_measured(trained, missing, options)
     for name, task in wanted.items():
         result = stored[name]
         if result is not None:
@@ -143,6 +149,11 @@ def evaluate(
             # Only after logging, since a complete result is not logged again.
             results.mark_complete(name, task, options, result)
         _show(result)
+
+
+def _check_can_be_measured(trained: TrainedModel, names: Sequence[str], options: Options) -> None:
+    for name in names:
+        TASKS[name].check(trained, options)
 
 
 def _validation_text_id(trained: TrainedModel) -> str:

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class TaskResult:
     files: tuple[Path, ...] = ()
 
 
+Check: TypeAlias = "Callable[[TrainedModel, Options], None]"
 Measure: TypeAlias = "Callable[[TrainedModel, Options, Path], TaskResult]"
 
 
@@ -61,7 +63,8 @@ class Task:
     """The entry of one task in the registry."""
 
     module: str
-    """Name of the task's module in longhaul.pipeline.evaluation.tasks, which has `measure`."""
+    """Name of the task's module in longhaul.pipeline.evaluation.tasks, which has `check` and
+    `measure`."""
 
     help: str
     is_shared: bool = True
@@ -71,7 +74,15 @@ class Task:
     """The fields of Options that change the task's result."""
 
     @property
+    def check(self) -> Check:
+        """Raises ValueError for a model or options that `measure` could do nothing with."""
+        check: Check = self._imported().check
+        return check
+
+    @property
     def measure(self) -> Measure:
-        name = f"longhaul.pipeline.evaluation.tasks.{self.module}"
-        measure: Measure = importlib.import_module(name).measure
+        measure: Measure = self._imported().measure
         return measure
+
+    def _imported(self) -> ModuleType:
+        return importlib.import_module(f"longhaul.pipeline.evaluation.tasks.{self.module}")

@@ -19,6 +19,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
+        # Texts of a batch are continued at their ends, which padding must not follow.
+        "padding_side": "left",
     }
     if isinstance(tokenizer, FileTokenizer):
         content = _without_additions(tokenizer.content)

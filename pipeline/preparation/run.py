@@ -67,8 +67,12 @@ def prepare_from_text(
         )
     _print_summary(manifests, there)
     if validation_fraction:
+        train, validation = (manifest.num_tokens for manifest in manifests)
         what = "the end of each file" if cuts_files(corpus, validation_fraction) else "whole texts"
-        print(f"validation: {validation_fraction:.3g} of the text, {what} (--validation-fraction)")
+        print(
+            f"validation: {validation / (train + validation):.2g} of the tokens, {what} "
+            f"(--validation-fraction {validation_fraction:g})"
+        )
     else:
         print("no validation part, as --validation-fraction is 0")
 

@@ -187,13 +187,15 @@ def _outcome(
     }
     if failed:
         names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
-        raise RuntimeError(f"sweep {folder}: found {len(failed)} runs that failed: {names}")
+        runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
+        raise RuntimeError(f"sweep {folder}: found {runs} that failed: {names}")
     stopped = len(statuses) - list(statuses.values()).count(0)
     if not stopped and not not_started:
         print(f"sweep {folder} is finished")
         return 0
+    runs = "1 run" if stopped == 1 else f"{stopped} runs"
     print(
-        f"longhaul: sweep {folder}: {stopped} runs stopped, {not_started} not started; run the "
+        f"longhaul: sweep {folder}: {runs} stopped, {not_started} not started; run the "
         "same command to resume",
         file=sys.stderr,
     )

@@ -175,6 +175,15 @@ def test_another_kind_keeps_the_options_that_it_has(tmp_path: Path) -> None:
         load_run_config(file, ["model.attention.kind=softmax", degree])
 
 
+def test_a_context_that_hardly_divides_documents_is_blamed_first() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_run_config("run/demo.yaml", ["data.context=300"])
+    message = str(caught.value)
+    assert message.startswith("data.context: found 300 with optim.tokens_per_update 8192, which")
+    assert "wanted data.context 256, or optim.tokens_per_update 7200 or 9600 if" in message
+    load_run_config("run/demo.yaml", ["data.context=256"])
+
+
 def test_indivisible_update_says_which_number_to_change_to_what() -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config("run/demo.yaml", ["optim.tokens_per_update=10000"])

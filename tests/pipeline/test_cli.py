@@ -61,6 +61,13 @@ def test_options_are_not_abbreviated(arguments: list[str], capsys: Output) -> No
     assert "unrecognized arguments" in capsys.readouterr().err
 
 
+def test_only_what_is_missing_is_named(capsys: Output) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train"])
+    error = capsys.readouterr().err
+    assert error.endswith("the following arguments are required: config\n")
+
+
 @pytest.mark.parametrize("arguments", [["help"], ["train", "--help"], ["config", "--keys"]])
 def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
     command = [sys.executable, "-P", "-m", "longhaul.pipeline.cli", *arguments]

@@ -116,6 +116,15 @@ def report_layer(
     return reports, weights
 
 
+@torch.no_grad()
+def check(trained: TrainedModel, options: Options) -> None:
+    read_windows(trained, options, min(trained.config.data.context, LONGEST))
+    some = torch.tensor([2 * [trained.manifest.bos_id]], device=trained.device)  # (1, 2)
+    # Not every kind writes out its matrices.
+    for layer, x in enumerate(attention_inputs(trained.model, some)):
+        cast(Block, trained.model.blocks[layer]).attention.weights(x)
+
+
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     context = min(trained.config.data.context, LONGEST)
     batch = next(iter(read_windows(trained, options, context)))

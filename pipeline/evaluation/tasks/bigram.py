@@ -69,6 +69,11 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
     return total / count
 
 
+def check(trained: TrainedModel, options: Options) -> None:
+    Bigram(trained.manifest.vocab_size)
+    read_windows(trained, options, trained.config.data.context)
+
+
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     with moved_data_are_explained("manifest"):
         bigram = count_bigrams(trained.config.data)

@@ -14,7 +14,12 @@ from longhaul.pipeline.evaluation.figures import (
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
-from longhaul.pipeline.evaluation.windows import CutWindows, read_documents, read_losses
+from longhaul.pipeline.evaluation.windows import (
+    CutWindows,
+    read_documents,
+    read_losses,
+    read_windows,
+)
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -34,6 +39,10 @@ def chosen_contexts(trained: TrainedModel, options: Options) -> tuple[int, ...]:
                 "longest, so that all of them read the same tokens"
             )
     return contexts
+
+
+def check(trained: TrainedModel, options: Options) -> None:
+    read_windows(trained, options, max(chosen_contexts(trained, options)))
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:

@@ -25,7 +25,7 @@ _RANK_VARIABLES = re.compile(
 )
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
+def check(trained: TrainedModel, options: Options) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
             "--tasks: found lm-eval without the package lm_eval, wanted it installed: "
@@ -36,6 +36,9 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             f"--positions: found {trained.positions.name} with lm-eval, wanted none: exported "
             "models read positions as in training"
         )
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     with tempfile.TemporaryDirectory() as temporary:
         exported, report = Path(temporary, "model"), Path(temporary, "found.json")
         export(trained.checkpoint, exported)

@@ -121,16 +121,35 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
         yield from (indices[i : i + at_once] for i in range(0, len(indices), at_once))
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
-    longest = options.lengths or max(SHORTEST_PASSKEY, 4 * trained.positions.context)
-    lengths = [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
-    if not lengths:
+def chosen_lengths(trained: TrainedModel, options: Options) -> list[int]:
+    """The lengths of the prompts in tokens; by default up to four training contexts.
+
+    Raises:
+        ValueError: the longest is shorter than the shortest that is measured.
+    """
+    longest = (
+        max(SHORTEST_PASSKEY, 4 * trained.positions.context)
+        if options.lengths is None
+        else options.lengths
+    )
+    if longest < SHORTEST_PASSKEY:
         raise ValueError(f"--lengths: found {longest}, wanted {SHORTEST_PASSKEY} or more")
+    return [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
+
+
+def check(trained: TrainedModel, options: Options) -> None:
+    chosen_lengths(trained, options)
     if options.prompts < len(PASSKEY_DEPTHS):
         raise ValueError(
-            f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more, "
-            "one per depth"
+            f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more with "
+            "passkey, one per depth"
         )
+    # Kinds of linear cost refuse to keep a state under dynamic_ntk.
+    trained.model.prefill(torch.tensor([[trained.manifest.bos_id]], device=trained.device))
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
+    lengths = chosen_lengths(trained, options)
     manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
     sampling = Sampling(vocabulary=manifest.vocab_size)

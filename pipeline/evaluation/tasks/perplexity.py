@@ -21,7 +21,12 @@ from longhaul.pipeline.evaluation.figures import (
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
-from longhaul.pipeline.evaluation.windows import read_documents, read_losses, shifted
+from longhaul.pipeline.evaluation.windows import (
+    read_documents,
+    read_losses,
+    read_windows,
+    shifted,
+)
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -69,7 +74,12 @@ def sliding_loss(
     return total
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
+def chosen_windows(trained: TrainedModel, options: Options) -> tuple[tuple[int, ...], int]:
+    """The lengths of the windows and the stride; by default 1, 2 and 4 training contexts.
+
+    Raises:
+        ValueError: the stride is longer than the shortest window, so that tokens would be left out.
+    """
     trained_at = trained.positions.context
     windows = options.contexts or tuple(trained_at * 2**power for power in range(3))
     stride = min(256, *windows) if options.stride is None else options.stride
@@ -77,6 +87,17 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         raise ValueError(
             f"--stride: found {stride}, wanted 1 to {min(windows)}, the shortest window"
         )
+    return windows, stride
+
+
+def check(trained: TrainedModel, options: Options) -> None:
+    windows, _ = chosen_windows(trained, options)
+    read_windows(trained, options, max(windows))
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
+    trained_at = trained.positions.context
+    windows, stride = chosen_windows(trained, options)
     length = max(windows)
     documents = read_documents(trained, options, length)
     bos_id = trained.manifest.bos_id

@@ -150,6 +150,10 @@ def draw(
         legend_below(axes)
 
 
+def check(trained: TrainedModel, options: Options) -> None:
+    read_windows(trained, options, trained.config.data.context)
+
+
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     config = trained.config
     context = config.data.context

@@ -82,9 +82,13 @@ def recall_accuracy(
     return int(right.sum()), right.numel()
 
 
-def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
+def check(trained: TrainedModel, options: Options) -> None:
     if options.prompts < 1:
         raise ValueError(f"--prompts: found {options.prompts}, wanted 1 or more")
+    read_windows(trained, options, trained.config.data.context)
+
+
+def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     manifest = trained.manifest
     keys, values = _known_ids(trained, options, {manifest.bos_id, manifest.eot_id})
     sizes = [size for size in SIZES if size <= len(keys)]

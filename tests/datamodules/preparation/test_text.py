@@ -350,6 +350,16 @@ def test_a_bad_source_is_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("lines", [1, 300])
+def test_the_first_bad_record_is_named_and_nothing_is_left(tmp_path: Path, lines: int) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"txt": 1}\n' * lines)
+    # Only a few lines are for validation, which is written first.
+    with pytest.raises(ValueError, match=r"a.jsonl:1: no `text`, wanted an object"):
+        prepare([source], tmp_path / "out", validation_fraction=0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_a_destination_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     source = tmp_path / "a.txt"
     source.write_text("some text")

@@ -213,7 +213,7 @@ def test_one_file_has_a_part_for_validation(tmp_path: Path, capsys) -> None:
     assert tokens_of(out / "validation") == round(size * 0.05) + 1
     assert tokens_of(out / "train") == size - round(size * 0.05) + 1
     printed = capsys.readouterr().out
-    assert "validation: 0.05 of the text, the end of each file (--validation-fraction)" in printed
+    assert "validation: 0.05 of the tokens, the end of each file (--validation-fraction" in printed
     assert (
         command("text", text, tmp_path / "all", "--doc-tokens", 64, "--validation-fraction", 0) == 0
     )
@@ -225,8 +225,17 @@ def test_of_records_whole_texts_are_for_validation(
     records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command("text", records, tmp_path / "out", "--doc-tokens", 64) == 0
-    assert "validation: 0.05 of the text, whole texts (" in capsys.readouterr().out
-    manifest = json.loads((tmp_path / "out" / "validation" / "manifest.json").read_text())
+    train, manifest = (
+        json.loads((tmp_path / "out" / name / "manifest.json").read_text())
+        for name in ("train", "validation")
+    )
+    counts = [sum(shard["documents"] for shard in one["shards"]) for one in (train, manifest)]
+    share = f"{counts[1] / sum(counts):.2g}"
+    assert share != "0.05"
+    assert (
+        f"validation: {share} of the tokens, whole texts (--validation-fraction 0.05)\n"
+        in capsys.readouterr().out
+    )
     assert "validation_from" not in manifest["source"]
 
 

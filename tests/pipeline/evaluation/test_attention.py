@@ -11,12 +11,15 @@ import torch
 
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.evaluation.run import evaluate
+from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.attention import (
     attention_inputs,
     half_life,
     report_layer,
     weight_statistics,
 )
+from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -107,3 +110,14 @@ def test_attention_is_reported_of_a_run(uninterrupted: Run) -> None:
     assert values["evaluation/attention_longest_half_life"] == pytest.approx(max(lives), rel=1e-4)
     for name in ("attention.png", "attention_memory.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kind_without_matrices_is_refused_before_any_task(
+    uninterrupted: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = load_trained_model(uninterrupted.path / "small")
+    last = trained.model.blocks[-1].attention
+    last.weights = partial(Attention.weights, last)
+    with pytest.raises(ValueError, match="found conformal_sympow, which does not write out its"):
+        evaluate(trained, ["bigram", "attention"], Options(), again=True)
+    assert capsys.readouterr().out == ""

@@ -151,14 +151,16 @@ def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
     ("arguments", "message"),
     [
         (["--lengths", "255"], "--lengths: found 255, wanted 256 or more"),
-        (["--prompts", "4"], "--prompts: found 4, wanted 5 or more, one per depth"),
+        (["--prompts", "4"], "--prompts: found 4, wanted 5 or more with passkey, one per depth"),
     ],
 )
-def test_bad_arguments_are_one_line(uninterrupted: Run, arguments: list[str], message: str) -> None:
-    given = ("evaluate", "small", "--tasks", "passkey", *arguments)
+def test_bad_arguments_are_one_line_before_any_task(
+    uninterrupted: Run, arguments: list[str], message: str
+) -> None:
+    given = ("evaluate", "small", "--tasks", "bigram,passkey", *arguments, "--again")
     result = uninterrupted.longhaul(*given, check=False)
     assert result.returncode == 2
-    assert result.stderr == f"longhaul: {message}\n"
+    assert (result.stdout, result.stderr) == ("", f"longhaul: {message}\n")
 
 
 def test_progress_ends_at_its_total(

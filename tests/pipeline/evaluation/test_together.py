@@ -74,7 +74,10 @@ def test_bad_input_of_several_devices_is_one_line(uninterrupted: Run) -> None:
         check=False,
     )
     assert result.returncode == 2
-    assert result.stderr == "longhaul: --prompts: found 2, wanted 5 or more, one per depth\n"
+    assert (
+        result.stderr
+        == "longhaul: --prompts: found 2, wanted 5 or more with passkey, one per depth\n"
+    )
     # Found by the first alone.
     result = uninterrupted.longhaul(
         *("evaluate", "small", "--tasks", "lm-eval", "--positions", "linear", "--factor", "2"),

@@ -136,3 +136,10 @@ def test_an_escape_that_the_text_ends_in_is_decoded_as_in_generation(tmp_path: P
     for text in (r"a\u\\", r"\u", r"\u00\n", r"\u00\n4", r"\ud83d\ude", "\\", r"\n\q\u0041"):
         ids = plain.encode(text).tolist()
         assert exported.decode(ids) == tokenizer.decode(ids), text
+
+
+def test_a_batch_is_padded_before_its_texts_so_that_it_can_be_continued(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, build_tokenizer("bytes"))
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    short, long = exported(["a", "abc"], padding=True).attention_mask
+    assert (short, long) == ([0, 0, 1, 1], [1, 1, 1, 1])

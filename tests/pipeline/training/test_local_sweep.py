@@ -37,7 +37,7 @@ def test_a_stopped_sweep_is_resumed_below_one_parent(run: Run) -> None:
     command.send_signal(signal.SIGINT)
     status, error = command.end()
     assert status == 130
-    assert f"sweep {run.path}/small-sweep: 1 runs stopped, 1 not started; run the same" in error
+    assert f"sweep {run.path}/small-sweep: 1 run stopped, 1 not started; run the same" in error
     checkpoint = sorted((run.path / names[0] / "checkpoints").glob("step-*"))[-1]
     stopped_at = int(checkpoint.name.removeprefix("step-"))
     assert steps(run, names[0])[-1] == stopped_at
@@ -71,7 +71,7 @@ def test_a_run_that_fails_does_not_stop_the_others(run: Run) -> None:
     (broken / "checkpoints").write_text("")
     result = run.longhaul("train", "small.yaml", "--sweep", "trainer.seed=1,2", *BRIEF, check=False)
     assert result.returncode == 1
-    told = f"longhaul: sweep {run.path}/small-sweep: found 1 runs that failed: small-seed=1 (status"
+    told = f"longhaul: sweep {run.path}/small-sweep: found 1 run that failed: small-seed=1 (status"
     assert result.stderr.splitlines()[-1].startswith(told)
     assert (run.path / "small-seed=2" / "DONE").exists()
 
