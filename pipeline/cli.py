@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{**settings, "allow_abbrev": False})
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        if settings.get("nargs") == "*":
+        if settings.get("nargs") == "*" and not names[0].startswith("-"):
             # Without a default, argparse would list it among the missing arguments.
             settings.setdefault("default", [])
         return super().add_argument(*names, **settings)
