@@ -1,8 +1,11 @@
 """Shows a run's progress: a bar on a terminal, plain lines elsewhere and in logs/train.log."""
 
+import errno
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from tqdm import tqdm
@@ -58,8 +61,10 @@ class ProgressLine:
         )
         now, is_last = time.monotonic(), progress.step == self.num_updates
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {update.loss:.3f}, {tokens_per_second:,.0f} tokens/s")
-            self._bar.update()
+            with _terminal_may_be_closed():
+                speed = f"{tokens_per_second:,.0f} tokens/s"
+                self._bar.set_postfix_str(f"loss {update.loss:.3f}, {speed}")
+                self._bar.update()
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES or is_last:
             self._last_line = now
             self._print(line)
@@ -83,17 +88,29 @@ class ProgressLine:
     def end(self) -> None:
         """Close the bar."""
         if self._bar is not None:
-            self._bar.close()
+            with _terminal_may_be_closed():
+                self._bar.close()
 
     def _print(self, text: str) -> None:
         line = f"{self.name}: {text}"
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stdout)
-        else:
-            print(line, flush=True)
+        with _terminal_may_be_closed():
+            if self._bar is not None:
+                self._bar.write(line, file=sys.stdout)
+            else:
+                print(line, flush=True)
 
     def _time_left(self, step: int) -> str:
         if step == self._first_step:
             return "?"
         seconds = (time.monotonic() - self._began) / (step - self._first_step)
         return str(tqdm.format_interval(seconds * (self.num_updates - step)))
+
+
+@contextmanager
+def _terminal_may_be_closed() -> Iterator[None]:
+    """Ignore that a closed terminal shows nothing: SIGHUP is about to stop the run."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
