@@ -1,14 +1,7 @@
 """`longhaul report`: its numbers against what was logged, its page, and what it refuses."""
 
-import base64
-import csv
-import dataclasses
-import hashlib
 import json
-import math
 import os
-import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,141 +10,21 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
-from html import escape
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflow.entities import Metric
+from logged_runs import ATTENTION, EVIL, LOSSES, POSITIONS, Page, Store, rows, small_config
 from mlflow.tracking import MlflowClient
 
-from longhaul.configs import RunConfig, load_run_config, to_yaml
+from longhaul.configs import to_yaml
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.reporting import page
 from longhaul.pipeline.reporting.drawing import Figure, write_csv
 from longhaul.pipeline.reporting.runs import read_runs
-from longhaul.pipeline.tracking.mlflow_run import create_parent
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
-
-EVIL = "<script>alert(1)</script> \"q\" 'x' &lt; $y_{$"
-LOSSES = [6.0, 5.0, math.nan, 4.25]
-POSITIONS = "position,loss_nats,mean_up_to_here,standard_error,samples\n" + "".join(
-    f"{t},{5 - t / 200},{5 - t / 400},0.1,8\n" for t in range(1, 257)
-)
-
-
-ATTENTION = (
-    "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,rotation_spread\n"
-    "0,0,0.5,0.25,3,8,1,0\n0,1,0.75,0.75,5,32,1,0\n1,0,0.25,0.5,4,inf,nan,0\n"
-)
-
-
-class Store:
-    """An MLflow database, and runs put there under the names that training and evaluation use."""
-
-    def __init__(self, uri: str, artifacts: str | None = None) -> None:
-        self.uri = uri
-        self.client = MlflowClient(uri)
-        self.experiment = self.client.create_experiment("tests", artifacts)
-
-    @classmethod
-    def in_file(cls, folder: Path, empty: Path) -> "Store":
-        shutil.copy(empty, folder / "mlflow.db")
-        return cls(f"sqlite:///{folder}/mlflow.db", str(folder / "artifacts"))
-
-    def add(
-        self,
-        name: str,
-        *overrides: str,
-        status: str = "FINISHED",
-        loss: float = 4.5,
-        commit: str = "abc",
-    ) -> str:
-        config = small_config(*overrides)
-        tags = {"longhaul.attention": ",".join(config.model.kinds)}
-        run_id: str = self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id
-        metrics = [Metric("validation/loss", loss, 1, 4)]
-        for step, value in enumerate(LOSSES, start=1):
-            metrics.append(Metric("train/loss", value, 1, step))
-            metrics.append(Metric("train/tokens", step * 512, 1, step))
-            metrics.append(Metric("train/tokens_per_second", 100.0 * step, 1, step))
-        self.client.log_batch(run_id, metrics)
-        for key, value in (("commit", commit), ("data", "gpt2/train"), ("data_sha256", "9" * 64)):
-            self.client.log_param(run_id, key, value)
-        self.client.log_text(run_id, to_yaml(config), "config.yaml")
-        environment = json.dumps({"accelerators": [], "processor": "a processor"})
-        self.client.log_text(run_id, environment, "environment.json")
-        if status != "RUNNING":
-            self.client.set_terminated(run_id, status)
-        return run_id
-
-    def evaluate(self, run_id: str, label: str, task: str, text: str) -> None:
-        self.client.log_text(run_id, text, f"evaluation/{label}/{task}.csv")
-
-
-def small_config(*overrides: str) -> RunConfig:
-    sizes = ("model.layers=2", "model.width=32", "model.heads=2", "data.context=64")
-    budget = ("optim.tokens_per_update=512", "trainer.micro_batch=1")
-    config = load_run_config("run/demo.yaml", [*sizes, *budget, *overrides])
-    tracking = dataclasses.replace(config.tracking, uri="http://user:secret@mlflow:5000")
-    return dataclasses.replace(config, tracking=tracking)
-
-
-@pytest.fixture(scope="module")
-def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    """Two variants at two contexts, one with two seeds, an unfinished run, a sweep's parent."""
-    folder = tmp_path_factory.mktemp("store")
-    store = Store.in_file(folder, empty_store)
-    create_parent(folder / "sweep", store.uri, "tests", "parent")
-    softmax = store.add(EVIL, "model.attention.kind=softmax", loss=4.0)
-    flagship = store.add("flagship", loss=3.5)
-    store.add("again", "trainer.seed=1", loss=3.75)
-    store.add("longer", "data.context=128", loss=3.25)
-    store.add("cut off", "data.context=128", "model.attention.kind=softmax", status="RUNNING")
-    older = POSITIONS.replace("256,", "512,")
-    store.evaluate(softmax, "step-000000002-context-256", "positions", older)
-    store.evaluate(softmax, "step-000000004", "positions", POSITIONS[: POSITIONS.index("65,")])
-    store.evaluate(softmax, "step-000000004-context-256", "positions", POSITIONS)
-    store.evaluate(softmax, "step-000000004-context-256-text-a-b.c", "positions", POSITIONS)
-    for label, perplexities in (
-        ("step-000000004", (20.0, 900.5)),
-        ("step-000000004-dynamic_ntk-4", (21.0, 25.25)),
-    ):
-        lines = ["window,stride,documents,tokens,loss_nats,perplexity"]
-        lines += [f"{w},16,2,1024,1,{p}" for w, p in zip((64, 256), perplexities, strict=True)]
-        store.evaluate(softmax, label, "perplexity", "\n".join(lines))
-    passkeys = "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n256,0.5,4,2,0.5\n"
-    store.evaluate(softmax, "step-000000004", "passkey", passkeys + "512,0.0,4,0,0.0\n")
-    windows = "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n128,4.25,256,0.5\n"
-    store.evaluate(flagship, "step-000000004", "context", windows)
-    recalled = "pairs,queries,right,chance\n4,20,15,0.05\n8,40,4,0.05\n"
-    store.evaluate(flagship, "step-000000004", "recall", recalled)
-    store.evaluate(softmax, "step-000000004", "recall", recalled)
-    store.evaluate(flagship, "step-000000004", "attention", ATTENTION)
-    for step, name, value in (
-        (2, "evaluation/bigram_loss", 5.0),
-        (4, "evaluation/bigram_loss", 3.5),
-        (4, "evaluation/lm-eval/longhaul_pairs/acc", 0.625),
-        (4, "evaluation/lm-eval/longhaul_pairs/acc_stderr", 0.0625),
-        (4, "evaluation/lm-eval/gsm8k/exact_match/strict-match", 0.0),
-    ):
-        store.client.log_metric(softmax, name, value, step=step)
-    return store
-
-
-@pytest.fixture(scope="module")
-def reported(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reports") / "new" / "report"
-    assert main(["report", "tests", str(folder), "--uri", store.uri]) == 0
-    return folder
-
-
-def rows(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
 
 
 def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Path) -> None:
@@ -283,57 +156,6 @@ def test_one_order_goes_through_all_figures_and_tables(
     assert windows.series[0].band == ([4.25, 3.75], [4.75, 4.75])
     runs = [row["run"] for row in rows(tmp_path / "new" / "runs.csv")]
     assert runs == ["again", "flagship", "longer", EVIL, "cut off"]
-
-
-class Page(HTMLParser):
-    """What a browser would make of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.addresses: list[str] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in ("meta", "link", "img"):
-            self.open.append(tag)
-        for name, value in attrs:
-            assert not name.startswith("on"), name
-            if name in ("src", "href", "srcset", "data", "action", "style"):
-                self.addresses.append(value or "")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-
-def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) -> None:
-    text = (reported / "index.html").read_text()
-    parsed = Page(text)
-    assert not parsed.open
-    assert parsed.tags.count("script") == 1
-    assert page._SCRIPT in parsed.texts
-    assert parsed.tags.count("table") == 5
-    # A browser runs this script only.
-    digest = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
-    assert f"script-src &#x27;sha256-{digest}&#x27;" in text
-    assert "default-src &#x27;none&#x27;" in text
-    assert parsed.tags.count("img") == len(list(reported.glob("*.png")))
-    assert parsed.tags.count("details") == 5
-    assert all(address.startswith("data:") for address in parsed.addresses)
-    assert "url(" not in text
-    assert "@import" not in text
-    # The table of runs, two rows of scaled positions, one of the bigram model, two of lm-eval.
-    assert parsed.texts.count(EVIL) == 1 + 2 + 1 + 2
-    shown = "".join(parsed.texts)
-    assert "running" in shown
-    assert "secret" not in shown
-    assert "  kind: conformal_sympow" in shown
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
@@ -553,81 +375,3 @@ def test_a_server_is_read_like_a_database(tmp_path: Path) -> None:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-
-
-def browse(page: Path, folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Open a page in Chromium, with a profile in the folder."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no Chromium")
-    fixed = ("--headless", "--no-sandbox", f"--user-data-dir={folder / 'profile'}")
-    return subprocess.run(
-        [browser, *fixed, *options, f"file://{page}"], capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.soak
-def test_a_browser_has_no_complaint(reported: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "page.png"
-    options = (f"--screenshot={picture}", "--window-size=1200,3000", "--enable-logging=stderr")
-    result = browse(reported / "index.html", tmp_path, *options)
-    assert picture.stat().st_size > 50_000, result.stderr
-    assert not re.findall(r".*CONSOLE.*", result.stderr)
-
-
-CLICKS = """
-<script>
-const [runs] = document.getElementsByTagName("table"), orders = [];
-for (const name of ["validation loss", "validation loss", "training context", "run", "tokens/s"]) {
-  [...runs.querySelectorAll("button")].find(one => one.textContent.startsWith(name)).click();
-  orders.push([...runs.tBodies[0].rows].map(row => row.cells[0].textContent));
-}
-document.title = JSON.stringify(orders);
-</script>
-"""
-
-
-MEASURED = """
-<script>
-document.title = JSON.stringify([...document.querySelectorAll(".wide")]
-  .map(one => one.scrollWidth - one.clientWidth));
-</script>
-"""
-
-
-@pytest.mark.soak
-def test_a_browser_shows_all_columns(
-    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
-    store, commit = Store.in_file(tmp_path, empty_store), f"{'4722a5cf86':0<40}-dirty"
-    for rate in ("0.001", "0.002"):
-        run_id = store.add(
-            f"mine-learning_rate={rate}", f"optim.learning_rate={rate}", commit=commit
-        )
-        store.evaluate(run_id, "step-000000004", "attention", ATTENTION)
-    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
-    text = (tmp_path / "new" / "index.html").read_text()
-    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{MEASURED}</body>")
-    (tmp_path / "page.html").write_text(text)
-    options = ("--dump-dom", "--window-size=1300,2000")
-    shown = browse(tmp_path / "page.html", tmp_path, *options).stdout
-    found = re.search("<title>(.*?)</title>", shown)
-    assert found is not None
-    assert json.loads(found[1]) == [0, 0]
-
-
-@pytest.mark.soak
-def test_a_browser_sorts_the_table(reported: Path, tmp_path: Path) -> None:
-    text = (reported / "index.html").read_text()
-    # The page's policy would not let another script click.
-    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{CLICKS}</body>")
-    (tmp_path / "page.html").write_text(text.replace(EVIL, "evil").replace(escape(EVIL), "evil"))
-    shown = browse(tmp_path / "page.html", tmp_path, "--dump-dom").stdout
-    found = re.search("<title>(.*?)</title>", shown)
-    assert found is not None
-    losses, falling, contexts, names, _ = json.loads(found[1])
-    assert losses == ["longer", "flagship", "again", "evil", "cut off"]
-    assert falling == losses[::-1]
-    assert set(contexts[:3]) == {"evil", "flagship", "again"}
-    assert names == ["again", "cut off", "evil", "flagship", "longer"]

@@ -10,61 +10,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
-from longhaul.pipeline.tracking import tracker as tracker_module
 from longhaul.pipeline.tracking.description import Dataset
 from longhaul.pipeline.tracking.metrics_journal import JournalError, read_lines
-from longhaul.pipeline.tracking.mlflow_limits import clean_name
-from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 from longhaul.pipeline.tracking.tracker import Tracker
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracker_module, "UPLOAD_EVERY_S", 0.05)
-    monkeypatch.setattr(tracker_module, "MAX_BACKOFF_S", 0.1)
-
-
-@pytest.fixture(scope="module")
-def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return _copied(empty_store, tmp_path_factory.mktemp("store"))
-
-
-def _copied(empty_store: Path, folder: Path) -> str:
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return f"sqlite:///{folder}/mlflow.db"
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    (tmp_path / "run").mkdir()
-    return tmp_path / "run"
-
-
-def _tracker(run_dir: Path, uri: str, **options: Any) -> Tracker:
-    tracker = Tracker(run_dir, uri=uri, experiment="tests", run_name=run_dir.name, **options)
-    tracker.start()
-    return tracker
-
-
-def _client(uri: str) -> Any:
-    from mlflow.tracking import MlflowClient  # More than a second, which not every test needs.
-
-    return MlflowClient(uri)
-
-
-def _run(uri: str, run_dir: Path) -> Any:
-    return _client(uri).get_run((run_dir / "mlflow_run_id").read_text().strip())
-
-
-def _history(uri: str, run_dir: Path, name: str) -> list[tuple[int, float]]:
-    run_id = (run_dir / "mlflow_run_id").read_text().strip()
-    return [(m.step, m.value) for m in _client(uri).get_metric_history(run_id, name)]
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_importing_and_constructing_does_not_import_mlflow(run_dir: Path) -> None:
@@ -81,7 +37,7 @@ def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) 
     (run_dir / "config.yaml").write_text("name: x\n")
     (run_dir / "figures").mkdir()
     (run_dir / "figures" / "positions.csv").write_text("1\n")
-    tracker = _tracker(
+    tracker = started_tracker(
         run_dir,
         store,
         params={"optim.lr": "0.1", "long": "x" * 9000, **{f"p{i}": "1" for i in range(250)}},
@@ -96,7 +52,7 @@ def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) 
     tracker.log_artifact(run_dir / "figures" / "positions.csv", "figures")
     assert tracker.finish("FINISHED", timeout_s=60)
 
-    run = _run(store, run_dir)
+    run = mlflow_run(store, run_dir)
     assert run.info.status == "FINISHED"
     assert run.info.run_name == "run"
     assert run.data.params["optim.lr"] == "0.1"
@@ -106,13 +62,13 @@ def test_everything_logged_is_in_mlflow_after_finish(store: str, run_dir: Path) 
     assert len(run.data.tags["long"]) == 8000
     for i in (0, 96):
         expected = [(step, step + i / 100) for step in range(1, 31)]
-        assert _history(store, run_dir, f"train/metric{i}") == expected
-    ((step, value),) = _history(store, run_dir, "loss_8")
+        assert history(store, run_dir, f"train/metric{i}") == expected
+    ((step, value),) = history(store, run_dir, "loss_8")
     assert step == 31
     assert math.isnan(value)
     for i in (0, 999, 1000, 1499):
-        assert _history(store, run_dir, f"validation/position_{i}") == [(31, float(i))]
-    client = _client(store)
+        assert history(store, run_dir, f"validation/position_{i}") == [(31, float(i))]
+    client = client_of(store)
     assert [a.path for a in client.list_artifacts(run.info.run_id)] == ["config.yaml", "figures"]
     assert run.info.artifact_uri.startswith(store.removeprefix("sqlite:///").rsplit("/", 1)[0])
 
@@ -147,44 +103,44 @@ def test_no_request_notes_a_position_that_its_metrics_have_not_reached(
 
 
 def test_the_machines_load_is_logged_while_training(store: str, run_dir: Path) -> None:
-    tracker = _tracker(run_dir, store)
+    tracker = started_tracker(run_dir, store)
     journal = run_dir / "logs" / "metrics.jsonl"
     for _ in range(300):
         if any(line["kind"] == "system" for line in read_lines(journal)[0]):
             break
         time.sleep(0.1)
     assert tracker.finish("FINISHED", timeout_s=30)
-    ((step, percentage),) = _history(store, run_dir, "system/system_memory_usage_percentage")
+    ((step, percentage),) = history(store, run_dir, "system/system_memory_usage_percentage")
     assert step == 0
     assert 0 < percentage < 100
 
 
 def test_a_resumed_run_is_running_again_and_ends_truthfully(store: str, run_dir: Path) -> None:
-    _tracker(run_dir, store).finish("KILLED", timeout_s=30)
-    assert _run(store, run_dir).info.status == "KILLED"
-    tracker = _tracker(run_dir, store)
+    started_tracker(run_dir, store).finish("KILLED", timeout_s=30)
+    assert mlflow_run(store, run_dir).info.status == "KILLED"
+    tracker = started_tracker(run_dir, store)
     for _ in range(300):
-        if _run(store, run_dir).info.status == "RUNNING":
+        if mlflow_run(store, run_dir).info.status == "RUNNING":
             break
         time.sleep(0.05)
     else:
         pytest.fail("never RUNNING again")
     assert tracker.run_id == (run_dir / "mlflow_run_id").read_text().strip()
     tracker.finish("FAILED", timeout_s=30)
-    assert _run(store, run_dir).info.status == "FAILED"
+    assert mlflow_run(store, run_dir).info.status == "FAILED"
 
 
 def test_a_changed_param_becomes_a_tag_that_follows_the_value(store: str, run_dir: Path) -> None:
     for lr, tag in (("0.1", None), ("0.2", "0.2"), ("0.2", "0.2"), ("0.1", "0.1")):
-        tracker = _tracker(run_dir, store, params={"lr": lr, "same": "1"})
+        tracker = started_tracker(run_dir, store, params={"lr": lr, "same": "1"})
         assert tracker.finish(None, timeout_s=30)
-        data = _run(store, run_dir).data
+        data = mlflow_run(store, run_dir).data
         assert data.params == {"lr": "0.1", "same": "1"}
         assert data.tags.get("config_changed.lr") == tag
         assert "config_changed.same" not in data.tags
-    tracker = _tracker(run_dir, store, params={"lr": "0.1", "new": "7"})
+    tracker = started_tracker(run_dir, store, params={"lr": "0.1", "new": "7"})
     assert tracker.finish(None, timeout_s=30)
-    assert _run(store, run_dir).data.params["new"] == "7"
+    assert mlflow_run(store, run_dir).data.params["new"] == "7"
 
 
 def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
@@ -193,36 +149,36 @@ def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
     checkpoint = run_dir / "checkpoints" / "step-000000007"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
-    tracker = _tracker(run_dir, store)
+    tracker = started_tracker(run_dir, store)
     tracker.log_checkpoint(checkpoint, 7)
     tracker.finish("FINISHED", timeout_s=30)
-    evaluation = _tracker(run_dir, store, is_training=False)
+    evaluation = started_tracker(run_dir, store, is_training=False)
     evaluation.log_checkpoint(checkpoint, 7, {"evaluation/loss": 2.5, "evaluation/odd": math.nan})
     assert evaluation.finish(None, timeout_s=30)
 
-    run = _run(store, run_dir)
+    run = mlflow_run(store, run_dir)
     assert run.info.status == "FINISHED"
     (output,) = run.outputs.model_outputs
     assert output.step == 7
-    model = _client(store).get_logged_model(output.model_id)
+    model = client_of(store).get_logged_model(output.model_id)
     assert model.name == "step-000000007"
     assert model.params == {"path": str(checkpoint)}
     assert {m.key: m.value for m in model.metrics}["evaluation/loss"] == 2.5
-    assert _history(store, run_dir, "evaluation/loss") == [(7, 2.5)]
+    assert history(store, run_dir, "evaluation/loss") == [(7, 2.5)]
     copied = Path(run.info.artifact_uri).rglob("*.safetensors")
     assert list(copied) == []
 
 
 def test_a_model_whose_checkpoint_was_removed_says_so(store: str, run_dir: Path) -> None:
     def states() -> dict[str, tuple[str, str]]:
-        run = _run(store, run_dir)
-        found = _client(store).search_logged_models(
+        run = mlflow_run(store, run_dir)
+        found = client_of(store).search_logged_models(
             [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
         )
         tag = "longhaul.checkpoint_removed"
         return {model.name: (str(model.status), model.tags[tag]) for model in found}
 
-    tracker = _tracker(run_dir, store)
+    tracker = started_tracker(run_dir, store)
     paths = [run_dir / "checkpoints" / f"step-{step:09d}" for step in (1, 2, 3)]
     for path in paths[:2]:
         path.mkdir(parents=True)
@@ -234,16 +190,16 @@ def test_a_model_whose_checkpoint_was_removed_says_so(store: str, run_dir: Path)
     for path in (paths[0], paths[2]):
         shutil.rmtree(path, ignore_errors=True)
     # An evaluation may see files late, so it marks nothing but what it has evaluated.
-    evaluation = _tracker(run_dir, store, is_training=False)
+    evaluation = started_tracker(run_dir, store, is_training=False)
     evaluation.log_checkpoint(paths[1], 2, {"evaluation/loss": 1.0})
     assert evaluation.finish(None, timeout_s=30)
     assert states() == {paths[0].name: ready, paths[1].name: ready}
-    tracker = _tracker(run_dir, store)
+    tracker = started_tracker(run_dir, store)
     tracker.log_checkpoint(paths[2], 3)
     assert tracker.finish("FINISHED", timeout_s=30)
-    run = _run(store, run_dir)
+    run = mlflow_run(store, run_dir)
     own = f"source_run_id = '{run.info.run_id}' AND name = '{paths[0].name}'"
-    (first,) = _client(store).search_logged_models([run.info.experiment_id], own)
+    (first,) = client_of(store).search_logged_models([run.info.experiment_id], own)
     assert "were removed" in first.tags["mlflow.note.content"]
     wanted = {1: removed, 2: ready, 3: removed}
     assert states() == {f"step-{step:09d}": state for step, state in wanted.items()}
@@ -258,10 +214,10 @@ def test_the_pages_of_a_run_are_filled(store: str, run_dir: Path) -> None:
 
     def log(note: str, sets: list[Dataset]) -> Any:
         tags = described | {"mlflow.note.content": note}
-        tracker = _tracker(run_dir, store, tags=tags, datasets=sets)
+        tracker = started_tracker(run_dir, store, tags=tags, datasets=sets)
         tracker.log("train", 1, {"loss": 1.0})
         assert tracker.finish("FINISHED", timeout_s=30)
-        return _run(store, run_dir)
+        return mlflow_run(store, run_dir)
 
     for _ in range(2):  # as when the run is resumed
         run = log("softmax", datasets)
@@ -272,9 +228,9 @@ def test_the_pages_of_a_run_are_filled(store: str, run_dir: Path) -> None:
         assert described.items() <= run.data.tags.items()
     own = [name for name in run.data.tags if not name.startswith("mlflow.")]
     assert sorted(own) == ["longhaul.run_key", "longhaul.uploaded.metrics"]
-    experiment = _client(store).get_experiment(run.info.experiment_id)
+    experiment = client_of(store).get_experiment(run.info.experiment_id)
     assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
-    _client(store).set_tag(run.info.run_id, "mlflow.note.content", "my best run")
+    client_of(store).set_tag(run.info.run_id, "mlflow.note.content", "my best run")
     run = log("softmax, longer", datasets[:1])
     assert run.data.tags["mlflow.note.content"] == "my best run"
     assert len(run.inputs.dataset_inputs) == 2
@@ -284,12 +240,12 @@ def test_a_damaged_note_of_positions_sends_everything_again_and_once(
     store: str, run_dir: Path
 ) -> None:
     for step, text in enumerate(("", "[1]", "{", '{"train": "9", "status": true}', '{"train": 4}')):
-        tracker = _tracker(run_dir, store)
+        tracker = started_tracker(run_dir, store)
         tracker.log("train", step, {"loss": float(step)})
         assert tracker.finish("FINISHED", timeout_s=30)
-        assert _history(store, run_dir, "loss") == [(n, float(n)) for n in range(step + 1)]
-        run_id = _run(store, run_dir).info.run_id
-        _client(store).set_tag(run_id, "longhaul.uploaded.metrics", text)
+        assert history(store, run_dir, "loss") == [(n, float(n)) for n in range(step + 1)]
+        run_id = mlflow_run(store, run_dir).info.run_id
+        client_of(store).set_tag(run_id, "longhaul.uploaded.metrics", text)
 
 
 FULL_STORE = """
@@ -314,7 +270,7 @@ print(one.finish("FINISHED", timeout_s=0.5))
 def test_a_full_database_is_one_line_and_one_at_the_end(
     empty_store: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    uri = _copied(empty_store, tmp_path)
+    uri = copied(empty_store, tmp_path)
     assert (tmp_path / "mlflow.db").stat().st_size > 200_000
     result = subprocess.run(
         [sys.executable, "-c", FULL_STORE, str(run_dir), uri],
@@ -329,8 +285,8 @@ def test_a_full_database_is_one_line_and_one_at_the_end(
     assert "SQL:" not in first
     assert re.match(r"longhaul: \d+ lines of .* are not in MLflow at sqlite:", last)
     assert "once it takes them again, the same command sends them" in last
-    assert _tracker(run_dir, uri).finish("FINISHED", timeout_s=30)
-    assert _history(uri, run_dir, "loss") == [(step, 1.0) for step in range(20)]
+    assert started_tracker(run_dir, uri).finish("FINISHED", timeout_s=30)
+    assert history(uri, run_dir, "loss") == [(step, 1.0) for step in range(20)]
 
 
 def test_an_evaluation_works_beside_a_training_process(
@@ -345,16 +301,16 @@ def test_an_evaluation_works_beside_a_training_process(
         return real(*args, **rest)
 
     monkeypatch.setattr(MlflowClient, "create_run", slow)
-    training = _tracker(run_dir, store)
-    evaluation = _tracker(run_dir, store, is_training=False)
+    training = started_tracker(run_dir, store)
+    evaluation = started_tracker(run_dir, store, is_training=False)
     training.log("train", 1, {"loss": 1.0})
     (run_dir / "a.csv").write_text("1")
     evaluation.log_artifact(run_dir / "a.csv")
     assert evaluation.finish(None, timeout_s=30)
     training.log_artifact(run_dir / "a.csv", "second")
     assert training.finish("FINISHED", timeout_s=30)
-    run_id = _run(store, run_dir).info.run_id
-    paths = [artifact.path for artifact in _client(store).list_artifacts(run_id)]
+    run_id = mlflow_run(store, run_dir).info.run_id
+    paths = [artifact.path for artifact in client_of(store).list_artifacts(run_id)]
     assert paths == ["a.csv", "second"]
 
 
@@ -382,8 +338,8 @@ def test_what_mlflow_refuses_does_not_hold_up_the_rest(
     with caplog.at_level(logging.WARNING):
         tracker.start()
         assert tracker.finish("FINISHED", timeout_s=30)
-    assert _history(store, run_dir, "loss") == [(step, float(step)) for step in (0, 1, 3, 4)]
-    assert _run(store, run_dir).info.status == "FINISHED"
+    assert history(store, run_dir, "loss") == [(step, float(step)) for step in (0, 1, 3, 4)]
+    assert mlflow_run(store, run_dir).info.status == "FINISHED"
     about = [message for message in caplog.messages if "refused line" in message]
     assert ["train 2" in about[0], "artifact 1" in about[1], len(about)] == [True, True, 2]
     assert any("never-written.csv" in message for message in caplog.messages)
@@ -399,36 +355,36 @@ def test_an_artifact_store_that_fails_does_not_hold_up_the_rest_for_ever(
 
     monkeypatch.setattr(MlflowClient, "log_artifact", fail)
     (run_dir / "a.csv").write_text("1")
-    tracker = _tracker(run_dir, store, artifacts=[run_dir / "a.csv"])
+    tracker = started_tracker(run_dir, store, artifacts=[run_dir / "a.csv"])
     tracker.log("train", 1, {"loss": 1.0})
     assert tracker.finish("FINISHED", timeout_s=30)
-    assert _history(store, run_dir, "loss") == [(1, 1.0)]
+    assert history(store, run_dir, "loss") == [(1, 1.0)]
 
 
 def test_a_deleted_run_is_waited_for_and_loses_nothing(
     store: str, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert _tracker(run_dir, store).finish(None, timeout_s=30)
-    client = _client(store)
-    run_id = _run(store, run_dir).info.run_id
+    assert started_tracker(run_dir, store).finish(None, timeout_s=30)
+    client = client_of(store)
+    run_id = mlflow_run(store, run_dir).info.run_id
     client.delete_run(run_id)
-    tracker = _tracker(run_dir, store)
+    tracker = started_tracker(run_dir, store)
     tracker.log("train", 1, {"loss": 1.0})
     assert not tracker.finish(None, timeout_s=0.5)
     assert any("restore it there" in message for message in caplog.messages)
     client.restore_run(run_id)
-    assert _tracker(run_dir, store).finish(None, timeout_s=30)
-    assert _history(store, run_dir, "loss") == [(1, 1.0)]
+    assert started_tracker(run_dir, store).finish(None, timeout_s=30)
+    assert history(store, run_dir, "loss") == [(1, 1.0)]
 
 
 def test_a_run_that_vanishes_is_made_again_with_its_whole_history(
     empty_store: Path, run_dir: Path, tmp_path: Path
 ) -> None:
-    uri = _copied(empty_store, tmp_path)
-    tracker = _tracker(run_dir, uri)
+    uri = copied(empty_store, tmp_path)
+    tracker = started_tracker(run_dir, uri)
     tracker.log("train", 1, {"loss": 1.0})
     for _ in range(600):
-        if tracker.run_id and _history(uri, run_dir, "loss"):
+        if tracker.run_id and history(uri, run_dir, "loss"):
             break
         time.sleep(0.05)
     first = tracker.run_id
@@ -438,43 +394,7 @@ def test_a_run_that_vanishes_is_made_again_with_its_whole_history(
     tracker.log("train", 2, {"loss": 2.0})
     assert tracker.finish("FINISHED", timeout_s=30)
     assert tracker.run_id != first
-    assert _history(uri, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
-
-
-def test_another_store_gets_the_whole_history(
-    store: str, empty_store: Path, run_dir: Path, tmp_path: Path
-) -> None:
-    other = _copied(empty_store, tmp_path)
-    for step, uri in enumerate((store, other), start=1):
-        tracker = _tracker(run_dir, uri)
-        tracker.log("train", step, {"loss": float(step)})
-        assert tracker.finish("FINISHED", timeout_s=30)
-    assert _history(other, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
-
-
-TO_ANOTHER_PATH: dict[str, Callable[[Path, Path], object]] = {
-    "copied": shutil.copytree,
-    "moved": Path.rename,
-    "linked": lambda folder, other: other.symlink_to(folder),
-}
-
-
-@pytest.mark.parametrize("how", TO_ANOTHER_PATH)
-def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: str) -> None:
-    def log(folder: Path, step: int) -> str | None:
-        tracker = _tracker(folder, store)
-        tracker.log("train", step, {"loss": float(step)})
-        assert tracker.finish("FINISHED", timeout_s=30)
-        return tracker.run_id
-
-    first = log(run_dir, 1)
-    other = run_dir.with_name("other")
-    TO_ANOTHER_PATH[how](run_dir, other)
-    assert (log(other, 2) == first) == (how != "copied")
-    assert _history(store, other, "loss") == [(1, 1.0), (2, 2.0)]
-    if how == "copied":
-        assert log(run_dir, 3) == first
-        assert _history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+    assert history(uri, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
 
 
 def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
@@ -482,7 +402,7 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
 ) -> None:
     (tmp_path / "place").write_text("a file where the database's folder should be")
     uri = f"sqlite:///{tmp_path}/place/mlflow.db"
-    tracker = _tracker(run_dir, uri)
+    tracker = started_tracker(run_dir, uri)
     tracker.log("train", 1, {"loss": 1.0})
     assert tracker.run_id is None
     began = time.monotonic()
@@ -495,10 +415,10 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
     assert "the same command sends them" in caplog.messages[-1]
     (tmp_path / "place").unlink()
     (tmp_path / "place").mkdir()
-    _copied(empty_store, tmp_path / "place")
-    assert _tracker(run_dir, uri).finish(None, timeout_s=30)
-    assert _history(uri, run_dir, "loss") == [(1, 1.0)]
-    assert _run(uri, run_dir).info.status == "RUNNING"
+    copied(empty_store, tmp_path / "place")
+    assert started_tracker(run_dir, uri).finish(None, timeout_s=30)
+    assert history(uri, run_dir, "loss") == [(1, 1.0)]
+    assert mlflow_run(uri, run_dir).info.status == "RUNNING"
 
 
 def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None:
@@ -515,41 +435,7 @@ def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None
         assert process.stdout is not None
         process.stdout.readline()
         with pytest.raises(JournalError, match="another process"):
-            _tracker(run_dir, store)
+            started_tracker(run_dir, store)
     finally:
         process.kill()
         process.wait()
-
-
-@pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "file:///tmp/mlruns", ""])
-def test_folders_as_stores_are_refused_in_words(uri: str, run_dir: Path) -> None:
-    with pytest.raises(ValueError, match="wanted sqlite:///FILE, http"):
-        _tracker(run_dir, uri)
-
-
-def test_a_relative_database_stays_where_it_was_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert absolute_uri("sqlite:///a.db") == f"sqlite:///{tmp_path}/a.db"
-    assert absolute_uri("sqlite:////b/a.db") == "sqlite:////b/a.db"
-    assert absolute_uri("http://host:5000") == "http://host:5000"
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("train/loss", "train/loss"),
-        ("loss@2%", "loss_2_"),
-        ("/a//b/../c/", "a/b/c"),
-        ("..", "_"),
-        ("é:x y.z-", "é:x y.z-"),
-        ("x" * 300, "x" * 250),
-        ("x" * 249 + "/y", "x" * 249),
-    ],
-)
-def test_names_become_what_mlflow_takes(name: str, wanted: str) -> None:
-    from mlflow.utils.validation import _validate_metric_name  # Slow to import.
-
-    assert clean_name(name) == wanted
-    _validate_metric_name(clean_name(name))

@@ -1,0 +1,118 @@
+"""The page of a report: what it holds, and what a browser makes of it."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html import escape
+from pathlib import Path
+
+import pytest
+from logged_runs import ATTENTION, EVIL, Page, Store
+
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.reporting import page
+
+
+def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) -> None:
+    text = (reported / "index.html").read_text()
+    parsed = Page(text)
+    assert not parsed.open
+    assert parsed.tags.count("script") == 1
+    assert page._SCRIPT in parsed.texts
+    assert parsed.tags.count("table") == 5
+    # A browser runs this script only.
+    digest = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
+    assert f"script-src &#x27;sha256-{digest}&#x27;" in text
+    assert "default-src &#x27;none&#x27;" in text
+    assert parsed.tags.count("img") == len(list(reported.glob("*.png")))
+    assert parsed.tags.count("details") == 5
+    assert all(address.startswith("data:") for address in parsed.addresses)
+    assert "url(" not in text
+    assert "@import" not in text
+    # The table of runs, two rows of scaled positions, one of the bigram model, two of lm-eval.
+    assert parsed.texts.count(EVIL) == 1 + 2 + 1 + 2
+    shown = "".join(parsed.texts)
+    assert "running" in shown
+    assert "secret" not in shown
+    assert "  kind: conformal_sympow" in shown
+
+
+def browse(page: Path, folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Open a page in Chromium, with a profile in the folder."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    fixed = ("--headless", "--no-sandbox", f"--user-data-dir={folder / 'profile'}")
+    return subprocess.run(
+        [browser, *fixed, *options, f"file://{page}"], capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.soak
+def test_a_browser_has_no_complaint(reported: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "page.png"
+    options = (f"--screenshot={picture}", "--window-size=1200,3000", "--enable-logging=stderr")
+    result = browse(reported / "index.html", tmp_path, *options)
+    assert picture.stat().st_size > 50_000, result.stderr
+    assert not re.findall(r".*CONSOLE.*", result.stderr)
+
+
+CLICKS = """
+<script>
+const [runs] = document.getElementsByTagName("table"), orders = [];
+for (const name of ["validation loss", "validation loss", "training context", "run", "tokens/s"]) {
+  [...runs.querySelectorAll("button")].find(one => one.textContent.startsWith(name)).click();
+  orders.push([...runs.tBodies[0].rows].map(row => row.cells[0].textContent));
+}
+document.title = JSON.stringify(orders);
+</script>
+"""
+
+
+MEASURED = """
+<script>
+document.title = JSON.stringify([...document.querySelectorAll(".wide")]
+  .map(one => one.scrollWidth - one.clientWidth));
+</script>
+"""
+
+
+@pytest.mark.soak
+def test_a_browser_shows_all_columns(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    store, commit = Store.in_file(tmp_path, empty_store), f"{'4722a5cf86':0<40}-dirty"
+    for rate in ("0.001", "0.002"):
+        run_id = store.add(
+            f"mine-learning_rate={rate}", f"optim.learning_rate={rate}", commit=commit
+        )
+        store.evaluate(run_id, "step-000000004", "attention", ATTENTION)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    text = (tmp_path / "new" / "index.html").read_text()
+    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{MEASURED}</body>")
+    (tmp_path / "page.html").write_text(text)
+    options = ("--dump-dom", "--window-size=1300,2000")
+    shown = browse(tmp_path / "page.html", tmp_path, *options).stdout
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    assert json.loads(found[1]) == [0, 0]
+
+
+@pytest.mark.soak
+def test_a_browser_sorts_the_table(reported: Path, tmp_path: Path) -> None:
+    text = (reported / "index.html").read_text()
+    # The page's policy would not let another script click.
+    text = re.sub("<meta http-equiv=.*?>", "", text).replace("</body>", f"{CLICKS}</body>")
+    (tmp_path / "page.html").write_text(text.replace(EVIL, "evil").replace(escape(EVIL), "evil"))
+    shown = browse(tmp_path / "page.html", tmp_path, "--dump-dom").stdout
+    found = re.search("<title>(.*?)</title>", shown)
+    assert found is not None
+    losses, falling, contexts, names, _ = json.loads(found[1])
+    assert losses == ["longer", "flagship", "again", "evil", "cut off"]
+    assert falling == losses[::-1]
+    assert set(contexts[:3]) == {"evil", "flagship", "again"}
+    assert names == ["again", "cut off", "evil", "flagship", "longer"]

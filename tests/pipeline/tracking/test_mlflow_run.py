@@ -1,0 +1,63 @@
+"""Which run of MLflow a run folder has, wherever the folder and the store are."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tracked_runs import copied, history, started_tracker
+
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def test_another_store_gets_the_whole_history(
+    store: str, empty_store: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    other = copied(empty_store, tmp_path)
+    for step, uri in enumerate((store, other), start=1):
+        tracker = started_tracker(run_dir, uri)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+    assert history(other, run_dir, "loss") == [(1, 1.0), (2, 2.0)]
+
+
+TO_ANOTHER_PATH: dict[str, Callable[[Path, Path], object]] = {
+    "copied": shutil.copytree,
+    "moved": Path.rename,
+    "linked": lambda folder, other: other.symlink_to(folder),
+}
+
+
+@pytest.mark.parametrize("how", TO_ANOTHER_PATH)
+def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: str) -> None:
+    def log(folder: Path, step: int) -> str | None:
+        tracker = started_tracker(folder, store)
+        tracker.log("train", step, {"loss": float(step)})
+        assert tracker.finish("FINISHED", timeout_s=30)
+        return tracker.run_id
+
+    first = log(run_dir, 1)
+    other = run_dir.with_name("other")
+    TO_ANOTHER_PATH[how](run_dir, other)
+    assert (log(other, 2) == first) == (how != "copied")
+    assert history(store, other, "loss") == [(1, 1.0), (2, 2.0)]
+    if how == "copied":
+        assert log(run_dir, 3) == first
+        assert history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "file:///tmp/mlruns", ""])
+def test_folders_as_stores_are_refused_in_words(uri: str, run_dir: Path) -> None:
+    with pytest.raises(ValueError, match="wanted sqlite:///FILE, http"):
+        started_tracker(run_dir, uri)
+
+
+def test_a_relative_database_stays_where_it_was_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_uri("sqlite:///a.db") == f"sqlite:///{tmp_path}/a.db"
+    assert absolute_uri("sqlite:////b/a.db") == "sqlite:////b/a.db"
+    assert absolute_uri("http://host:5000") == "http://host:5000"
