@@ -246,7 +246,7 @@ def test_who_is_stopped_for_a_while_goes_on(run: Run, undisturbed: Run, who: str
     run.wait_for_step(process, 5)
     ranks = [psutil.Process(process.pid), process.rank_1()]
     everyone = [one for rank in ranks for one in (rank, *rank.children(recursive=True))]
-    (worker, *_) = [one for one in everyone if one.children() == [] and "fork" in one.cmdline()[-1]]
+    (worker, *_) = [one for one in everyone if one.name() == "pt_data_worker"]
     stopped = {
         "rank 0": ranks[:1],
         "rank 1": ranks[1:],
