@@ -4,7 +4,6 @@ Not a test; one process loads all folders, since importing transformers takes se
 folder that holds `work.json`, whose answers `found.safetensors` and `found.json` go beside it.
 """
 
-import importlib.abc
 import json
 import sys
 from collections.abc import Iterator
@@ -16,13 +15,21 @@ FOREIGN = ("longhaul", "jaxtyping", "lightning", "deepspeed", "mlflow", "omegaco
 PROMPT = 5
 
 
-class _Missing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, *_: Any) -> None:
-        if name.partition(".")[0] in FOREIGN:
-            raise ModuleNotFoundError(f"No module named {name!r}")
+class _WithoutForeign:
+    """A finder of modules that does not find the foreign ones, as if they were not installed."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, *more: Any) -> Any:
+        is_foreign = name.partition(".")[0] in FOREIGN
+        return None if is_foreign else self._finder.find_spec(name, *more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
 
 
-sys.meta_path.insert(0, _Missing())
+sys.meta_path[:] = [_WithoutForeign(finder) for finder in sys.meta_path]
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
