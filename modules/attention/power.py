@@ -42,6 +42,7 @@ class PowerConfig(AttentionConfig):
     """Tokens per chunk of the chunked form, 1 or more; null: the cost model. Only affects speed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.initial_state not in ("zero", "learned"):
             raise ValueError(
                 f"initial_state: found {self.initial_state!r}, wanted one of zero, learned"

@@ -34,10 +34,16 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"negative_diagonal": True},
         {"bilinear": False},
         {"bilinear": False, "generator": "additive"},
+        {"gate_init": "plain"},
     ],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
     "complex": [{"decay": True}],
-    "conformal_sympow": [{"qk_norm": True}, {"degree": 4}, {"degree": 6}],
+    "conformal_sympow": [
+        {"qk_norm": True},
+        {"degree": 4},
+        {"degree": 6},
+        {"gate_init": "plain"},
+    ],
     "linear": [
         {"feature_map": "relu"},
         {"feature_map": "identity", "normalizer": "head_norm"},
@@ -45,11 +51,13 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
     "retention": [{"swish_gate": True}, {"group_norm": False}],
     "softmax": [{"longest_document": 64}],
     "sympow": [{"degree": 4}, {"degree": 8}],
+    "sympow_gated": [{"gate_init": "plain"}],
     "zeros": [
         {"zeroth": "first_layer"},
         {"second_order": True},
         {"ordered": True},
         {"ordered": True, "second_order": True, "zeroth": "first_layer"},
+        {"ordered": True, "gate_init": "plain"},
     ],
 }
 CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]

@@ -105,6 +105,8 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("cartan", {"generator": "sum"}, "generator: found 'sum'"),
         ("cartan", {"bilinear": False, "negative_diagonal": True}, "negative_diagonal: found true"),
         ("zeros", {"zeroth": "all"}, "zeroth: found 'all'"),
+        ("sympow_gated", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
+        ("zeros", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
         ("sympow", {"degree": 1}, "degree: found 1"),
         ("sympow", {"initial_state": "low"}, "initial_state: found 'low'"),
         ("sympow", {"initial_state": "learned", "degree": 6}, "initial_state: found learned with"),

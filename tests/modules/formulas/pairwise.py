@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longhaul.modules.attention import Attention, attention_config
 
@@ -106,6 +106,12 @@ def product(gates: Tensor, t: int, i: int) -> Tensor:
     for j in range(i + 1, t + 1):
         kept = kept * gates[:, j]
     return kept
+
+
+def forget_gate(gate: nn.Module, x: Tensor) -> Tensor:
+    """sigmoid(W x), with the bias b inside where gate_init is long_memory."""
+    bias = 0 if gate.bias is None else gate.bias
+    return sigmoid(x @ gate.weight.mT + bias)
 
 
 def softmax_rows(logits: Tensor) -> Tensor:

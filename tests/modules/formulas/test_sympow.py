@@ -14,13 +14,13 @@ from pairwise import (
     assert_same,
     build,
     dot,
+    forget_gate,
     matrix,
     mix,
     pivots,
     product,
     projections,
     rotated,
-    sigmoid,
     sympow_rates,
     tokens,
 )
@@ -51,7 +51,7 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     if kind in ("sympow_rotary", "conformal_sympow"):
         rate = 1 + torch.tanh(x @ attention.rate.weight[0])
     if kind in ("sympow_gated", "conformal_sympow"):
-        gates = sigmoid(x @ attention.gate.weight.mT + attention.gate.bias)
+        gates = forget_gate(attention.gate, x)
     mu = torch.stack([rate[:, : t + 1].sum(1) for t in range(T)], 1)
     q, k = (rotated(one, sympow_rates(100 * degree), mu) for one in (q, k))
 
