@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig
+from longhaul.modules.attention.gates import GateConfig
 from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
 
 
 @register("conformal_sympow")
 @dataclass(frozen=True, kw_only=True)
-class ConformalSympowConfig(ForgetGateConfig, SympowConfig):
-    """The options of sympow, and of its forget gate."""
+class ConformalSympowConfig(GateConfig, SympowConfig):
+    """The options of sympow but rotary, and the gate."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return ConformalSympow(self, model_dim, num_heads)
@@ -34,11 +34,12 @@ class ConformalSympow(Sympow):
         y_t = phi(q'_t)^T S_t / phi(q'_t)^T z_t
 
     A scaling times a rotation is a conformal map, hence the name. The gate frees capacity of the
-    state, and the rotation chooses where in the state a token is stored.
+    state, and the rotation chooses where in the state a token is stored. gates.py has the other
+    choices of gamma.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
     """
 
     def __init__(self, config: ConformalSympowConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
-        self.gate = ForgetGate(model_dim, num_heads, config.gate_init)
+        self.gate = config.build_gate(model_dim, num_heads)
         self.rate = RotationRate(model_dim)
