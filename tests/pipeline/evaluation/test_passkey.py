@@ -81,7 +81,9 @@ def test_random_places_are_equally_likely_and_the_same_every_time() -> None:
     places = Counter()
     for prompt in prompts:
         _, *lines, _ = prompt.text.split("\n")
-        place = lines.index(f"The pass key is {prompt.key}. Remember it. {prompt.key} is the pass key.")
+        place = lines.index(
+            f"The pass key is {prompt.key}. Remember it. {prompt.key} is the pass key."
+        )
         assert prompt.depth == place / 4
         places[place] += 1
     # Five places of four fillers; with both ends as half a place they would be drawn 50 times each.

@@ -74,9 +74,7 @@ def test_windows_of_texts_follow_each_other_and_leave_rests_out() -> None:
     assert torch.cat([batch["index"] for batch in batches]).tolist() == [0, 1, 2]
 
 
-def test_beginnings_of_documents_are_their_first_tokens(
-    uninterrupted: Run, tmp_path: Path
-) -> None:
+def test_beginnings_of_documents_are_their_first_tokens(uninterrupted: Run, tmp_path: Path) -> None:
     trained = load_trained_model(uninterrupted.path / "small")
     found = read_beginnings(trained, Options(), 256)
     whole = dataclasses.replace(trained.config.data, validation_tokens=2048)
