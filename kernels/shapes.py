@@ -13,6 +13,12 @@ from math import ceil, comb
 
 # Smaller denominators are replaced by this one: a query with no matching key reads 0, not 0/0.
 DENOMINATOR_FLOOR = 1e-30
+# Higher degrees raise scores that do occur to powers outside of float32's range, such as 1e-5^8 or
+# 1e5^8. Before the power, the scores of a query are then divided by a unit of its own. Degrees 2
+# and 4 keep scores from 1e-6 to 1e5 in range without.
+HIGHEST_UNSCALED_DEGREE = 4
+# The smallest of these units: scores far below it are rounded to 0.
+SMALLEST_UNIT = 2.0**-100
 
 
 def tile_width(degree: int) -> int:

@@ -26,7 +26,7 @@ class Forward(NamedTuple):
     out: Tensor  # (B, T, H, V) in the dtype of q
     kv: Tensor | None  # (S, G, P, V) after the last token of each of the S sequences
     norm: Tensor | None  # (S, G, P)
-    inverse: Tensor | None  # (B, T, H) den^(−1); in Triton's attention form den^(−1/p)
+    inverse: Tensor | None  # (B, T, H) den^(−1), or den^(−1/p): see README.md, 6
     is_live: Tensor | None  # (B, T, H) whether the denominator was above its floor
 
 

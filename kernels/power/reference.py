@@ -2,6 +2,9 @@
 
     y_t = Σ_{i≤t} exp(G_t − G_i) (scale q_t·k_i)^p v_i   [ / the same sum without v_i ]
 
+Above degree 4 both sums are divided by the same power of a unit of the row, which keeps them in the
+range of numbers: the row's largest score, as in the symmetric-power article, or |q_t| with a state.
+
 It shares no code with the forms that are tested against it, not even the layout of the state.
 """
 
@@ -14,7 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR, padded_width, tile_width
+from longhaul.kernels.shapes import (
+    DENOMINATOR_FLOOR,
+    HIGHEST_UNSCALED_DEGREE,
+    padded_width,
+    tile_width,
+)
 
 
 def layout(width: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -71,8 +79,20 @@ def power_attention_reference(
     def per_query_head(x: Tensor, dim: int) -> Tensor:
         return x.repeat_interleave(H // G, dim=dim)
 
-    scores = scale * torch.einsum("bthk,bihk->btih", q, per_query_head(k, 2))
-    weights = per_query_head(decay, 3) * scores**degree  # (B, T, T, H)
+    q = scale * q
+    scores = torch.einsum("bthk,bihk->btih", q, per_query_head(k, 2))
+    if normalize and degree > HIGHEST_UNSCALED_DEGREE:
+        # Roots of decays, so that a forgotten key is 0 before its power could be infinite.
+        root = log_pair.masked_fill(is_future | is_apart, -torch.inf).div(degree).exp().to(dtype)
+        scores = per_query_head(root, 3) * scores
+        unit = scores.detach().abs().amax(dim=2, keepdim=True)  # (B, T, 1, H)
+        if initial_kv is not None:
+            unit = q.detach().norm(dim=-1)[:, :, None]
+        unit = torch.where(unit == 0, 1.0, unit)
+        weights = (scores / unit) ** degree
+        q = q / unit.transpose(2, 3)
+    else:
+        weights = per_query_head(decay, 3) * scores**degree  # (B, T, T, H)
     numerator = torch.einsum("btih,bihv->bthv", weights, per_query_head(v, 2))
     denominator = weights.sum(dim=2)  # (B, T, H)
 
@@ -83,7 +103,7 @@ def power_attention_reference(
     if initial_kv is not None and initial_norm is not None:
         initial_kv, initial_norm = initial_kv.to(dtype), initial_norm.to(dtype)
         multiplicity = layout(q.shape[-1], degree)[1].to(q)
-        read = per_query_head(from_start, 2)[..., None] * features(scale * q, degree)
+        read = per_query_head(from_start, 2)[..., None] * features(q, degree)
         read = read * multiplicity  # (B, T, H, P)
         numerator = numerator + torch.einsum("bthp,bhpv->bthv", read, per_query_head(initial_kv, 1))
         denominator = denominator + torch.einsum(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
 
 
 class PowerState(NamedTuple):
@@ -34,3 +34,26 @@ def denominator_floor(
     if degree % 2:
         return torch.full_like(query_norm, DENOMINATOR_FLOOR)
     return (4 * torch.finfo(dtype).eps * query_norm * state_norm).clamp_(min=DENOMINATOR_FLOOR)
+
+
+def scales_rows(degree: int, normalize: bool) -> bool:
+    """Whether each query's scores are divided by a unit, which cancels in its mean, eq. (17)."""
+    return normalize and degree > HIGHEST_UNSCALED_DEGREE
+
+
+def unit_above(size: Tensor) -> Tensor:
+    """The smallest power of two > size, at least 2^−100; 1 for 0. Dividing by it is exact."""
+    unit = torch.ldexp(torch.ones_like(size), torch.frexp(size.detach()).exponent)
+    return unit.clamp_(min=SMALLEST_UNIT)
+
+
+def state_size(norm: Tensor, multiplicity: Tensor) -> Tensor:
+    """‖n‖ of states (…, P), whose squares might leave the range of float32, as (…, 1)."""
+    unit = unit_above(norm.abs().amax(dim=-1, keepdim=True))
+    squares = (norm / unit).square_().mul_(multiplicity)
+    return unit * squares.sum(dim=-1, keepdim=True).sqrt()
+
+
+def query_unit(q: Tensor, dim: int) -> Tensor:
+    """The unit of rows that read a state: above |q|, since a state has no maximum to take."""
+    return unit_above(torch.linalg.vector_norm(q.detach(), dim=dim, keepdim=True))

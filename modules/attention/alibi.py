@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.base import Attention, AttentionConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.attention.gates import alibi_slopes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -95,21 +96,10 @@ class Alibi(FusedAttention):
         return 2 * self.model_dim
 
 
-def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """2^(-8 h / n), h = 1 .. n, with n the largest power of two up to H.
-
-    The other H - n heads get every second slope of the sequence for 2 n heads.
-    """
-    n = 1 << (num_heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * h / n) for h in range(1, n + 1)]
-    between = [2.0 ** (-4 * h / n) for h in range(1, 2 * n + 1, 2)]
-    return tuple((slopes + between)[:num_heads])
-
-
 @lru_cache(maxsize=8)
 def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "H"]:
-    """Cached, because a copy to a device would synchronise with it."""
-    return torch.tensor(alibi_slopes(num_heads), dtype=dtype, device=device)
+    """Cached, because every call of flex attention reads the same ones."""
+    return alibi_slopes(num_heads, device).to(dtype)
 
 
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -213,10 +213,11 @@ class Attention(nn.Module):
 
     def check_positions(self, scaling: PositionScaling) -> None:
         """Raise ValueError where the variant does not support this scaling of positions."""
-        if scaling.name not in self.config.positions:
+        supported = ("none",) if self.rotary is None else self.config.positions
+        if scaling.name not in supported:
             raise ValueError(
                 f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
-                f"wanted {' or '.join(self.config.positions)}"
+                f"wanted {' or '.join(supported)}"
             )
 
     def set_positions(self, scaling: PositionScaling) -> None:

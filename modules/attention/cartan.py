@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.gates import ForgetGate, ScalarPerHead
+from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
@@ -18,7 +18,7 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("cartan")
 @dataclass(frozen=True, kw_only=True)
-class CartanConfig(RotaryConfig, PowerConfig):
+class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """The generator of the weights, and the form of the inner product."""
 
     generator: str = "full"
@@ -54,7 +54,7 @@ class Cartan(PowerAttention):
         product:  g_ti = gamma_(i+1) ... gamma_t              how memories fade
         full:     the product of the two
 
-    with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t + b) per head, R the rotation by position, and
+    with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t) per head, R the rotation by position, and
     D_i = diag(tanh(1 + W_d x_i)) with negative_diagonal, else 1. key_softmax.py shows how the
     additive generator becomes a gate.
     Source: the notes on Cartan decomposition.
@@ -75,7 +75,9 @@ class Cartan(PowerAttention):
         self.has_log_mass = config.generator != "product"
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
         self.logit = ScalarPerHead(model_dim, num_heads) if config.generator != "product" else None
-        self.gate = ForgetGate(model_dim, num_heads) if config.generator != "additive" else None
+        self.gate = None
+        if config.generator != "additive":
+            self.gate = ForgetGate(model_dim, num_heads, config.gate_init)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
         self.add_projections(config)

@@ -8,8 +8,8 @@ from jaxtyping import Complex, Float, Shaped
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
-from longhaul.modules.attention.retention import log_decays
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 

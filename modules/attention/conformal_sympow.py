@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.gates import ForgetGate
+from longhaul.modules.attention.gates import GateConfig
 from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
 
 
 @register("conformal_sympow")
 @dataclass(frozen=True, kw_only=True)
-class ConformalSympowConfig(SympowConfig):
-    """The options of sympow."""
+class ConformalSympowConfig(GateConfig, SympowConfig):
+    """The options of sympow but rotary, and the gate."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return ConformalSympow(self, model_dim, num_heads)
@@ -19,7 +19,7 @@ class ConformalSympowConfig(SympowConfig):
 class ConformalSympow(Sympow):
     """Sympow whose state is scaled and rotated by amounts that depend on the token.
 
-        gamma_t = sigmoid(W_gamma x_t + b)        how much of the past to keep, one per head
+        gamma_t = sigmoid(W_gamma x_t)            how much of the past to keep, one per head
         beta_t  = 1 + tanh(W_beta x_t)            how fast to rotate, one per layer
         mu_t    = mu_(t-1) + beta_t theta         theta_j = 2 pi / N^(2 (j - 1) / K)
         q'_t, k'_t = R(mu_t) q_t, R(mu_t) k_t
@@ -34,11 +34,12 @@ class ConformalSympow(Sympow):
         y_t = phi(q'_t)^T S_t / phi(q'_t)^T z_t
 
     A scaling times a rotation is a conformal map, hence the name. The gate frees capacity of the
-    state, and the rotation chooses where in the state a token is stored.
+    state, and the rotation chooses where in the state a token is stored. gates.py has the other
+    choices of gamma.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
     """
 
     def __init__(self, config: ConformalSympowConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
-        self.gate = ForgetGate(model_dim, num_heads)
+        self.gate = config.build_gate(model_dim, num_heads)
         self.rate = RotationRate(model_dim)

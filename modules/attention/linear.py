@@ -1,6 +1,7 @@
 """Linear attention: the product of feature maps replaces the exponential."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -8,21 +9,31 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.power import Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.gates import GateConfig
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
 
 
 @register("linear")
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(PowerConfig):
-    """The feature map, and how the output is normalised."""
+class LinearConfig(GateConfig, RotaryConfig, PowerConfig):
+    """The feature map, how the output is normalised, and whether there are positions and a gate."""
+
+    gates: ClassVar[tuple[str, ...]] = ("none", *GateConfig.gates)
 
     feature_map: str = "elu"
     """elu (elu(x) + 1) | relu | identity: the function applied to queries and keys."""
 
     normalizer: str = "sum"
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
+
+    rotary: str = "none"
+    """none | fixed (rotate queries and keys by their positions, before the feature map)."""
+
+    gate: str = "none"
+    """none | data (sigmoid(W x)) | learned (a number per head) | retention, alibi (fixed)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,6 +49,9 @@ class LinearConfig(PowerConfig):
                 "wanted head_norm"
             )
 
+        if self.rotary not in ("none", "fixed"):
+            raise ValueError(f"rotary: found {self.rotary!r}, wanted none or fixed")
+
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Linear(self, model_dim, num_heads)
 
@@ -45,15 +59,24 @@ class LinearConfig(PowerConfig):
 class Linear(PowerAttention):
     """y_t = sum_i f(q_t) . f(k_i) v_i / sum_i f(q_t) . f(k_i).
 
-    With normalizer head_norm: the numerator / sqrt(K), then a norm per head. There are no
-    positions: tokens differ only in their content and in how many tokens precede them.
-    Source: Katharopoulos et al. (2020), arXiv:2006.16236 (f = elu + 1).
+    With normalizer head_norm: the numerator / sqrt(K), then a norm per head. Without rotary and
+    gate there are no positions: tokens differ only in their content and in how many precede them.
+
+    With rotary, f(R_t q_t) . f(R_i k_i) takes the place of f(q_t) . f(k_i); with a gate, the
+    weights are multiplied by gamma_(i+1) ... gamma_t. The symmetric-power article has rotary linear
+    transformers as its baseline without a formula; its section 1 turns Q into R Q, so R stands
+    before f. Weights then stay non-negative, but depend on t - i alone only if f is the identity.
+    (RoFormer, arXiv:2104.09864, rotates f(q) and f(k) instead, in the numerator alone.)
+    Source: Katharopoulos et al. (2020), arXiv:2006.16236, where f = elu + 1.
     """
 
     def __init__(self, config: LinearConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
         self.feature_map = config.feature_map
         self.normalize = config.normalizer == "sum"
+        if config.rotary == "fixed":
+            self.rotary = Rotary(self.head_dim, base=config.rotary_base)
+        self.gate = config.build_gate(model_dim, num_heads)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
         if config.normalizer == "head_norm":
             self.norm = nn.GroupNorm(num_heads, model_dim)
@@ -62,7 +85,14 @@ class Linear(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
-        return Operands(self._features(q), self._features(k), v), {}
+        after = {}
+        if self.rotary is not None:
+            rotation = documents.positions(carried["rotation"])
+            cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            after = {"rotation": documents.last(rotation)}
+        sums = (GatedSum(None if self.gate is None else self.gate(x)),)
+        return Operands(self._features(q), self._features(k), v, sums), after
 
     def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
         # Weights of pivot tokens must not be negative either, or the sum of weights could be zero.

@@ -19,7 +19,7 @@ from longhaul.kernels import (
     symmetric_dim,
 )
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import Attention, AttentionConfig
 from longhaul.modules.attention.context_parallel import PowerOptions, context_parallel_attention
 from longhaul.modules.attention.initial_state import InitialState
@@ -42,6 +42,7 @@ class PowerConfig(AttentionConfig):
     """Tokens per chunk of the chunked form, 1 or more; null: the cost model. Only affects speed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.initial_state not in ("zero", "learned"):
             raise ValueError(
                 f"initial_state: found {self.initial_state!r}, wanted one of zero, learned"
@@ -247,7 +248,15 @@ class PowerAttention(Attention):
         operands = self.operands(x)
         scale = self.key_dim**-0.5 if self.scale is None else self.scale
         scores = scale * torch.einsum("bthk,bihk->bhti", operands.q, operands.k)
-        weights = scores**self.degree * self.coefficients(operands)
+        coefficients = self.coefficients(operands)
+        if self.normalize and self.degree > HIGHEST_UNSCALED_DEGREE:
+            # As in the op: the unit of a row cancels, and its power could be infinite or 0.
+            scores = torch.where(coefficients > 0, scores, 0)
+            largest = (scores.detach().abs() * coefficients.detach() ** (1 / self.degree)).amax(
+                dim=-1, keepdim=True
+            )
+            scores = scores / torch.where(largest == 0, 1, largest)
+        weights = scores**self.degree * coefficients
         if not self.normalize:
             return weights
         total = weights.sum(dim=-1, keepdim=True)

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 from einops import rearrange
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
@@ -63,10 +63,3 @@ class Retention(PowerAttention):
         if self.swish is not None:
             y = y * silu(self.swish(x))
         return self.out(y)  # type: ignore[no-any-return]
-
-
-def log_decays(x: Float[Tensor, "B T D"], num_heads: int) -> Float[Tensor, "B T H"]:
-    """log(1 - 2^(-5 - h)), h = 0, 1, ..., at every token of x: memories of 32, 64, ... tokens."""
-    head = torch.arange(num_heads, dtype=torch.float64, device=x.device)
-    decays = torch.log1p(-(2.0 ** (-5 - head))).to(torch.promote_types(x.dtype, torch.float32))
-    return decays.expand(*x.shape[:2], -1)

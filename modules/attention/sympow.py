@@ -9,13 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
-from longhaul.modules.attention.gates import ForgetGate
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
 
-@register("sympow")
 @dataclass(frozen=True, kw_only=True)
 class SympowConfig(PowerConfig):
     """Options that all symmetric-power variants share."""
@@ -43,6 +41,27 @@ class SympowConfig(PowerConfig):
         if self.longest_document < 2:
             raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
 
+    def build_rotary(self, width: int) -> Rotary | None:
+        """The rotation of queries and keys of this width; None without positions."""
+        return Rotary(width, base=float(self.longest_document), first_turns=1.0)
+
+
+@register("sympow")
+@dataclass(frozen=True, kw_only=True)
+class FixedSympowConfig(SympowConfig):
+    """The options of symmetric-power attention whose rotation rates are not learned."""
+
+    rotary: str = "fixed"
+    """fixed (rotate queries and keys by their positions) | none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotary not in ("fixed", "none"):
+            raise ValueError(f"rotary: found {self.rotary!r}, wanted fixed or none")
+
+    def build_rotary(self, width: int) -> Rotary | None:
+        return super().build_rotary(width) if self.rotary == "fixed" else None
+
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Sympow(self, model_dim, num_heads)
 
@@ -68,22 +87,23 @@ class RotationRate(InFloat32):
 class Sympow(PowerAttention):
     """y_t = sum_i w_ti v_i / sum_i w_ti with w_ti = (q_t . k_i)^p / K^(p / 2).
 
-    q_t and k_t are rotated by t theta. Subclasses may set `gate`, which multiplies w_ti by
-    gamma_(i+1) ... gamma_t, and `rate`, which makes the rotation mu_t = mu_(t-1) + beta_t theta.
-    Source: Symmetric Power Transformers, Buckman, Gelada, Zhang (2024).
+    q_t and k_t are rotated by t theta, unless rotary is none: then tokens differ only in their
+    content. Subclasses may set `gate`, which multiplies w_ti by gamma_(i+1) ... gamma_t, and
+    `rate`, which makes the rotation mu_t = mu_(t-1) + beta_t theta.
+    Source: Symmetric Power Transformers, Buckman, Gelada, Zhang (2024). Without rotation: Conformal
+    Transformations for Symmetric Power Transformers (2025), section 2.1.
     """
 
     normalize = True
-    rotary: Rotary
 
     def __init__(self, config: SympowConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
         self.degree = config.degree
-        self.rotary = Rotary(self.head_dim, base=float(config.longest_document), first_turns=1.0)
+        self.rotary = config.build_rotary(self.head_dim)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
-        self.gate: ForgetGate | None = None
+        self.gate: nn.Module | None = None
         self.rate: RotationRate | None = None
 
     def project(
@@ -92,13 +112,15 @@ class Sympow(PowerAttention):
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        sums = (GatedSum(None if self.gate is None else self.gate(x)),)
+        if self.rotary is None:
+            return Operands(q, k, v, sums), {}
         if self.rate is None:
             rotation = documents.positions(carried["rotation"])
         else:
             rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        log_g = None if self.gate is None else self.gate(x)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
+        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
     def tensor_power_size(self) -> int:

@@ -3,26 +3,28 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.gates import ForgetGate
-from longhaul.modules.attention.sympow import Sympow, SympowConfig
+from longhaul.modules.attention.gates import GateConfig
+from longhaul.modules.attention.sympow import FixedSympowConfig, Sympow
 
 
 @register("sympow_gated")
 @dataclass(frozen=True, kw_only=True)
-class SympowGatedConfig(SympowConfig):
-    """The options of sympow."""
+class SympowGatedConfig(GateConfig, FixedSympowConfig):
+    """The options of sympow, and its gate."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return SympowGated(self, model_dim, num_heads)
 
 
 class SympowGated(Sympow):
-    """Sympow with w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t + b).
+    """Sympow with w_ti = gamma_(i+1) ... gamma_t (q_t . k_i)^p, gamma_t = sigmoid(W x_t).
 
-    The gate is one scalar per head and token. The denominator has the same gate.
-    Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.1.
+    The gate is one scalar per head and token, and the denominator has the same gate; gates.py says
+    when it has a bias. A gate may also be one number per head, learned or fixed: with gate alibi,
+    w_ti = exp(-m_h (t - i)) (q_t . k_i)^p.
+    Source: Conformal Transformations for Symmetric Power Transformers (2025), sections 3.1 and A.1.
     """
 
     def __init__(self, config: SympowGatedConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
-        self.gate = ForgetGate(model_dim, num_heads)
+        self.gate = config.build_gate(model_dim, num_heads)

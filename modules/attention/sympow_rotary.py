@@ -9,7 +9,7 @@ from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
 @register("sympow_rotary")
 @dataclass(frozen=True, kw_only=True)
 class SympowRotaryConfig(SympowConfig):
-    """The options of sympow."""
+    """The options of sympow but rotary."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return SympowRotary(self, model_dim, num_heads)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.gates import ForgetGate, ScalarPerHead
+from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.key_softmax import key_softmax
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
@@ -19,7 +19,7 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
-class ZerosConfig(RotaryConfig, PowerConfig):
+class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """Which terms of the softmax's expansion get gates of their own."""
 
     zeroth: str = "none"
@@ -112,7 +112,9 @@ class Zeros(PowerAttention):
             {name: ScalarPerHead(model_dim, num_heads) for name in (*names, "h")}
         )
         self.fading = nn.ModuleList(
-            ForgetGate(model_dim, num_heads) for _ in self.orders if config.ordered
+            ForgetGate(model_dim, num_heads, config.gate_init)
+            for _ in self.orders
+            if config.ordered
         )
         # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would dominate
         # their variance. But both weights of the second token can be almost zero, and at an eps of

@@ -53,9 +53,18 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     ],
     "complex": [{}, {"decay": True}, {"decay": True} | LEARNED],
     "conformal_sympow": [{}, {"degree": 4, "qk_norm": True}, LEARNED],
-    "linear": [{}, {"feature_map": "identity", "normalizer": "head_norm"}, LEARNED],
+    "linear": [
+        {},
+        {"feature_map": "identity", "normalizer": "head_norm"},
+        {"rotary": "fixed", "gate": "alibi"} | LEARNED,
+    ],
     "retention": [{}, {"swish_gate": True}, LEARNED],
-    "sympow": [{}, {"degree": 4} | LEARNED],
+    "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],
+    "sympow_gated": [
+        {},
+        {"gate": "learned"} | LEARNED,
+        {"gate": "alibi", "rotary": "none", "degree": 4},
+    ],
     "zeros": [{}, {"ordered": True, "second_order": True, "zeroth": "first_layer"}, LEARNED],
 }
 POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.state import scales_rows
 from longhaul.kernels.power.torch.attention import exp2_flushed_, queries_per_block
 from longhaul.kernels.shapes import state_features
 
@@ -84,6 +85,11 @@ class Problem:
     def R(self) -> int:
         """Query heads per key head."""
         return self.H // self.G
+
+    @property
+    def scales_rows(self) -> bool:
+        """Whether each query's scores are divided by a unit of its own."""
+        return scales_rows(self.degree, self.normalize)
 
     @property
     def P(self) -> int:

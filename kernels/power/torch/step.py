@@ -7,7 +7,13 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.power.state import PowerState, denominator_floor
+from longhaul.kernels.power.state import (
+    PowerState,
+    denominator_floor,
+    query_unit,
+    scales_rows,
+    state_size,
+)
 from longhaul.kernels.power.torch.features import expand, multiplicity
 
 
@@ -38,15 +44,17 @@ def recurrent_step(
         else:
             kv, norm = kv * gate[..., None], norm * gate
     q_group = scale * rearrange(q, "b (g r) k -> b g r k", g=G)  # (B, G, R, K)
+    if scales_rows(degree, normalize):
+        q_group = q_group / query_unit(q_group, dim=-1)
     q_features = expand(q_group, degree) * multiplicity(q.shape[-1], degree, q)  # (B, G, R, P)
     own = torch.einsum("bgrk,bgk->bgr", q_group, k) ** degree  # (B, G, R)
     out = q_features @ kv + own[..., None] * v[:, :, None]  # (B, G, R, V)
     if normalize:
         denominator = (q_features @ norm[..., None])[..., 0] + own  # (B, G, R)
         with torch.no_grad():
-            state_norm = (norm**2 * multiplicity(q.shape[-1], degree, q)).sum(-1).sqrt()
+            state_norm = state_size(norm, multiplicity(q.shape[-1], degree, q))
             query_norm = (q_group**2).sum(-1) ** (degree / 2)
-            floor = denominator_floor(degree, query_norm, state_norm[..., None], q.dtype)
+            floor = denominator_floor(degree, query_norm, state_norm, q.dtype)
             size = denominator.abs() if degree % 2 else denominator
         out = out / torch.where(size < floor, floor, denominator)[..., None]
     k_features = expand(k, degree)  # (B, G, P)

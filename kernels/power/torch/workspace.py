@@ -37,6 +37,7 @@ class Workspace:
             x[:, problem.K :].zero_()
         self.v[:, -1:].fill_(1)
         self.scratch = like.new_empty(rows, problem.V + 1, tokens)
+        self.unit = like.new_empty(rows, 1, tokens)
         self.squares = like.new_empty(rows, width, tokens)
         self._degree = problem.degree
         piece = min(tokens, _FEATURE_TOKENS)
@@ -49,7 +50,7 @@ class Workspace:
     def inside(self) -> InsideChunk:
         """Attention inside the chunk. Made at first use, since a state alone never needs it."""
         buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
-        return InsideChunk(Buffers(*buffers), self._degree)
+        return InsideChunk(Buffers(*buffers, self.unit), self._degree)
 
     def _by_head(self, x: Tensor, width: int) -> Tensor:
         """(rows, padded width, tokens) as (batch, heads, width, tokens)."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longhaul.modules.attention import Attention, attention_config
 
@@ -108,6 +108,37 @@ def product(gates: Tensor, t: int, i: int) -> Tensor:
     return kept
 
 
+def forget_gate(gate: nn.Module, x: Tensor) -> Tensor:
+    """sigmoid(W x), with the bias b inside where gate_init is long_memory."""
+    bias = 0 if gate.bias is None else gate.bias
+    return sigmoid(x @ gate.weight.mT + bias)
+
+
+ALIBI_SLOPES = {
+    1: [2**-8],
+    2: [2**-4, 2**-8],
+    3: [2**-4, 2**-8, 2**-2],
+    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
+    8: [2.0**-h for h in range(1, 9)],
+    12: [*(2.0**-h for h in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
+}
+
+
+def gates_of(attention: Attention, x: Tensor) -> Tensor:
+    """gamma (B, T, H), from the option `gate` of the variant."""
+    gate = getattr(attention.config, "gate", "none")
+    per_head = {
+        "none": [1.0] * HEADS,
+        "retention": [1 - 2.0 ** (-5 - h) for h in range(HEADS)],
+        "alibi": [math.exp(-m) for m in ALIBI_SLOPES[HEADS]],
+    }
+    if gate == "data":
+        return forget_gate(attention.gate, x)
+    if gate == "learned":
+        return sigmoid(attention.gate.bias).expand(*x.shape[:2], HEADS)
+    return torch.tensor(per_head[gate], dtype=x.dtype).expand(*x.shape[:2], HEADS)
+
+
 def softmax_rows(logits: Tensor) -> Tensor:
     exponentials = logits.exp().tril()
     return exponentials / exponentials.sum(-1, keepdim=True)
@@ -148,6 +179,15 @@ def head_norm(attention: Attention, mixed: Tensor) -> Tensor:
 
 
 def assert_forward(attention: Attention, x: Tensor, mixed: Tensor) -> None:
+    """The output, and where x requires gradients those of x and of all parameters."""
     has_norm = getattr(attention, "norm", None) is not None
     y = head_norm(attention, mixed) if has_norm else mixed.flatten(2)
-    assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
+    wanted, leaves = y @ attention.out.weight.mT, [x, *attention.parameters()]
+    found = attention(x, keep_state=False)[0]
+    assert_same(found, wanted)
+    if not x.requires_grad:
+        return
+    probe = torch.randn_like(wanted)
+    gradients = (torch.autograd.grad((one * probe).sum(), leaves) for one in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        assert_same(one, other, 1e-7)

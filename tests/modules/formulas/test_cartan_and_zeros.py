@@ -15,6 +15,7 @@ from pairwise import (
     build,
     by_head,
     dot,
+    forget_gate,
     matrix,
     mix,
     pivots,
@@ -47,7 +48,7 @@ def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
         softmax = key_softmax(attention, x @ attention.logit.weight.mT)
     if generator == "additive":
         return softmax
-    gates = sigmoid(x @ attention.gate.weight.mT + attention.gate.bias)
+    gates = forget_gate(attention.gate, x)
     if generator == "product":
         return lambda t, i: product(gates, t, i)
     return lambda t, i: softmax(t, i) * product(gates, t, i)
@@ -123,7 +124,7 @@ def zeros_radial(attention: Attention, x: Tensor, names: str) -> Tensor:
     softmax, num_orders = key_softmax(attention, s), 3 if "2" in names else 2
     fading = [torch.ones_like(s)] * num_orders
     if attention.config.ordered:
-        fading = [sigmoid(x @ one.weight.mT + one.bias) for one in attention.fading]
+        fading = [forget_gate(one, x) for one in attention.fading]
 
     def weight(t: int, i: int) -> Tensor:
         terms = orders(s, t, i)[:num_orders]

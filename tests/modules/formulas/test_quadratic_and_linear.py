@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from pairwise import (
+    ALIBI_SLOPES,
     HEADS,
     INITIAL_STATE,
     PairWeight,
@@ -14,6 +15,7 @@ from pairwise import (
     assert_same,
     build,
     dot,
+    gates_of,
     head_norm,
     matrix,
     mix,
@@ -30,7 +32,7 @@ from pairwise import (
 )
 from torch import Tensor
 
-from longhaul.modules.attention import Attention, alibi
+from longhaul.modules.attention import Attention, alibi, gates
 
 
 @pytest.mark.parametrize(
@@ -52,26 +54,19 @@ def test_softmax_uses_products_of_rotated_vectors(
     assert_forward(attention, x, mix(softmax_rows(logits), v))
 
 
-SLOPES = {
-    1: [2**-8],
-    2: [2**-4, 2**-8],
-    3: [2**-4, 2**-8, 2**-2],
-    6: [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3],
-    8: [2.0**-h for h in range(1, 9)],
-    12: [*(2.0**-h for h in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5],
-}
-
-
-@pytest.mark.parametrize("heads", SLOPES)
+@pytest.mark.parametrize("heads", ALIBI_SLOPES)
 def test_alibi_slopes_are_geometric_with_extra_heads_from_twice_as_many(heads: int) -> None:
-    assert alibi.alibi_slopes(heads) == pytest.approx(SLOPES[heads], rel=1e-15)
+    found = gates.alibi_slopes(heads, torch.device("cpu")).tolist()
+    assert found == pytest.approx(ALIBI_SLOPES[heads], rel=1e-15)
 
 
 @pytest.mark.parametrize("heads", [2, 3])
 def test_alibi_is_a_fixed_gate(heads: int) -> None:
     attention, x = build("alibi", heads=heads), tokens(heads=heads)
     q, k, v = projections(x, attention.qkv.weight, heads)
-    gates = torch.tensor([math.exp(-m) for m in SLOPES[heads]], dtype=x.dtype).expand(2, T, heads)
+    gates = torch.tensor([math.exp(-m) for m in ALIBI_SLOPES[heads]], dtype=x.dtype).expand(
+        2, T, heads
+    )
     weights = matrix(lambda t, i: product(gates, t, i) * (dot(q[:, t], k[:, i]) / 8**0.5).exp())
     assert_forward(attention, x, mix(weights / weights.sum(-1, keepdim=True), v))
 
@@ -178,6 +173,40 @@ def test_linear_weights_are_products_of_features(
         total = weights.sum(-1).mT + mass
         mixed = mixed / torch.where(total == 0, 1, total)[..., None]  # 0 where all weights are 0
     assert_forward(attention, x, mixed)
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("gate", ["none", "data", "learned", "retention", "alibi"])
+@pytest.mark.parametrize("rotary", ["none", "fixed"])
+def test_linear_weights_are_rotated_before_the_feature_map_and_gated(
+    rotary: str, gate: str, initial_state: str
+) -> None:
+    options = {"rotary": rotary, "gate": gate, "gate_init": "plain", "rotary_base": 50.0}
+    attention = build("linear", initial_state=initial_state, **options)
+    x = tokens().requires_grad_()
+    q, k, v = projections(x, attention.qkv.weight)
+    if rotary == "fixed":
+        q, k = rotated(q, rotary_rates(base=50.0)), rotated(k, rotary_rates(base=50.0))
+    gamma = gates_of(attention, x)
+
+    def f(one: Tensor) -> Tensor:
+        return torch.where(one > 0, one + 1, one.exp())
+
+    def fade(t: int, i: int) -> Tensor:
+        return product(gamma, t, i)
+
+    weights = matrix(lambda t, i: fade(t, i) * dot(f(q[:, t]), f(k[:, i])) / 8**0.5)
+    before, mass = pivots(attention, f(q), fade, 8**-0.5, f=f)
+    assert_forward(
+        attention, x, (mix(weights, v) + before) / (weights.sum(-1).mT + mass)[..., None]
+    )
+
+
+def test_linear_with_rotary_and_identity_depends_on_distance_alone() -> None:
+    options = {"feature_map": "identity", "normalizer": "head_norm"}
+    attention, x = build("linear", rotary="fixed", **options), tokens()
+    shifted = attention.weights(torch.cat([tokens(7), x], 1))[:, :, 7:, 7:]
+    assert_same(shifted, attention.weights(x))
 
 
 @INITIAL_STATE

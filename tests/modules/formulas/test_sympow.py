@@ -6,7 +6,6 @@ from itertools import combinations_with_replacement
 import pytest
 import torch
 from pairwise import (
-    HEADS,
     INITIAL_STATE,
     SYMPOW,
     T,
@@ -14,13 +13,13 @@ from pairwise import (
     assert_same,
     build,
     dot,
+    gates_of,
     matrix,
     mix,
     pivots,
     product,
     projections,
     rotated,
-    sigmoid,
     sympow_rates,
     tokens,
 )
@@ -47,11 +46,9 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     if qk_norm:
         q = q / q.square().mean(-1, keepdim=True).sqrt() * attention.q_norm.weight
         k = k / k.square().mean(-1, keepdim=True).sqrt() * attention.k_norm.weight
-    rate, gates = torch.ones_like(x[..., 0]), torch.ones_like(x[..., :HEADS])
+    rate, gates = torch.ones_like(x[..., 0]), gates_of(attention, x)
     if kind in ("sympow_rotary", "conformal_sympow"):
         rate = 1 + torch.tanh(x @ attention.rate.weight[0])
-    if kind in ("sympow_gated", "conformal_sympow"):
-        gates = sigmoid(x @ attention.gate.weight.mT + attention.gate.bias)
     mu = torch.stack([rate[:, : t + 1].sum(1) for t in range(T)], 1)
     q, k = (rotated(one, sympow_rates(100 * degree), mu) for one in (q, k))
 
@@ -62,6 +59,38 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     before, mass = pivots(attention, q, fade, 8**-0.5, degree)
     total = weights.sum(-1).mT + mass
     assert_forward(attention, x, (mix(weights, v) + before) / total[..., None])
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("sympow", {"rotary": "none"}),
+        *(
+            ("sympow_gated", {"gate": gate, "rotary": rotary, "gate_init": "plain"})
+            for gate in ("data", "learned", "retention", "alibi")
+            for rotary in ("fixed", "none")
+        ),
+    ],
+)
+def test_sympow_gates_may_be_fixed_and_positions_absent(
+    kind: str, options: dict[str, str], initial_state: str
+) -> None:
+    attention = build(kind, longest_document=100, initial_state=initial_state, **options)
+    x = tokens().requires_grad_()
+    q, k, v = projections(x, attention.qkv.weight)
+    if options["rotary"] == "fixed":
+        q, k = rotated(q, sympow_rates(100)), rotated(k, sympow_rates(100))
+    gamma = gates_of(attention, x)
+
+    def fade(t: int, i: int) -> Tensor:
+        return product(gamma, t, i)
+
+    weights = matrix(lambda t, i: fade(t, i) * dot(q[:, t], k[:, i]) ** 2 / 8)
+    before, mass = pivots(attention, q, fade, 8**-0.5, 2)
+    assert_forward(
+        attention, x, (mix(weights, v) + before) / (weights.sum(-1).mT + mass)[..., None]
+    )
 
 
 @pytest.mark.parametrize("degree", [2, 4, 6, 8])

@@ -59,7 +59,10 @@ class BackwardPass:
         self.inverse = self.ddenominator = None
         if saved.inverse is not None and saved.is_live is not None:
             self.inverse = saved.inverse[..., None]  # (B, T, H, 1)
-            self.ddenominator = (self.delta * saved.inverse * saved.is_live).neg_()[..., None]
+            ddenominator = (self.delta * saved.is_live).neg_()
+            if not problem.scales_rows:
+                ddenominator *= saved.inverse
+            self.ddenominator = ddenominator[..., None]
 
     def run(self) -> None:
         """Both sweeps, one block of rows after the other."""
@@ -84,6 +87,21 @@ class BackwardPass:
         self.carry.sums.mul_(self.carry.multiplicity)
         self.carry.store(self.into.dkv, self.into.dnorm, rows)
 
+    def _load_queries(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
+        """Load scaled queries and dnum. Where rows have units, a query is divided by den^(1/p), so
+        that its weights are those of the mean, whose denominator is 1."""
+        work.load(work.q, self.saved.q, heads, chunk, self.problem.scale)
+        if self.problem.scales_rows and self.inverse is not None:
+            work.load(work.unit, self.inverse, heads, chunk)
+            work.q.mul_(work.unit)
+        self._load_dnum(work, heads, chunk)
+
+    def _store_dq(self, work: Workspace, heads: Rows, chunk: Chunk, *, add: bool) -> None:
+        work.dq.mul_(self.problem.scale)
+        if self.problem.scales_rows:
+            work.dq.mul_(work.unit)
+        work.store(work.dq, self.into.dq, heads, chunk, add=add)
+
     def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
         """Load gradients of the numerators and, in row V, of the denominator, eq. (11)."""
         work.load(work.dnum, self.dout, heads, chunk)
@@ -91,8 +109,9 @@ class BackwardPass:
         if self.inverse is None or self.ddenominator is None:
             dden.zero_()
             return
-        work.load(dden, self.inverse, heads, chunk)
-        work.dnum[:, :-1].mul_(dden)
+        if not self.problem.scales_rows:
+            work.load(dden, self.inverse, heads, chunk)
+            work.dnum[:, :-1].mul_(dden)
         work.load(dden, self.ddenominator, heads, chunk)
 
     def _read_chunk(self, rows: Rows, chunk: Chunk) -> None:
@@ -107,13 +126,11 @@ class BackwardPass:
             read = state.to_read()
             for rep in range(problem.R):
                 heads = rows.query_heads(rep, problem.R)
-                work.load(work.q, saved.q, heads, chunk, problem.scale)
-                self._load_dnum(work, heads, chunk)
+                self._load_queries(work, heads, chunk)
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
                     q_map.contract(read, dnum[:, :, piece])
-                work.dq.mul_(problem.scale)
-                work.store(work.dq, self.into.dq, heads, chunk)
+                self._store_dq(work, heads, chunk, add=False)
         if not is_last:
             work.load(work.k, saved.k, rows, chunk)
             work.load(work.v, saved.v, rows, chunk)
@@ -135,11 +152,9 @@ class BackwardPass:
             gradient_of_update(work, dstate, decay)
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
-            work.load(work.q, saved.q, heads, chunk, problem.scale)
-            self._load_dnum(work, heads, chunk)
+            self._load_queries(work, heads, chunk)
             work.inside.backward()
-            work.dq.mul_(problem.scale)
-            work.store(work.dq, self.into.dq, heads, chunk, add=has_read)
+            self._store_dq(work, heads, chunk, add=has_read)
             if has_read:
                 dnum = work.scaled(work.dnum, decay.from_start)
                 for piece, q_map in zip(work.pieces, work.q_maps, strict=True):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
-from longhaul.kernels.power.state import denominator_floor
+from longhaul.kernels.power.state import denominator_floor, query_unit, state_size
 from longhaul.kernels.power.torch.chunked.state import Carry, read_state, update_state
 from longhaul.kernels.power.torch.chunking import Chunk, Decay, Problem, Rows
 from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
@@ -49,8 +49,10 @@ class ForwardPass:
         for rep in range(problem.R):
             heads = rows.query_heads(rep, problem.R)
             work.load(work.q, self.q, heads, chunk, problem.scale)
+            if problem.scales_rows and read is not None:
+                work.q.div_(work.unit.copy_(query_unit(work.q, dim=1)))
             # Step 1: attention inside the chunk. Step 2: read the state.
-            work.inside.forward()
+            work.inside.forward(finds_units=problem.scales_rows and read is None)
             if read is not None:
                 read_state(work, read, decay.from_start)
             if into.inverse is not None and into.is_live is not None:
@@ -65,18 +67,27 @@ class ForwardPass:
     def _normalize(
         self, work: Workspace, read: Tensor | None, from_start: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Divide num by its last row. Returns the inverse denominator and whether it is above its
-        floor, both (rows, 1, tokens)."""
+        """Divide num by its last row. Returns the inverse denominator, or its p-th root where rows
+        have units, and whether it is above its floor, both (rows, 1, tokens)."""
         degree = self.problem.degree
         denominator = work.num[:, -1:]
+        if self.problem.scales_rows and read is None:
+            # The largest weight of a row is near 1, unless all of them are 0.
+            is_live = denominator > 0
+            return self._divide(work, torch.where(is_live, denominator, 1.0)), is_live
         squares = torch.mul(work.q, work.q, out=work.squares)
         query_norm = squares.sum(dim=1, keepdim=True) ** (degree / 2)
         state_norm = query_norm.new_zeros(())
         if read is not None:
-            state_norm = (read[:, -1:] * self.state.sums[:, -1:]).sum(-1, keepdim=True).sqrt()
+            state_norm = state_size(self.state.sums[:, -1:], self.state.multiplicity)
             state_norm = state_norm if from_start is None else state_norm * from_start
         floor = denominator_floor(degree, query_norm, state_norm, work.num.dtype)
         is_live = (denominator.abs() if degree % 2 else denominator) >= floor
-        inverse = torch.where(is_live, denominator, floor).reciprocal_()
+        return self._divide(work, torch.where(is_live, denominator, floor)), is_live
+
+    def _divide(self, work: Workspace, denominator: Tensor) -> Tensor:
+        inverse = denominator.reciprocal()
         work.num[:, :-1].mul_(inverse)
-        return inverse, is_live
+        if not self.problem.scales_rows:
+            return inverse
+        return inverse.pow_(1 / self.problem.degree).div_(work.unit)

@@ -31,10 +31,9 @@ from longhaul.kernels.power.triton.launch import (
 )
 from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_FORWARD, Blocks
-from longhaul.kernels.shapes import DENOMINATOR_FLOOR
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
 
-# The smallest unit of a row: far below every floor of a denominator, far above denormals.
-_SMALLEST_UNIT = tl.constexpr(2.0**-100)
+_SMALLEST_UNIT = tl.constexpr(SMALLEST_UNIT)
 
 
 def attention_forward(
@@ -78,7 +77,7 @@ def attention_forward(
         to_end,
         queries.table,
         call.scale,
-        DENOMINATOR_FLOOR ** (1 / call.degree),
+        _floor_root(call.degree),
         T,
         H,
         H // G,
@@ -88,6 +87,12 @@ def attention_forward(
         **constants_of(call, q, v, block),
     )
     return out, inverse, is_live
+
+
+def _floor_root(degree: int) -> float:
+    """The p-th root of the smallest denominator, of scores above every score of a dead row."""
+    is_scaled = degree > HIGHEST_UNSCALED_DEGREE
+    return SMALLEST_UNIT if is_scaled else float(DENOMINATOR_FLOOR ** (1 / degree))
 
 
 def constants_of(call: PowerCall, q: Tensor, v: Tensor, block: Blocks) -> dict[str, Any]:
