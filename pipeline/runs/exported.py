@@ -34,6 +34,11 @@ class _ExportedConfig:
     hidden_size: Count
     num_attention_heads: Count
     attention: list[dict[str, Any]]
+    # Exports of earlier versions lack these.
+    embedding_norm: bool = True
+    parallel_residual: bool = False
+    biases: bool = False
+    tie_word_embeddings: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,10 @@ def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocabulary,
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
+        "embedding_norm": model.embedding_norm,
+        "parallel_residual": model.parallel_residual,
+        "biases": model.biases,
+        "tie_word_embeddings": model.tied_head,
         "attention": [
             {
                 key: value
