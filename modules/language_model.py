@@ -48,7 +48,7 @@ class LanguageModelConfig:
     """A norm after the embedding; GPT-NeoX has none."""
 
     parallel_residual: bool = False
-    """true: attention and MLP of a block read the same x, as in GPT-NeoX; false: one after the other."""
+    """Attention and MLP of a block read the same x, as in GPT-NeoX; false: one, then the other."""
 
     biases: bool = False
     """Biases in all projections and norms but the head, as in GPT-NeoX."""
