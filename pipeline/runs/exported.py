@@ -33,12 +33,11 @@ class _ExportedConfig:
     vocab_size: Count
     hidden_size: Count
     num_attention_heads: Count
+    embedding_norm: bool
+    parallel_residual: bool
+    biases: bool
+    tie_word_embeddings: bool
     attention: list[dict[str, Any]]
-    # Exports of earlier versions lack these.
-    embedding_norm: bool = True
-    parallel_residual: bool = False
-    biases: bool = False
-    tie_word_embeddings: bool = True
 
 
 @dataclass(frozen=True)
