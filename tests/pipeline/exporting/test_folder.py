@@ -196,7 +196,7 @@ def test_what_differs_from_the_run_is_not_exported(
 
     def halve(code: dict[str, str]) -> None:
         before = code["modules_block.py"]
-        code["modules_block.py"] = before.replace("x = x + mixed", "x = x + mixed / 2")
+        code["modules_block.py"] = before.replace("y = x + mixed", "y = x + mixed / 2")
         assert code["modules_block.py"] != before
 
     with pytest.raises(RuntimeError, match="logits of the exported conformal_sympow that differ"):
