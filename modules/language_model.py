@@ -1,4 +1,4 @@
-"""The language model: the shape of GPT-2, with an extra norm after the embedding."""
+"""The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,6 +43,18 @@ class LanguageModelConfig:
 
     vocabulary: int = 50_304
     """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
+
+    embedding_norm: bool = True
+    """A norm after the embedding; GPT-NeoX has none."""
+
+    parallel_residual: bool = False
+    """Attention and MLP of a block read the same x, as in GPT-NeoX; false: one, then the other."""
+
+    biases: bool = False
+    """Biases in all projections and norms but the head, as in GPT-NeoX."""
+
+    tied_head: bool = True
+    """The matrix of the logits is that of the embedding; false: it is one of its own."""
 
     def __post_init__(self) -> None:
         for name, most in (
@@ -113,6 +125,10 @@ def config_of_layers(
     hidden_size: int,
     num_attention_heads: int,
     vocab_size: int,
+    embedding_norm: bool,
+    parallel_residual: bool,
+    biases: bool,
+    tie_word_embeddings: bool,
 ) -> LanguageModelConfig:
     """The config that an exported config.json describes, by the names that it has there.
 
@@ -133,25 +149,29 @@ def config_of_layers(
         width=hidden_size,
         heads=num_attention_heads,
         vocabulary=vocab_size,
+        embedding_norm=embedding_norm,
+        parallel_residual=parallel_residual,
+        biases=biases,
+        tied_head=tie_word_embeddings,
     )
 
 
 class Head(nn.Module):
-    """Logits h E^T with the matrix of the embedding, or their mean cross-entropy.
+    """Logits h E^T with the matrix E of another module, or their mean cross-entropy.
 
     This is a module because sharding strategies gather parameters around module calls.
     """
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, holder: nn.Embedding | nn.Linear) -> None:
         super().__init__()
         # In a tuple, so that the matrix is not registered again: it has one name in checkpoints.
-        self._embedding = (embedding,)
+        self._holder = (holder,)
 
     def forward(
         self, hidden: Float[Tensor, "rows D"], target: Int[Tensor, "rows"] | None = None
     ) -> Tensor:
         """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
-        weight = self._embedding[0].weight
+        weight = self._holder[0].weight
         # autocast does not know the chunked path of linear_cross_entropy, so cast here.
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -176,18 +196,32 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.embedding_norm = nn.LayerNorm(config.width, bias=False)
+        self.embedding_norm = (
+            nn.LayerNorm(config.width, bias=config.biases)
+            if config.embedding_norm
+            else nn.Identity()
+        )
         blocks = [
-            Block(config.attention_of(layer).build(config.width, config.heads, layer))
+            Block(
+                config.attention_of(layer).build(config.width, config.heads, layer),
+                parallel=config.parallel_residual,
+                biases=config.biases,
+            )
             for layer in range(config.layers)
         ]
         self.blocks = nn.ModuleList(blocks)
-        self.final_norm = nn.LayerNorm(config.width, bias=False)
-        self.head = Head(self.embedding)
+        self.final_norm = nn.LayerNorm(config.width, bias=config.biases)
+        if not config.tied_head:
+            # By the name that transformers has for it.
+            self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head = Head(self.embedding if config.tied_head else self.lm_head)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """The initialisation of GPT-2: std 0.02, divided by sqrt(2 L) for residual projections."""
+        """The initialisation of GPT-2: std 0.02, divided by sqrt(2 L) for residual projections.
+
+        Biases start at zero.
+        """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 residual = name.endswith(".out")
@@ -195,8 +229,10 @@ class LanguageModel(nn.Module):
                     module.weight,
                     std=0.02 / math.sqrt(2 * self.config.layers) if residual else 0.02,
                 )
-        # This is also the unembedding, and its std is chosen for that: the norm after the embedding
-        # makes the scale of the embedding irrelevant.
+                if self.config.biases and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # Where this is also the unembedding, its std is chosen for that: the norm after the
+        # embedding makes the scale of the embedding irrelevant.
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
@@ -302,7 +338,7 @@ class LanguageModel(nn.Module):
         self.sequence_part = part
 
     def num_parameters(self) -> int:
-        """Number of parameters; the embedding, which is also the unembedding, counts once."""
+        """Number of parameters; an embedding that is also the unembedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, T: int) -> int:

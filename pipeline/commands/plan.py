@@ -6,7 +6,7 @@ from longhaul.pipeline.commands.arguments import parse_contexts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
+    parser.add_argument("config", nargs="?", help="a YAML file, or a preset such as run/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
     parser.add_argument(
         "--kinds", help="kinds to compare in place of model.attention.kind, such as softmax,sympow"
@@ -19,13 +19,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, help="number of ranks in place of trainer.devices and trainer.nodes"
     )
     parser.add_argument(
+        "--states",
+        action="store_true",
+        help="instead, the states of GPT-2's four sizes at each degree, as in the sympow paper",
+    )
+    parser.add_argument(
         "--device", help="also plan memory and communication on h100, h200, a100, b200, l40s, ..."
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.pipeline.planning.tables import print_plan
+    given = (args.config, args.kinds, args.contexts, args.gpus, args.device)
+    if args.states and any(one is not None for one in given):
+        raise ValueError("--states: found it with a config or other options, wanted it alone")
+    if args.config is None and not args.states:
+        raise ValueError("config: found none, wanted CONFIG, or --states")
+    from longhaul.pipeline.planning.tables import print_plan, print_states
 
+    if args.states:
+        print_states()
+        return 0
     print_plan(
         args.config,
         args.overrides,

@@ -107,9 +107,10 @@ def _logits(model: LanguageModel, tokens: Tensor, read: Read) -> Tensor:
     hidden, _ = model.eval().activations(tokens)
     for hook in hooks:
         hook.remove()
-    fill("embedding", model.embedding)
+    holder = "embedding" if model.config.tied_head else "lm_head"  # of the head's matrix
+    fill(holder, model.get_submodule(holder))
     logits: Tensor = model.head(hidden[0])
-    empty(model.embedding)
+    empty(model.get_submodule(holder))
     return logits
 
 

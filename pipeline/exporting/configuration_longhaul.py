@@ -16,6 +16,9 @@ class LonghaulConfig(PreTrainedConfig):
         hidden_size: int = 768,
         num_attention_heads: int = 12,
         attention: list[dict[str, Any]] | None = None,
+        embedding_norm: bool = True,
+        parallel_residual: bool = False,
+        biases: bool = False,
         use_cache: bool = True,
         tie_word_embeddings: bool = True,
         caches_tokens: bool = False,
@@ -30,6 +33,9 @@ class LonghaulConfig(PreTrainedConfig):
         self.hidden_size = hidden_size
         self.num_attention_heads = num_attention_heads
         self.attention = [{"kind": "softmax"}] * 12 if attention is None else attention
+        self.embedding_norm = embedding_norm
+        self.parallel_residual = parallel_residual
+        self.biases = biases
         self.use_cache = use_cache
         self.caches_tokens = caches_tokens
         self.tie_word_embeddings = tie_word_embeddings

@@ -42,7 +42,6 @@ def write_model_files(
         "num_hidden_layers": config.model.layers,
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
-        "tie_word_embeddings": True,
         "use_cache": True,
         "caches_tokens": _has_large_states(model),
         **ids,

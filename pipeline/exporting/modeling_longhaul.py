@@ -1,4 +1,4 @@
-"""A longhaul language model for transformers: a cache, padding and a tied head around the model.
+"""A longhaul language model for transformers: a cache, padding and a head around the model.
 
 The model itself is in the files beside this one, which are copies of longhaul's own modules.
 """
@@ -71,7 +71,7 @@ def _join(*leaves: Tensor | None) -> Tensor | None:
 
 
 class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
-    """longhaul's language model, with logits from a head that is tied to the embedding."""
+    """longhaul's language model, with logits from a head that may be tied to the embedding."""
 
     config_class = LonghaulConfig
     _no_split_modules = ("Block",)
@@ -88,12 +88,17 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
             vocab_size=config.vocab_size,
+            embedding_norm=config.embedding_norm,
+            parallel_residual=config.parallel_residual,
+            biases=config.biases,
+            tie_word_embeddings=config.tie_word_embeddings,
         )
         # In a tuple, and its parts as this module's own: weights have their names of training.
         self._model = (model,)
         for name, part in model.named_children():
             self.add_module(name, part)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     def forward(

@@ -1,26 +1,22 @@
 """The tables of `longhaul plan`: parameters, FLOPs, states and memory, from a config alone."""
 
-import dataclasses
 from collections.abc import Sequence
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.modules.attention import AttentionConfig
-from longhaul.modules.attention.sympow import Sympow, SympowConfig
+from longhaul.modules.attention.sympow import SympowConfig
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.planning.sizes import (
-    HALF,
     allocated_bytes,
     attention_layers,
     build_on_meta,
     state_bytes,
 )
+from longhaul.pipeline.planning.states import states_by_degree, states_of_published_sizes
 from longhaul.pipeline.system.devices import Device
 from longhaul.pipeline.terminal.numbers import amount, digits, in_bytes
 from longhaul.pipeline.terminal.table import print_table
-
-_DEGREES = (2, 4, 6, 8)
 
 
 def print_plan(
@@ -52,10 +48,19 @@ def print_plan(
     print_table(_costs(models, contexts))
     symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
     if symmetric:
-        print("\nThe state of the symmetric-power layers at each degree:\n")
-        print_table(_states_by_degree(symmetric[0]))
+        print("\nThe state of the symmetric-power layers at each degree, beside the weights:\n")
+        print_table(states_by_degree(symmetric[0]))
     if fit is not None:
         _print_fit(*fit)
+
+
+def print_states() -> None:
+    """Print the states of the sympow paper's four sizes of GPT-2."""
+    print(
+        "States of one sequence, in half precision and without padding, and numbers in them per"
+        " weight.\nDegree 1: the linear transformer, without a normaliser.\n"
+    )
+    print_table(states_of_published_sizes())
 
 
 def _print_fit(config: RunConfig, device: Device) -> None:
@@ -103,31 +108,3 @@ def _costs(models: Sequence[LanguageModelConfig], contexts: Sequence[int]) -> li
                 ]
             )
     return rows
-
-
-def _states_by_degree(config: LanguageModelConfig) -> list[list[str]]:
-    """The column names, then one row per degree."""
-    rows = [["degree", "symmetric power", "tensor power", "allocated"]]
-    for degree in _DEGREES:
-        others = {key: _of_degree(other, degree) for key, other in config.layer_attention.items()}
-        model = dataclasses.replace(
-            config, attention=_of_degree(config.attention, degree), layer_attention=others
-        )
-        layers = [
-            layer for layer in attention_layers(build_on_meta(model)) if isinstance(layer, Sympow)
-        ]
-        rows.append(
-            [
-                f"{degree}",
-                in_bytes(state_bytes(layers, 1)),
-                in_bytes(sum(layer.tensor_power_size() * HALF.itemsize for layer in layers)),
-                in_bytes(allocated_bytes(layers, 1)),
-            ]
-        )
-    return rows
-
-
-def _of_degree(attention: AttentionConfig, degree: int) -> AttentionConfig:
-    if isinstance(attention, SympowConfig):
-        return dataclasses.replace(attention, degree=degree)
-    return attention

@@ -33,6 +33,10 @@ class _ExportedConfig:
     vocab_size: Count
     hidden_size: Count
     num_attention_heads: Count
+    embedding_norm: bool
+    parallel_residual: bool
+    biases: bool
+    tie_word_embeddings: bool
     attention: list[dict[str, Any]]
 
 
@@ -55,6 +59,10 @@ def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocabulary,
         "hidden_size": model.width,
         "num_attention_heads": model.heads,
+        "embedding_norm": model.embedding_norm,
+        "parallel_residual": model.parallel_residual,
+        "biases": model.biases,
+        "tie_word_embeddings": model.tied_head,
         "attention": [
             {
                 key: value

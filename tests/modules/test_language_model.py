@@ -39,12 +39,26 @@ def is_power(kind: str) -> bool:
     return issubclass(attention_config(kind), PowerConfig)
 
 
-def small(kind: str = "conformal_sympow") -> LanguageModel:
+def small(kind: str = "conformal_sympow", **shape: bool) -> LanguageModel:
     torch.manual_seed(0)
     attention = attention_config(kind)()
     return LanguageModel(
-        LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
+        LanguageModelConfig(
+            layers=2, width=32, heads=2, vocabulary=64, attention=attention, **shape
+        )
     )
+
+
+NEOX = {"embedding_norm": False, "parallel_residual": True, "biases": True, "tied_head": False}
+
+
+def small_neox(kind: str = "softmax") -> LanguageModel:
+    """The shape of GPT-NeoX, with biases that are not zero, and weights that all matter."""
+    model = small(kind, **NEOX).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
 
 
 @pytest.mark.wide
@@ -146,6 +160,91 @@ def test_parameters_and_flops_match_the_formulas() -> None:
     assert model.flops_per_token(context) == 2 * vocabulary * D + L * (24 * D * D + mixing)
     assert model.mixing_flops(context) == L * mixing
     assert model.weight_flops() == model.flops_per_token(context) - L * mixing
+
+
+def test_a_model_of_the_shape_of_gpt_neox_computes_what_gpt_neox_does() -> None:
+    """Written out from its definition (arXiv:2204.06745, section 2.1), in float64."""
+    model, heads = small_neox(), 2
+    w = dict(model.named_parameters())
+    tokens = torch.randint(64, (3, 20))
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        spread = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return centred / spread * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        """(B, H, T, K), each of whose pairs j, j + K / 2 is rotated by its position."""
+        half = x.shape[-1] // 2
+        theta = 10_000.0 ** (-2 * torch.arange(half, dtype=torch.float64) / x.shape[-1])
+        angle = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * theta
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    x = w["embedding.weight"][tokens]
+    for layer in ("blocks.0", "blocks.1"):
+        projected = linear(norm(x, f"{layer}.attention_norm"), f"{layer}.attention.qkv")
+        q, k, v = (
+            one.unflatten(-1, (heads, -1)).transpose(1, 2) for one in projected.chunk(3, dim=-1)
+        )
+        scores = turned(q) @ turned(k).mT / math.sqrt(q.shape[-1])
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(future, -math.inf).softmax(-1) @ v
+        attention = linear(mixed.transpose(1, 2).flatten(2), f"{layer}.attention.out")
+        inner = linear(norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp.up")
+        cubic = math.sqrt(2 / math.pi) * (inner + 0.044715 * inner**3)
+        x = x + attention + linear(inner / 2 * (1 + cubic.tanh()), f"{layer}.mlp.out")
+    logits = norm(x, "final_norm") @ w["lm_head.weight"].T
+    torch.testing.assert_close(model(tokens), logits.float())
+    wanted = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    loss = model.loss(tokens, tokens)
+    torch.testing.assert_close(loss, wanted)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters), torch.autograd.grad(wanted, parameters)
+    for name, one, other in zip(w, *gradients, strict=True):
+        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["softmax", "coca", "alibi", "conformal_sympow", "zeros"])
+def test_in_the_shape_of_gpt_neox_prefill_and_steps_equal_one_forward_pass(kind: str) -> None:
+    model = small_neox(kind)
+    tokens = torch.randint(64, (2, 30))
+    wanted = model(tokens)
+    logits, state = model.prefill(tokens[:, :20])
+    torch.testing.assert_close(logits, wanted[:, 19])
+    for t in range(20, 30):
+        logits, state = model.step(tokens[:, t], state)
+        torch.testing.assert_close(logits, wanted[:, t])
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_every_projection_gets_a_bias_of_zeros(kind: str) -> None:
+    model = small(kind, biases=True)
+    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(linear) >= 2 * 4
+    for module in linear:
+        assert torch.equal(module.bias, torch.zeros(module.out_features))
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.LayerNorm)]
+    assert all(module.bias is not None for module in norms)
+    plain = small(kind)
+    assert model.weight_flops() == plain.weight_flops()
+    assert model.mixing_flops(20) == plain.mixing_flops(20)
+
+
+def test_the_shape_of_gpt_neox_starts_and_counts_as_it_should() -> None:
+    D, L, vocabulary = 32, 2, 64
+    model = small("softmax", **NEOX)
+    tokens, target = torch.randint(64, (2, 2, 50)).unbind(0)
+    assert model.loss(tokens, target).item() == pytest.approx(math.log(64), rel=0.02)
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    biases = (3 + 1 + 4 + 1) * D
+    block = 12 * D * D + biases + 2 * 2 * D
+    assert model.num_parameters() == 2 * vocabulary * D + L * block + 2 * D
+    assert model.weight_flops() == 2 * vocabulary * D + L * 24 * D * D
 
 
 def hybrid() -> LanguageModel:

@@ -18,12 +18,14 @@ from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.runs.exported import shape_of
 
 
-def both(kind: str, width: int = 32, **options: Any) -> tuple[LanguageModel, LonghaulForCausalLM]:
+def both(
+    kind: str, width: int = 32, tied_head: bool = True, **options: Any
+) -> tuple[LanguageModel, LonghaulForCausalLM]:
     """A model as longhaul has it, and as it is exported."""
     torch.manual_seed(0)
     attention = attention_config(kind)(**options)
     config = LanguageModelConfig(
-        attention=attention, layers=2, width=width, heads=4, vocabulary=320
+        attention=attention, layers=2, width=width, heads=4, vocabulary=320, tied_head=tied_head
     )
     model = LanguageModel(config).eval()
     with torch.no_grad():
@@ -31,7 +33,7 @@ def both(kind: str, width: int = 32, **options: Any) -> tuple[LanguageModel, Lon
             parameter.add_(0.3 * torch.randn_like(parameter))
     exported = LonghaulForCausalLM(LonghaulConfig(**shape_of(config)))
     left = exported.load_state_dict(model.state_dict(), strict=False)
-    assert left == (["lm_head.weight"], [])
+    assert left == (["lm_head.weight"] if tied_head else [], [])
     return model, exported.eval()
 
 
@@ -82,6 +84,18 @@ def test_rows_can_be_added_to_the_embedding() -> None:
     after = exported(tokens(20)).logits
     assert after.shape == (1, 20, 330)
     torch.testing.assert_close(after[..., :320], before)
+
+
+def test_a_head_of_its_own_stays_its_own(tmp_path: Path) -> None:
+    model, exported = both("softmax", tied_head=False)
+    before = exported(tokens(20)).logits
+    torch.testing.assert_close(before, model(tokens(20)))
+    exported.save_pretrained(tmp_path)
+    back = LonghaulForCausalLM.from_pretrained(tmp_path).eval()
+    assert back.lm_head.weight is not back.embedding.weight
+    assert torch.equal(back(tokens(20)).logits, before)
+    exported.resize_token_embeddings(330)
+    torch.testing.assert_close(exported(tokens(20)).logits[..., :320], before)
 
 
 def test_what_generation_has_cached_does_not_stop_training() -> None:

@@ -196,7 +196,7 @@ def test_what_differs_from_the_run_is_not_exported(
 
     def halve(code: dict[str, str]) -> None:
         before = code["modules_block.py"]
-        code["modules_block.py"] = before.replace("x = x + mixed", "x = x + mixed / 2")
+        code["modules_block.py"] = before.replace("y = x + mixed", "y = x + mixed / 2")
         assert code["modules_block.py"] != before
 
     with pytest.raises(RuntimeError, match="logits of the exported conformal_sympow that differ"):
@@ -433,6 +433,8 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     refuses(exported, found, "model.attention.degree=4")
     refuses(exported, "found hidden_size 32 in", "model.width=64")
     refuses(exported, "found attention.2.degree None in", "model.layers=3")
+    refuses(exported, "found tie_word_embeddings True in", "model.tied_head=false")
+    refuses(exported, "found parallel_residual False in", "model.parallel_residual=true")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')

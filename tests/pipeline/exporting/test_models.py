@@ -60,7 +60,14 @@ CASES = {
     for options in ({}, *OPTIONS.get(kind, []))
 }
 MIXED = "layers of three kinds"
-NAMES = [*CASES, MIXED]
+NEOX = "shape of GPT-NeoX"
+NEOX_OPTIONS: dict[str, Any] = {
+    "embedding_norm": False,
+    "parallel_residual": True,
+    "biases": True,
+    "tied_head": False,
+}
+NAMES = [*CASES, MIXED, NEOX]
 LINEAR = [
     name for name, (kind, _) in CASES.items() if issubclass(attention_config(kind), PowerConfig)
 ]
@@ -93,6 +100,7 @@ def model_of(name: str) -> LanguageModelConfig:
         width=32,
         heads=heads,
         vocabulary=320,
+        **(NEOX_OPTIONS if name == NEOX else {}),
     )
 
 
@@ -141,7 +149,8 @@ def exports(make_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
             model.to(dtype)
             for T, tokens in inputs.items():
                 with torch.inference_mode():
-                    logits = model.activations(tokens)[0] @ model.embedding.weight.T
+                    holder = model.embedding if model.config.tied_head else model.lm_head
+                    logits = model.activations(tokens)[0] @ holder.weight.T
                 wanted[f"{name}/{T}/{str(dtype).removeprefix('torch.')}"] = logits
     tokenizers = {}
     for name, tokenizer in every_tokenizer().items():

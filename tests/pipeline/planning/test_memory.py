@@ -30,6 +30,8 @@ from longhaul.pipeline.system.devices import Device
 PAPER = "run/paper/conformal-sympow-p2-1024.yaml"
 SCRIPT = Path(__file__).with_name("measured_update.py")
 SMALL = ("model.width=64", "model.heads=4", "data.context=128")
+NEOX = ["model.embedding_norm=false", "model.parallel_residual=true"]
+NEOX += ["model.biases=true", "model.tied_head=false"]
 
 
 def config(*overrides: str, ranks: int = 1) -> RunConfig:
@@ -74,11 +76,14 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
 
 @pytest.mark.wide
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
-@pytest.mark.parametrize(("strategies", "ranks"), [("single", 1), ("ddp,fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategies", "ranks", "shape"),
+    [("single", 1, []), ("ddp,fsdp", 2, []), ("ddp,fsdp", 2, NEOX)],
+)
 def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
-    strategies: str, ranks: int, tmp_path: Path
+    strategies: str, ranks: int, shape: list[str], tmp_path: Path
 ) -> None:
-    overrides = ["trainer.micro_batch=4", "optim.tokens_per_update=4096"]
+    overrides = ["trainer.micro_batch=4", "optim.tokens_per_update=4096", *shape]
     if ranks > 1:
         overrides += ["trainer.strategy=ddp", f"trainer.devices={ranks}"]
     planner = Planner(load_run_config("run/demo.yaml", overrides), "torch")

@@ -21,21 +21,21 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[list[list[
     return [[re.split(" {2,}", line.strip()) for line in part.splitlines()] for part in parts[1::2]]
 
 
-def test_the_published_state_sizes_are_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_degrees_is_of_the_models_own_shape(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     costs, states = plan(capsys, PAPER)
-    assert states[0] == ["degree", "symmetric power", "tensor power", "allocated"]
-    assert [row[:2] for row in states[1:]] == [
-        ["2", "39 MB"],
-        ["4", "14 GB"],
-        ["6", "2.2 TB"],
-        ["8", "199 TB"],
+    assert states[0] == [
+        *("degree", "tensor power", "<= 80 GB", "symmetric power", "<= 80 GB", "saving"),
+        *("state / weights", "allocated"),
     ]
-    assert [row[2] for row in states[1:3]] == ["77 MB", "314 GB"]
+    assert states[1][:-1] == ["2", "77 MB", "yes", "39 MB", "yes", "49%", "0.16"]
+    assert states[2][:-1] == ["4", "314 GB", "no", "14 GB", "yes", "95%", "58"]
     assert len(costs) == 2
     row = dict(zip(*costs, strict=True))
     assert (row["kind"], row["context"]) == ("conformal_sympow", "1,024")
     assert (row["parameters"], row["state"]) == ("124M", "39 MB")
-    assert row["allocated"] == states[1][3]
+    assert row["allocated"] == states[1][-1]
 
 
 def test_kinds_and_contexts_make_a_grid(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_a_hybrid_sums_its_layers(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["kind"] == "conformal_sympow,softmax"
     assert row["form on GPU"] == row["on CPU"] == "attention, fused softmax"
     (_, whole), whole_states = plan(capsys, "run/demo.yaml")
-    half = [size_of(cells[1]) / size_of(whole_cells[1])
+    half = [size_of(cells[3]) / size_of(whole_cells[3])
             for cells, whole_cells in zip(states[1:], whole_states[1:], strict=True)]  # fmt: skip
     assert half == [pytest.approx(0.5, rel=0.05)] * 4
     cache = 2 * 512 * 2 * 192 * 2  # layers, tokens, keys and values, bytes

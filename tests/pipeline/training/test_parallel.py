@@ -11,6 +11,14 @@ import pytest
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 ONE_RANK = Path(__file__).parent / "one_rank.py"
 KINDS = ("softmax", "conformal_sympow", "zeros")
+# Another shape of the model, whose head has a matrix of its own.
+NEOX = "gpt-neox"
+NEOX_OPTIONS = [
+    "model.embedding_norm=false",
+    "model.parallel_residual=true",
+    "model.biases=true",
+    "model.tied_head=false",
+]
 UPDATES, HALF = 20, 10
 COMMON = [
     "checkpoint.every_tokens=5120",
@@ -80,6 +88,10 @@ COMBINATIONS = [
     if not (way in ONCE and kind != "conformal_sympow")
     and not (way.startswith("context") and kind == "softmax")
 ]
+COMBINATIONS += [
+    _case(way, NEOX, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
+    for way in STRATEGIES
+]
 HANDOVERS = [
     _case(
         before,
@@ -138,7 +150,7 @@ def _arguments(way: str, kind: str, name: str) -> list[str]:
     return [
         "small.yaml",
         f"name={name}",
-        f"model.attention.kind={kind}",
+        *(NEOX_OPTIONS if kind == NEOX else [f"model.attention.kind={kind}"]),
         f"trainer.devices={ranks}",
         f"trainer.micro_batch={micro_batch}",
         *COMMON,
