@@ -12,6 +12,7 @@ from pairwise import (
     PairWeight,
     T,
     assert_forward,
+    assert_outputs,
     assert_same,
     build,
     dot,
@@ -122,9 +123,12 @@ def test_coca_strict_depends_on_distance_alone() -> None:
 def test_coca_slack_rotates_coefficients_before_the_product() -> None:
     attention, x = build("coca", mode="slack"), tokens()
     q, coefficient, v = coca_operands(attention, x)
-    query, turned = rotated(q, rotary_rates()), rotated(coefficient, rotary_rates())
+    from_0 = torch.arange(T).expand(2, T)  # the paper's n in [0, c)
+    query, turned = (rotated(one, rotary_rates(), from_0) for one in (q, coefficient))
     logits = matrix(lambda m, n: dot(query[:, m], q[:, m] * turned[:, n]) / 8**0.5)
     assert_same(matrix(lambda m, n: dot(q[:, m] * query[:, m], turned[:, n]) / 8**0.5), logits)
+    # The first token is not rotated, and reads itself by |q|^2 t.
+    assert_same(logits[..., 0, 0], dot(q[:, 0] ** 2, coefficient[:, 0]) / 8**0.5)
     assert_same(attention.logits(x).tril(), logits)
     assert_forward(attention, x, mix(softmax_rows(logits), v))
 
@@ -225,7 +229,7 @@ def test_retention_matches_its_decay_matrix(
     if swish_gate:
         gate = x @ attention.swish.weight.mT
         y = y * gate * sigmoid(gate)
-    assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
+    assert_outputs(attention, x, y @ attention.out.weight.mT)
 
 
 @INITIAL_STATE
