@@ -105,6 +105,16 @@ def product(gates: Tensor, t: int, i: int) -> Tensor:
     return kept
 
 
+def no_decay(t: int, i: int) -> Tensor:
+    return torch.ones(2, HEADS, dtype=torch.float64)
+
+
+def fixed_decay(t: int, i: int) -> Tensor:
+    """gamma_h^(t - i), gamma_h = 1 - 2^(-5 - h), h = 0, 1, ..."""
+    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
+    return (gamma ** (t - i)).expand(2, -1)
+
+
 def forget_gate(gate: nn.Module, x: Tensor) -> Tensor:
     """sigmoid(W x), with the bias b inside where gate_init is long_memory."""
     bias = 0 if gate.bias is None else gate.bias
@@ -134,6 +144,15 @@ def gates_of(attention: Attention, x: Tensor) -> Tensor:
     if gate == "learned":
         return sigmoid(attention.gate.bias).expand(*x.shape[:2], HEADS)
     return torch.tensor(per_head[gate], dtype=x.dtype).expand(*x.shape[:2], HEADS)
+
+
+def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
+    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
+    start = attention.initial_state
+    mass = torch.zeros_like(s[:, 0])
+    if start is not None:
+        mass = start.log_mass.exp().view(s.shape[2:]).expand(2, *s.shape[2:])
+    return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
 
 
 def softmax_rows(logits: Tensor) -> Tensor:

@@ -1,14 +1,12 @@
-"""Cartan kernels and ZeroS against their formulas."""
+"""ZeroS against its formulas: the published method and the notes."""
 
 import math
 
 import pytest
 import torch
 from pairwise import (
-    GENERATORS,
     HEADS,
     INITIAL_STATE,
-    PairWeight,
     T,
     assert_forward,
     assert_same,
@@ -16,6 +14,7 @@ from pairwise import (
     by_head,
     dot,
     forget_gate,
+    key_softmax,
     matrix,
     mix,
     pivots,
@@ -32,68 +31,6 @@ from torch import Tensor
 
 from longhaul.kernels import power_attention
 from longhaul.modules.attention import Attention
-
-
-def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
-    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
-    start = attention.initial_state
-    mass = torch.zeros_like(s[:, 0]) if start is None else start.log_mass.exp().expand(2, -1)
-    return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
-
-
-def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
-    """g_ti, also for position 0."""
-    generator = attention.config.generator
-    if generator != "product":
-        softmax = key_softmax(attention, x @ attention.logit.weight.mT)
-    if generator == "additive":
-        return softmax
-    gates = forget_gate(attention.gate, x)
-    if generator == "product":
-        return lambda t, i: product(gates, t, i)
-    return lambda t, i: softmax(t, i) * product(gates, t, i)
-
-
-@INITIAL_STATE
-@pytest.mark.parametrize("negative_diagonal", [False, True])
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_weighs_inner_products_of_rotated_unit_vectors(
-    generator: str, negative_diagonal: bool, initial_state: str
-) -> None:
-    options = {"negative_diagonal": negative_diagonal, "initial_state": initial_state}
-    attention, x = build("cartan", generator=generator, **options), tokens()
-    q, k, v = projections(x, attention.qkv.weight)
-    q, k = rotated(unit(q), rotary_rates()), rotated(unit(k), rotary_rates())
-    if negative_diagonal:
-        diagonal = torch.tanh(1 + by_head(x, attention.diagonal.weight))
-        assert (diagonal < 0).any()
-        k = diagonal * k
-    g = cartan_generator(attention, x)
-    weights = matrix(lambda t, i: g(t, i) * dot(q[:, t], k[:, i]))
-    assert_forward(attention, x, mix(weights, v) + pivots(attention, q, g)[0])
-
-
-@INITIAL_STATE
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_without_bilinear_form_sums_per_channel(generator: str, initial_state: str) -> None:
-    attention = build("cartan", generator=generator, bilinear=False, initial_state=initial_state)
-    x = tokens()
-    q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
-    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
-    q, k = (rotated(one, theta).unflatten(-1, (2, 8)).mT for one in (q, k))  # (B, T, H, V, 2)
-    g = cartan_generator(attention, x)
-    initial = torch.zeros_like(k[0, 0])
-    if (start := attention.initial_state) is not None:
-        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8)).mT
-    mixed = torch.zeros_like(v)
-    for t in range(T):
-        mixed[:, t] = g(t, -1)[..., None] * dot(q[:, t], initial)
-        for i in range(t + 1):
-            mixed[:, t] += g(t, i)[..., None] * dot(q[:, t], k[:, i]) * v[:, i]
-    assert_forward(attention, x, mixed)
-
-
-# ZeroS
 
 
 def zeros_logits(attention: Attention, x: Tensor) -> Tensor:
