@@ -35,6 +35,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"bilinear": False},
         {"bilinear": False, "generator": "additive"},
         {"gate_init": "plain"},
+        {"generator_per": "pair", "step_size": True},
+        {"generator_per": "coordinate", "generator": "product", "lengths": "ratio"},
+        {"generator_per": "pair", "bilinear": False},
+        {"lengths": "raw"},
     ],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
     "complex": [
@@ -74,6 +78,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"ordered": True},
         {"ordered": True, "second_order": True, "zeroth": "first_layer"},
         {"ordered": True, "gate_init": "plain"},
+        {"form": "notes"},
+        {"form": "notes", "second_order": True, "ordered": True},
+        {"form": "notes_row_mean", "second_order": True},
+        {"form": "notes", "bilinear": False},
     ],
 }
 CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]

@@ -120,6 +120,86 @@ def test_zeros_weights_sum_to_zero_or_to_the_gate_of_the_mean(
         assert_same(sums, torch.zeros_like(sums), 1e-12)
 
 
+# The notes
+
+
+def notes_radial(attention: Attention, x: Tensor) -> Tensor:
+    """w_ti (B, H, T, T): softmax - sigma_0 / t - sigma_1 (s_i - mean) / t - ..."""
+    config, s = attention.config, x @ attention.logit.weight.mT
+    softmax, num_orders = key_softmax(attention, s), 3 if config.second_order else 2
+
+    def factor(n: int, t: int, i: int) -> Tensor:
+        if config.ordered:
+            return product(forget_gate(attention.fading[n], x), t, i)
+        return sigmoid(x @ attention.sigma[str(n)].weight.mT)[:, t]
+
+    def weight(t: int, i: int) -> Tensor:
+        last = t if config.form == "notes_row_mean" else i  # of the logits in mean and variance
+        rest = softmax(t, i)
+        for n, term in enumerate(orders(s, last, i)[:num_orders]):
+            rest = rest - factor(n, t, i) * term * (last + 1) / (t + 1)  # divided by t, not by last
+        return rest
+
+    assert len(attention.sigma) == (0 if config.ordered else num_orders)
+    assert len(attention.fading) == (num_orders if config.ordered else 0)
+    return matrix(weight)
+
+
+NOTES = [
+    {"form": form, "second_order": second, "ordered": ordered}
+    for form in ("notes", "notes_row_mean")
+    for second in (False, True)
+    for ordered in (False, True)
+]
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("options", [*NOTES, {**NOTES[1], "gate_init": "plain"}], ids=str)
+def test_zeros_of_the_notes_matches_its_formula(
+    options: dict[str, object], initial_state: str
+) -> None:
+    attention, x = build("zeros", initial_state=initial_state, **options), tokens()
+    q, k, v = zeros_directions(attention, x)
+    weights = notes_radial(attention, x) * matrix(lambda t, i: dot(q[:, t], k[:, i]))
+    assert_same(attention.weights(x), weights)
+    softmax = key_softmax(attention, x @ attention.logit.weight.mT)
+    assert_forward(attention, x, mix(weights, v) + pivots(attention, q, softmax)[0])
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("options", NOTES[::3], ids=str)
+def test_zeros_without_bilinear_form_has_the_same_bracket(
+    options: dict[str, object], initial_state: str
+) -> None:
+    attention = build("zeros", bilinear=False, initial_state=initial_state, **options)
+    x = tokens()
+    q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
+    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
+    q, k = (rotated(one, theta).unflatten(-1, (2, 8)) for one in (q, k))
+    pairs = matrix(lambda t, i: (q[:, t] * k[:, i]).sum(-2))  # (B, H, V, T, T)
+    weights = notes_radial(attention, x)[:, :, None] * pairs
+    assert_same(attention.weights(x), weights.flatten(1, 2))
+    mixed = torch.einsum("bhcti,bihc->bthc", weights, v)
+    if (start := attention.initial_state) is not None:
+        softmax = key_softmax(attention, x @ attention.logit.weight.mT)
+        mass = torch.stack([softmax(t, -1) for t in range(T)], 1)[..., None]  # (B, T, H, 1)
+        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8))
+        mixed = mixed + mass * (q * initial).sum(-2)
+    assert_forward(attention, x, mixed)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_rows_of_the_notes_sum_to_what_sigma_0_leaves(second_order: bool) -> None:
+    options = {"second_order": second_order}
+    attention, x = build("zeros", form="notes_row_mean", **options), tokens()
+    sums = attention.coefficients(attention.operands(x)).sum(-1).mT  # (B, T, H)
+    assert_same(sums, 1 - sigmoid(x @ attention.sigma["0"].weight.mT), 1e-12)
+    as_written = build("zeros", form="notes", **options)
+    as_written.load_state_dict(attention.state_dict())
+    others = as_written.coefficients(as_written.operands(x)).sum(-1).mT
+    assert (others - sums).abs().max() > 0.1
+
+
 def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:
     s, rests = tokens()[..., :HEADS], []
     for size in (1e-2, 5e-3):
