@@ -71,7 +71,7 @@ class Rotary:
         rotation: Float64[Tensor, "B T"],
         length: int,
         dtype: torch.dtype,
-        speed: Float[Tensor, "H J"] | None = None,
+        speed: Float64[Tensor, "H J"] | None = None,
     ) -> tuple[Float[Tensor, "B T #H J"], Float[Tensor, "B T #H J"]]:
         """Cosine and sine of mu_t theta_j, or mu_t speed_hj theta_j, in at least float32.
 
@@ -81,7 +81,7 @@ class Rotary:
         """
         rates = self.turns(length, rotation.device)
         if speed is not None:
-            rates = rates * speed.double()
+            rates = rates * speed
         turns = rotation[:, :, None, None] * rates  # (B, T, 1, J) or (B, T, H, J)
         dtype = torch.promote_types(dtype, torch.float32)
         angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Complex, Float, Shaped
+from jaxtyping import Complex, Float, Float64, Shaped
 from torch import Tensor, nn
 
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
@@ -80,18 +80,14 @@ class Eigenvalues(InFloat32):
             with torch.no_grad():
                 self.nu.copy_(decay.log().repeat_interleave(self.nu.numel() // self.num_heads))
 
-    def forward(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "H J"] | None, Float[Tensor, "B T H J"] | None]:
-        """The speeds, and log alpha at every token, in at least float32; None where not learned."""
-        speed, log_alpha = self.speed, None
-        if speed is not None:
-            speed = rearrange(speed, "(h j) -> h j", h=self.num_heads)
-        if self.nu is not None:
-            nu = self.nu.to(torch.promote_types(x.dtype, torch.float32))
-            log_alpha = -rearrange(nu, "(h j) -> h j", h=self.num_heads).exp()
-            log_alpha = log_alpha.expand(*x.shape[:2], -1, -1)
-        return speed, log_alpha
+    def forward(self) -> tuple[Float64[Tensor, "H J"] | None, Float64[Tensor, "H J"] | None]:
+        """The speeds, and log alpha; None where not learned."""
+        # In float64 like the positions that multiply them, and no views, which FSDP warns of.
+        speed, log_alpha = (
+            None if one is None else rearrange(one, "(h j) -> h j", h=self.num_heads).double()
+            for one in (self.speed, self.nu)
+        )
+        return speed, None if log_alpha is None else -log_alpha.exp()
 
 
 class ComplexAttention(VectorGates):
@@ -145,8 +141,10 @@ class ComplexAttention(VectorGates):
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         rotation = documents.positions(carried["rotation"])
-        speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues(x)
+        speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)
+        if log_g is not None:
+            log_g = log_g.to(cos.dtype).expand(*x.shape[:2], -1, -1)
         if self.decay:
             log_g = log_decays(x, self.num_heads)
         if self.has_amplitudes:
