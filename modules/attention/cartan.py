@@ -27,7 +27,7 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """additive (softmax over key logits) | product (of forget gates) | full (both multiplied)."""
 
     generator_per: str = "head"
-    """head | pair (of coordinates that rotate together) | coordinate: what has its own generator."""
+    """head | pair (of rotated coordinates) | coordinate: what has a generator of its own."""
 
     step_size: bool = False
     """full only: add log softplus(W x) to the logits of the softmax, the notes' log Delta."""
