@@ -67,15 +67,22 @@ class Rotary:
         return turns / scaling.factor if scaling.name == "linear" else turns
 
     def phases(
-        self, rotation: Float64[Tensor, "B T"], length: int, dtype: torch.dtype
-    ) -> tuple[Float[Tensor, "B T 1 J"], Float[Tensor, "B T 1 J"]]:
-        """Cosine and sine of mu_t theta_j, in at least float32.
+        self,
+        rotation: Float64[Tensor, "B T"],
+        length: int,
+        dtype: torch.dtype,
+        speed: Float64[Tensor, "H J"] | None = None,
+    ) -> tuple[Float[Tensor, "B T #H J"], Float[Tensor, "B T #H J"]]:
+        """Cosine and sine of mu_t theta_j, or mu_t speed_hj theta_j, in at least float32.
 
         A sum of rates in float32 is wrong by 0.2 rad after a million tokens, and in bf16 by whole
         turns. So the rotation mu_t is float64, and whole turns are removed in float64: the phase is
         accurate to 1e-9 turns. `rotation` holds one number per token, not one per pair.
         """
-        turns = rotation[:, :, None, None] * self.turns(length, rotation.device)  # (B, T, 1, J)
+        rates = self.turns(length, rotation.device)
+        if speed is not None:
+            rates = rates * speed
+        turns = rotation[:, :, None, None] * rates  # (B, T, 1, J) or (B, T, H, J)
         dtype = torch.promote_types(dtype, torch.float32)
         angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
         return angle.cos(), angle.sin()

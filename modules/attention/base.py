@@ -281,7 +281,7 @@ def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -
 
 
 class InFloat32(nn.Module):
-    """A module that uses its weights in `linear_in_float32` only. FSDP does not cast them to bf16.
+    """A module that uses its weights in float32 or wider only. FSDP does not cast them to bf16.
 
     Its outputs, such as rotation rates and log gates, are summed over tokens, so that rounding
     errors would add up.

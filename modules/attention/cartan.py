@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn.functional import logsigmoid, normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.channels import Channels
 from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.key_softmax import key_softmax
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.vector_gates import VectorGates
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -24,6 +26,15 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     generator: str = "full"
     """additive (softmax over key logits) | product (of forget gates) | full (both multiplied)."""
 
+    generator_per: str = "head"
+    """head | pair (of rotated coordinates) | coordinate: what has a generator of its own."""
+
+    step_size: bool = False
+    """full only: add log softplus(W x) to the logits of the softmax, the notes' log Delta."""
+
+    lengths: str = "unit"
+    """unit (directions of q and k only) | ratio (times |q_t| / |k_i|) | raw (times |q_t| |k_i|)."""
+
     negative_diagonal: bool = False
     """Multiply each coordinate of rotated keys by tanh(1 + W x); negative factors reflect it."""
 
@@ -32,14 +43,26 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.generator not in ("additive", "product", "full"):
+        for name, wanted in (
+            ("generator", ("additive", "product", "full")),
+            ("generator_per", ("head", "pair", "coordinate")),
+            ("lengths", ("unit", "ratio", "raw")),
+        ):
+            if (found := getattr(self, name)) not in wanted:
+                raise ValueError(f"{name}: found {found!r}, wanted one of {', '.join(wanted)}")
+        if self.step_size and self.generator != "full":
             raise ValueError(
-                f"generator: found {self.generator!r}, wanted one of additive, product, full"
+                f"step_size: found true with generator {self.generator}, wanted generator full"
             )
         if self.negative_diagonal and not self.bilinear:
             raise ValueError(
                 "negative_diagonal: found true with bilinear false, whose keys already are a "
                 "diagonal of either sign; wanted false"
+            )
+        if self.lengths != "unit" and not self.bilinear:
+            raise ValueError(
+                f"lengths: found {self.lengths!r} with bilinear false, whose q and k are taken as "
+                "they are; wanted unit"
             )
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
@@ -47,8 +70,10 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
         return variant(self, model_dim, num_heads)
 
 
-class Cartan(PowerAttention):
-    """y_t = sum_i g_ti (R_t q_t / |q_t|) . (D_i R_i k_i / |k_i|) v_i, then a norm per head.
+class Cartan(VectorGates):
+    """y_t = sum_i (R_t q_t / |q_t|) . (Sigma_ti D_i R_i k_i / |k_i|) v_i, then a norm per head.
+
+    Sigma_ti is g_ti times the identity, or a diagonal of such numbers:
 
         additive: g_ti = exp(s_i) / sum_(j <= t) exp(s_j)     what to attend to
         product:  g_ti = gamma_(i+1) ... gamma_t              how memories fade
@@ -57,7 +82,22 @@ class Cartan(PowerAttention):
     with s_t = W_s x_t and gamma_t = sigmoid(W_g x_t) per head, R the rotation by position, and
     D_i = diag(tanh(1 + W_d x_i)) with negative_diagonal, else 1. key_softmax.py shows how the
     additive generator becomes a gate.
-    Source: the notes on Cartan decomposition.
+
+    generator_per "pair" gives every rotated pair its own s and gamma, so that Sigma_ti is in
+    SPD(n) x I_2 and commutes with rotations. "coordinate" gives one to every coordinate: a diagonal
+    in SPD(2n), which does not. vector_gates.py shows how they become gates of the op, and what they
+    cost. Sigma_ti is diagonal always; the notes do not say how one that is not would be generated.
+
+    step_size makes s_t = W_s x_t + log Delta_t with Delta_t = softplus(W_Delta x_t), the step size
+    of Mamba (arXiv:2312.00752). The notes write exp(p_i + log Delta_i) and do not define Delta; a
+    bias would shift all logits of a head by nearly the same, so there is none.
+
+    `lengths` "ratio" puts |q_t| / |k_i| between the rotations, as assumption 1 asks, and "raw" is
+    q_t and k_i as the notes write them in the full generator, without hats. The norm per head
+    removes |q_t| again, so that the length of the key is what remains of either.
+
+    Sources: the notes on Cartan decomposition, assumptions 1, 2 and 4 and "Prefix-product Sigmoid *
+    Softmax". Norm, and rotations in the full generator too, are ours.
     """
 
     scale = 1.0
@@ -72,12 +112,21 @@ class Cartan(PowerAttention):
         key_dim: int | None = None,
         value_dim: int | None = None,
     ) -> None:
-        self.has_log_mass = config.generator != "product"
+        # Attention-free, the 2 V values of a head are the coordinates.
+        coordinates = value_dim or model_dim // max(num_heads, 1)
+        parts = {"head": 1, "pair": coordinates // 2, "coordinate": coordinates}
+        N = parts[config.generator_per]
+        self.logits_per_head = 0 if config.generator == "product" else N
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
-        self.logit = ScalarPerHead(model_dim, num_heads) if config.generator != "product" else None
-        self.gate = None
+        self.lengths = config.lengths
+        self.split_heads(N)
+        self.logit, self.step_size, self.gate = None, None, None
+        if config.generator != "product":
+            self.logit = ScalarPerHead(model_dim, num_heads * N)
+        if config.step_size:
+            self.step_size = ScalarPerHead(model_dim, num_heads * N)
         if config.generator != "additive":
-            self.gate = ForgetGate(model_dim, num_heads, config.gate_init)
+            self.gate = ForgetGate(model_dim, num_heads, config.gate_init, per_head=N)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
         self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
         self.add_projections(config)
@@ -97,81 +146,69 @@ class Cartan(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        gated_sum, after = self.generate(x, documents, carried)
+        (gated_sum,), after = self.generate(x, documents, carried)
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
+        q, k = (
+            rotate(one, cos, sin) for one in self._with_lengths(q.to(cos.dtype), k.to(cos.dtype))
+        )
         if self.diagonal is not None:
             k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
+        if self.num_parts > 1 and gated_sum.value_scale is not None:
+            # The scales of the parts of a key; the values of a head are one for all parts.
+            k = k * gated_sum.value_scale
+            gated_sum = gated_sum._replace(value_scale=None)
         operands = Operands(q.to(v.dtype), k.to(v.dtype), v, (gated_sum,))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
+    def _with_lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if self.lengths == "raw":
+            return q, k
+        if self.lengths == "ratio":
+            # The eps of `normalize`, once more.
+            return q, normalize(k, dim=-1) / k.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        return normalize(q, dim=-1), normalize(k, dim=-1)
+
     def generate(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[GatedSum, dict[str, Tensor]]:
-        """The gates and value scales, and the carried values at every token."""
+    ) -> tuple[tuple[GatedSum], dict[str, Tensor]]:
+        """The gates and value scales, and the carried values at every token.
+
+        With gates for N parts of a head, the value scales have one column per coordinate.
+        """
         after = {"rotation": documents.positions(carried["rotation"])}
         log_g = None if self.gate is None else self.gate(x)
-        value_scale = None
+        alpha = None
         if self.logit is not None:
-            softmax = key_softmax(self.logit(x), documents, carried["log_mass"])
+            s = self.logit(x)
+            if self.step_size is not None:
+                s = s + log_softplus(self.step_size(x))
+            softmax = key_softmax(s, documents, carried["log_mass"])
             log_g = softmax.log_g if log_g is None else log_g + softmax.log_g
-            value_scale = softmax.alpha[..., None]
+            alpha = rearrange(softmax.alpha, "b t (h n) -> b t h n", n=self.num_parts)
             after["log_mass"] = softmax.log_mass
-        return GatedSum(log_g, value_scale), after
+        if self.num_parts > 1:
+            log_g = rearrange(log_g, "b t (h n) -> b t h n", n=self.num_parts)
+            if alpha is not None:
+                width = self.value_dim if self.splits_values else self.key_dim
+                alpha = repeat(alpha, "b t h n -> b t h (w n)", w=width)
+        return (GatedSum(log_g, alpha),), after
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B W T T"]:
+        if self.num_parts == 1:
+            return super().weights(x)
+        return self.part_weights(self.operands(x)).sum(dim=2)
 
 
-class CartanChannels(Cartan):
-    """The attention-free form: y_t,c = sum_i g_ti (R_t q_t,c) . (R_i k_i,c) v_i,c, q_t,c in R^2.
+def log_softplus(x: Tensor) -> Tensor:
+    """log(log(1 + exp(x))), also where exp(x) is too small for the dtype."""
+    smallest = -20.0
+    near = (-logsigmoid(-x.clamp(min=smallest))).log()
+    # log(1 + e) = e - e^2 / 2 + ..., so that its log is x - e / 2 + ...
+    return torch.where(x > smallest, near, x - x.clamp(max=smallest).exp() / 2)
 
-    Every channel has its own pair of query and key coordinates and its own rotation rate. The
-    generator is still one per head. The state holds two numbers per channel,
-    sum_i g_ti R_i k_i v_i. The op computes it with queries and keys of width 1 that are all ones,
-    and values R_i k_i v_i of width 2 V; the real queries R_t q_t scale its output. There are D
-    attention matrices, one per channel.
-    """
 
-    def __init__(self, config: CartanConfig, model_dim: int, num_heads: int) -> None:
-        width = 2 * model_dim // max(num_heads, 1)
-        super().__init__(config, model_dim, num_heads, key_dim=1, value_dim=width)
+class CartanChannels(Channels, Cartan):
+    """The attention-free form of Cartan; with generator_per "pair", a generator per channel."""
 
-    def add_projections(self, config: CartanConfig) -> None:
-        self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(self.model_dim, 5 * self.model_dim, bias=False)
-
-    def project(
-        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
-        gated_sum, after = self.generate(x, documents, carried)
-        q, k, v = self._channels(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        rotated_kv = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
-        ones = torch.ones_like(v[..., :1])
-        gated_sum = gated_sum._replace(output_scale=rotate(q, cos, sin))
-        operands = Operands(ones, ones, rotated_kv, (gated_sum,))
-        return operands, {name: documents.last(value) for name, value in after.items()}
-
-    def _channels(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; channel c of a head has coordinates c and c + V of q and k."""
-        q, k, v = self.qkv(x).split([2 * self.model_dim, 2 * self.model_dim, self.model_dim], -1)
-        q, k, v = (rearrange(one, "b t (h k) -> b t h k", h=self.num_heads) for one in (q, k, v))
-        return q, k, v
-
-    def merge(self, out: Float[Tensor, "B T H V2"], operands: Operands) -> Float[Tensor, "B T H V"]:
-        first, second = super().merge(out, operands).chunk(2, dim=-1)
-        return first + second
-
-    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
-        return rearrange(self._channels(x)[2], "b t h v -> b t (h v) 1")
-
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
-        documents = Documents(x)
-        gated_sum, after = self.generate(
-            x, documents, self.initial_carried(documents.count, x.device)
-        )
-        q, k, v = self._channels(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
-        pairs = torch.einsum("bthvs,bihvs->bhvti", q, k)
-        magnitude = self.coefficients(Operands(v[..., :1], v[..., :1], v, (gated_sum,)))
-        return rearrange(pairs * magnitude[:, :, None], "b h v t i -> b (h v) t i")
+    generate = Cartan.generate

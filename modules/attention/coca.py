@@ -48,8 +48,9 @@ class Coca(FusedAttention):
         logit_mn = RoPE_m(q_m) . (q_m o RoPE_n([t_n, t_n]))
                  = (q_m o RoPE_m(q_m)) . RoPE_n([t_n, t_n])
 
-    Logits are divided by sqrt(K). The cache holds t, which is half as wide as keys.
-    Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, section 2.4.
+    Positions count from 0 (eq. 1: n in [0, c), as in the released code), which decides the weights
+    of slack. Logits are divided by sqrt(K). The cache holds t, which is half as wide as keys.
+    Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, sections 2.1 and 2.4.
     """
 
     rotary: Rotary
@@ -71,7 +72,7 @@ class Coca(FusedAttention):
         self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
         T, S = q.shape[2], k.shape[2]
-        position = torch.arange(1, S + 1, dtype=torch.float64, device=q.device)
+        position = torch.arange(S, dtype=torch.float64, device=q.device)
         cos, sin = (
             phase.transpose(1, 2) for phase in self.rotary.phases(position[None], S, q.dtype)
         )

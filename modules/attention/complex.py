@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Complex, Float, Shaped
+from jaxtyping import Complex, Float, Float64, Shaped
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.kernels.shapes import DENOMINATOR_FLOOR
+from longhaul.modules.attention.base import Attention, InFloat32, RotaryConfig, register
 from longhaul.modules.attention.gates import log_decays
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.vector_gates import Stacked, VectorGates
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 
@@ -17,64 +19,179 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("complex")
 @dataclass(frozen=True, kw_only=True)
 class ComplexConfig(RotaryConfig, PowerConfig):
-    """The options of rotation and decay."""
+    """The eigenvalues of the recurrence, and how the output is normalised."""
 
     decay: bool = False
     """Decay by the fixed gates of retention, 1 - 2^(-5 - h) for head h = 0, 1, ..."""
+
+    learned_rates: bool = False
+    """Learn the rotation rate of every pair of coordinates of a head, starting from theta_j."""
+
+    learned_sizes: bool = False
+    """Learn the size of every eigenvalue, below 1, starting from the fixed gates of `decay`."""
+
+    normalizer: str = "head_norm"
+    """head_norm (normalise each head's output) | amplitudes (divide by sqrt(sum_m |C_nm|^2))."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.normalizer not in ("head_norm", "amplitudes"):
+            raise ValueError(
+                f"normalizer: found {self.normalizer!r}, wanted head_norm or amplitudes"
+            )
+        if self.learned_sizes and self.decay:
+            raise ValueError(
+                "decay: found true with learned_sizes, which starts from the same decays; wanted "
+                "only one of them"
+            )
+        if self.learned_sizes and self.normalizer == "amplitudes":
+            raise ValueError(
+                "normalizer: found 'amplitudes' with learned_sizes, whose sums of |C_nm|^2 would "
+                "need a decay for every two pairs of coordinates; wanted head_norm"
+            )
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return ComplexAttention(self, model_dim, num_heads)
 
 
-class ComplexAttention(PowerAttention):
-    """|y_n> = sum_m gamma^(n - m) <q_n| R^(n - m) |k_m> |v_m> / sqrt(K), R_j = exp(i theta_j)
+class Eigenvalues(InFloat32):
+    """Learned eigenvalues alpha_j exp(i speed_j theta_j), for every head and pair j of coordinates.
 
-    with q, k, v in C^(K / 2), then a norm per head. The inner product stays complex. Its phases
-    are applied to q and k as rotations. A complex vector is stored as [real part, imaginary
-    part]. Since <q|k> = q . [k_r, k_i] + i q . [k_i, -k_r], the sum is two gated sums:
+    alpha_j = exp(-exp(nu_j)) is below 1 for any nu_j, as in Orvieto et al. (2023),
+    arXiv:2303.06349; it starts as retention's gate of the head. The speed starts as 1: it is a
+    ratio, so that pairs of all rates learn alike. Parameters are vectors, without weight decay,
+    which would draw all speeds to 0.
+    """
+
+    def __init__(self, num_heads: int, num_pairs: int, *, speeds: bool, sizes: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        number = num_heads * num_pairs
+        self.speed = nn.Parameter(torch.empty(number)) if speeds else None
+        self.nu = nn.Parameter(torch.empty(number)) if sizes else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.speed is not None:
+            nn.init.ones_(self.speed)
+        if self.nu is not None:
+            head = torch.arange(self.num_heads, dtype=torch.float64)
+            decay = -torch.log1p(-(2.0 ** (-5 - head)))
+            with torch.no_grad():
+                self.nu.copy_(decay.log().repeat_interleave(self.nu.numel() // self.num_heads))
+
+    def forward(self) -> tuple[Float64[Tensor, "H J"] | None, Float64[Tensor, "H J"] | None]:
+        """The speeds, and log alpha; None where not learned."""
+        # In float64 like the positions that multiply them, and no views, which FSDP warns of.
+        speed, log_alpha = (
+            None if one is None else rearrange(one, "(h j) -> h j", h=self.num_heads).double()
+            for one in (self.speed, self.nu)
+        )
+        return speed, None if log_alpha is None else -log_alpha.exp()
+
+
+class ComplexAttention(VectorGates):
+    """|y_n> = sum_m <q_n| R^(n - m) |k_m> |v_m> / sqrt(K), R = diag(alpha_j exp(i theta_j))
+
+    with q, k, v in C^(K / 2), then a norm per head. The inner product C_nm exp(i phi) stays
+    complex. Its phases are applied to q and k as rotations. A complex vector is stored as [real
+    part, imaginary part]. Since <q|k> = q . [k_r, k_i] + i q . [k_i, -k_r], the sum is two gated
+    sums:
 
         op(q, [k_r, k_i], [v_r, v_i]) + op(q, [k_i, -k_r], [-v_i, v_r])
 
-    Source: Quantum-Inspired Linear Attention with Complex Embeddings.
+    The eigenvalues are those of the source's matrix A. By default alpha_j = 1 and theta_j are the
+    usual rates; `decay` makes alpha_j = gamma, one number a head; with learned_rates and
+    learned_sizes they are parameters, which do not depend on the data, for every head and pair.
+    Sizes are gates of the op, never folded into q and k, where alpha_j^(-m) would overflow.
+
+    normalizer "amplitudes" divides by sqrt(sum_m C_nm^2) in place of the norm, so that the squares
+    of the coefficients of v_m are a probability distribution. With k'_m for both forms of the key,
+    sum_m (q . k'_m)^2 = q . sum_m (q . k'_m) k'_m: two further gated sums, whose values are the
+    keys and whose gates are squared. Pivot tokens of a learned initial state take part in it.
+
+    Source: Quantum-Inspired Linear Attention with Complex Embeddings: the eigenvalues in "Linear
+    Attention as a Recurrent Model", the amplitudes in "Quantum-Inspired Complex Embeddings". It
+    says nothing about 1 / sqrt(K), the eps of the norm, and how eigenvalues are learned.
     """
 
-    num_sums = 2
     rotary: Rotary
 
     def __init__(self, config: ComplexConfig, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
         self.decay = config.decay
+        self.has_amplitudes = config.normalizer == "amplitudes"
+        self.num_sums = 4 if self.has_amplitudes else 2
+        self.scale = self.head_dim**-0.5
         self.rotary = Rotary(self.head_dim, base=config.rotary_base)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
-        self.norm = nn.GroupNorm(num_heads, model_dim)
+        pairs = self.head_dim // 2
+        self.eigenvalues = None
+        if config.learned_rates or config.learned_sizes:
+            self.eigenvalues = Eigenvalues(
+                num_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
+            )
+        if config.learned_sizes:
+            self.split_heads(pairs)
+        if not self.has_amplitudes:
+            self.norm = nn.GroupNorm(num_heads, model_dim)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
         rotation = documents.positions(carried["rotation"])
-        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        log_g = log_decays(x, self.num_heads) if self.decay else None
+        speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
+        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)
+        if log_g is not None:
+            log_g = log_g.to(cos.dtype).expand(*x.shape[:2], -1, -1)
+        if self.decay:
+            log_g = log_decays(x, self.num_heads)
+        if self.has_amplitudes:
+            # In float32: the sum of squares is a product with q, in which 16 bits may cancel.
+            q, k, v = (one.to(cos.dtype) for one in (q, k, v))
         # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
-        sums = (GatedSum(log_g), GatedSum(log_g))
+        sums: tuple[GatedSum, ...] = (GatedSum(log_g),) * 2
+        if self.has_amplitudes:
+            sums += (GatedSum(None if log_g is None else 2 * log_g),) * 2
         operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
-    def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        q = operands.q.repeat(1, 1, 2, 1)
-        gate = operands.sums[0].log_g
-        log_g = None if gate is None else gate.repeat(1, 1, 2)
-        k_real, k_imaginary = operands.k.chunk(2, dim=-1)
+    def stack(self, operands: Operands) -> Stacked:
+        keys = _keys(operands.k)
         v_real, v_imaginary = operands.v.chunk(2, dim=-1)
-        k = torch.cat([operands.k, torch.cat([k_imaginary, -k_real], dim=-1)], dim=2)
-        v = torch.cat([operands.v, torch.cat([-v_imaginary, v_real], dim=-1)], dim=2)
-        return q, k, v, log_g
+        values = [operands.v, torch.cat([-v_imaginary, v_real], dim=-1)]
+        if self.has_amplitudes:
+            values += keys
+            keys += keys
+        gates = [one.log_g for one in operands.sums if one.log_g is not None]
+        return self.parts(
+            operands.q.repeat(1, 1, len(keys), 1),
+            torch.cat(keys, dim=2),
+            torch.cat(values, dim=2),
+            torch.cat(gates, dim=2) if gates else None,
+        )
+
+    def merge(self, out: Float[Tensor, "B T NH V"], operands: Operands) -> Tensor:
+        if not self.has_amplitudes:
+            return super().merge(out, operands)
+        first, second, *products = out.chunk(4, dim=2)
+        squares = (operands.q * (products[0] + products[1])).sum(dim=-1, keepdim=True)
+        # A product has the scale once, a square has it twice.
+        total: Tensor = (self.head_dim**-0.5 * squares).clamp(DENOMINATOR_FLOOR)
+        return (first + second) * total.rsqrt()
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
-        q, k, v, sums = self.operands(x)
-        q, k = _complex(q) / self.key_dim**0.5, _complex(k)
-        first = Operands(q.real, k.real, v, sums[:1])
-        return torch.einsum("bthj,bihj->bhti", q.conj(), k) * self.coefficients(first)
+        operands = self.operands(x)
+        real, imaginary = (
+            self.part_weights(Operands(operands.q, k, operands.v, operands.sums)).sum(dim=2)
+            for k in _keys(operands.k)
+        )
+        weights = torch.complex(real, imaginary)
+        if not self.has_amplitudes:
+            return weights
+        squares = weights.abs().square().sum(dim=-1, keepdim=True)
+        return weights * squares.clamp(DENOMINATOR_FLOOR).rsqrt()
 
     def values(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B T H J"]:
         return _complex(super().values(x))
@@ -85,6 +202,12 @@ class ComplexAttention(PowerAttention):
         if mixed.is_complex():
             mixed = torch.cat([mixed.real, mixed.imag], dim=-1)
         return super().read_out(x, mixed)
+
+
+def _keys(k: Float[Tensor, "B T H K"]) -> list[Tensor]:
+    """What q is multiplied with for the real and the imaginary part of <q|k>."""
+    real, imaginary = k.chunk(2, dim=-1)
+    return [k, torch.cat([imaginary, -real], dim=-1)]
 
 
 def _complex(x: Float[Tensor, "B T H K"]) -> Complex[Tensor, "B T H J"]:

@@ -78,16 +78,21 @@ class ForgetGate(InFloat32):
     does not say how W is initialised; we draw it from N(0, 0.02^2), as GPT-2 does.
     """
 
-    def __init__(self, model_dim: int, num_heads: int, gate_init: str) -> None:
+    def __init__(
+        self, model_dim: int, num_heads: int, gate_init: str, *, per_head: int = 1
+    ) -> None:
+        """With per_head above 1, the gates of one head stand next to each other."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, model_dim))
-        self.bias = nn.Parameter(torch.empty(num_heads)) if gate_init == "long_memory" else None
+        self.per_head = per_head
+        gates = num_heads * per_head
+        self.weight = nn.Parameter(torch.empty(gates, model_dim))
+        self.bias = nn.Parameter(torch.empty(gates)) if gate_init == "long_memory" else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
         if self.bias is not None:
-            _remember_long_(self.bias)
+            _remember_long_(self.bias, self.per_head)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
         return logsigmoid(linear_in_float32(x, self.weight, self.bias))
@@ -155,8 +160,8 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Float64[Tensor, "H"]:
     return 2.0 ** torch.where(head < n, -8 * (head + 1) / n, -4 * (2 * (head - n) + 1) / n)
 
 
-def _remember_long_(bias: Float[Tensor, "H"]) -> None:
+def _remember_long_(bias: Float[Tensor, "gates"], per_head: int = 1) -> None:
     """Fill a bias with the logits of 1 - 2^(-5 - h), in a form that cannot round to infinity."""
-    head = torch.arange(bias.numel(), dtype=torch.float64)
+    head = (torch.arange(bias.numel()) // per_head).double()
     with torch.no_grad():
         bias.copy_(torch.log(2.0 ** (5 + head) - 1))

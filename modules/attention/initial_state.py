@@ -15,16 +15,16 @@ class InitialState(nn.Module):
     """
 
     def __init__(
-        self, num_heads: int, key_dim: int, value_dim: int, rank: int, *, has_log_mass: bool
+        self, num_heads: int, key_dim: int, value_dim: int, rank: int, *, num_log_masses: int
     ) -> None:
-        """With has_log_mass, also learn the log-sum-exp of the pivot tokens' key logits, per head.
+        """Variants that weigh values by softmaxes over key logits also learn their log masses.
 
-        Variants that weigh values by a softmax over key logits need it.
+        These are the log-sum-exps of the pivot tokens' logits, one per head and softmax.
         """
         super().__init__()
         self.key = nn.Parameter(torch.empty(num_heads, rank, key_dim))
         self.value = nn.Parameter(torch.empty(num_heads, rank, value_dim))
-        self.log_mass = nn.Parameter(torch.empty(num_heads)) if has_log_mass else None
+        self.log_mass = nn.Parameter(torch.empty(num_log_masses)) if num_log_masses else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -59,7 +59,7 @@ class GatedSum(NamedTuple):
     G is the running sum of log_g. None means no decay, and scales of 1.
     """
 
-    log_g: Float[Tensor, "B T H"] | None = None
+    log_g: Float[Tensor, "B T H *parts"] | None = None  # parts: see vector_gates.py
     value_scale: Float[Tensor, "B T H #V"] | None = None
     output_scale: Float[Tensor, "B T H #V"] | None = None
 
@@ -91,7 +91,7 @@ class PowerAttention(Attention):
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
     num_sums = 1
-    has_log_mass = False  # whether a softmax over key logits weighs the values
+    logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
     norm: nn.GroupNorm | None  # normalises the output of each head
 
@@ -114,7 +114,11 @@ class PowerAttention(Attention):
         self.initial_state = None
         if config.initial_state == "learned":
             self.initial_state = InitialState(
-                num_heads, self.key_dim, self.value_dim, config.rank, has_log_mass=self.has_log_mass
+                num_heads,
+                self.key_dim,
+                self.value_dim,
+                config.rank,
+                num_log_masses=num_heads * self.logits_per_head,
             )
 
     @abstractmethod
@@ -126,12 +130,16 @@ class PowerAttention(Attention):
         `carried` holds the values after the previous token of each document.
         """
 
-    def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N H"]:
+    @property
+    def op_heads(self) -> int:
+        """Heads of the call of the op."""
+        return self.num_sums * self.num_heads
+
+    def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N S"]:
         """Log-sum-exp of the key logits before the first token of each of `count` documents."""
         if self.initial_state is None or self.initial_state.log_mass is None:
-            return torch.full(
-                (count, self.num_heads), -math.inf, dtype=torch.float64, device=device
-            )
+            logits = self.num_heads * self.logits_per_head
+            return torch.full((count, logits), -math.inf, dtype=torch.float64, device=device)
         return self.initial_state.log_mass.double().expand(count, -1)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
@@ -285,18 +293,17 @@ class PowerAttention(Attention):
         return self._choose(T, backend)[0] == "chunked"
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
-        heads = self.num_sums * self.num_heads
         sizes = self.key_dim, self.value_dim, self.degree
-        return heads * power_flops(T, *sizes, *self._choose(T, backend)) // T
+        return self.op_heads * power_flops(T, *sizes, *self._choose(T, backend)) // T
 
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
         columns = self.value_dim + self.normalize
-        return self.num_sums * self.num_heads * features * columns + self._num_carried()
+        return self.op_heads * features * columns + self._num_carried()
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         features = state_features(self.key_dim, self.degree)
-        power = 4 * self.num_sums * self.num_heads * features * (self.value_dim + 1)
+        power = 4 * self.op_heads * features * (self.value_dim + 1)
         carried = self.initial_carried(1, torch.device("meta")).values()
         return power + sum(x.numel() * x.element_size() for x in carried)
 

@@ -35,9 +35,17 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"bilinear": False},
         {"bilinear": False, "generator": "additive"},
         {"gate_init": "plain"},
+        {"generator_per": "pair", "step_size": True},
+        {"generator_per": "coordinate", "generator": "product", "lengths": "ratio"},
+        {"generator_per": "pair", "bilinear": False},
+        {"lengths": "raw"},
     ],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
-    "complex": [{"decay": True}],
+    "complex": [
+        {"decay": True},
+        {"learned_rates": True, "learned_sizes": True},
+        {"normalizer": "amplitudes", "decay": True},
+    ],
     "conformal_sympow": [
         {"qk_norm": True},
         {"degree": 4},
@@ -70,6 +78,10 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"ordered": True},
         {"ordered": True, "second_order": True, "zeroth": "first_layer"},
         {"ordered": True, "gate_init": "plain"},
+        {"form": "notes"},
+        {"form": "notes", "second_order": True, "ordered": True},
+        {"form": "notes_row_mean", "second_order": True},
+        {"form": "notes", "bilinear": False},
     ],
 }
 CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]
@@ -355,7 +367,7 @@ def test_sizes_and_flops_match_measured_ones(kind: str, options: dict[str, objec
     assert attention.mixing_flops(T) * T == counted["longhaul.power_forward"]
     pivots = 3 if options.get("initial_state") == "learned" else 0
     learned = power_state_flops(pivots, attention.key_dim, attention.value_dim, attention.degree)
-    assert counted.get("longhaul.power_state", 0) == HEADS * attention.num_sums * learned
+    assert counted.get("longhaul.power_state", 0) == attention.op_heads * learned
     assert attention.state_size() == sum(x.numel() for x in tensors) - padding(attention)
 
 
@@ -379,7 +391,7 @@ def padding(attention: PowerAttention) -> int:
     K, V, p = attention.key_dim, attention.value_dim, attention.degree
     allocated = state_features(K, p) * (V + 1)
     needed = symmetric_dim(K, p) * (V + attention.normalize)
-    return HEADS * attention.num_sums * (allocated - needed)
+    return attention.op_heads * (allocated - needed)
 
 
 D, H, K = WIDTH, HEADS, WIDTH // HEADS
@@ -413,7 +425,7 @@ def test_a_learned_state_adds_rank_keys_and_values_per_head(kind: str) -> None:
     added = sum(p.numel() for p in attention.parameters()) - sum(
         p.numel() for p in build(kind).parameters()
     )
-    masses = HEADS if attention.has_log_mass else 0
+    masses = HEADS * attention.logits_per_head
     assert added == HEADS * 5 * (attention.key_dim + attention.value_dim) + masses
 
 

@@ -49,9 +49,17 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"generator": "additive"},
         {"generator": "product", "negative_diagonal": True},
         {"bilinear": False},
+        {"generator_per": "pair"} | LEARNED,
+        {"bilinear": False, "generator_per": "pair"},
         LEARNED,
     ],
-    "complex": [{}, {"decay": True}, {"decay": True} | LEARNED],
+    "complex": [
+        {},
+        {"decay": True},
+        {"decay": True} | LEARNED,
+        {"learned_rates": True, "learned_sizes": True} | LEARNED,
+        {"normalizer": "amplitudes"} | LEARNED,
+    ],
     "conformal_sympow": [{}, {"degree": 4, "qk_norm": True}, LEARNED],
     "linear": [
         {},
@@ -65,7 +73,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"gate": "learned"} | LEARNED,
         {"gate": "alibi", "rotary": "none", "degree": 4},
     ],
-    "zeros": [{}, {"ordered": True, "second_order": True, "zeroth": "first_layer"}, LEARNED],
+    "zeros": [
+        {},
+        {"ordered": True, "second_order": True, "zeroth": "first_layer"},
+        {"form": "notes", "second_order": True, "bilinear": False},
+        LEARNED,
+    ],
 }
 POWER = [kind for kind in registered_variants() if issubclass(attention_config(kind), PowerConfig)]
 LAYERS = {

@@ -16,7 +16,7 @@ from longhaul.modules.rotary import PositionScaling, Rotary, rotate
 
 CPU = torch.device("cpu")
 MILLION = 1_048_576
-ROTARY = [kind for kind in registered_variants() if len(attention_config(kind)().positions) > 1]
+ROTARY = [kind for kind in registered_variants() if build_attention(kind, 16, 2).rotary is not None]
 STATEFUL = [kind for kind in ROTARY if attention_config(kind).cost == "linear"]
 
 

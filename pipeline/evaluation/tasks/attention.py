@@ -57,7 +57,7 @@ def weight_statistics(weights: Shaped[Tensor, "T T"]) -> tuple[float, float, flo
     return past.max().item(), share, ((centred**4).mean() / spread).item()
 
 
-def half_life(log_g: Float[Tensor, "T"]) -> float:
+def half_life(log_g: Float[Tensor, "T *parts"]) -> float:
     """Tokens after which gates of the mean log gate leave half of a memory."""
     # Without the first token: nothing precedes it, and there a softmax over keys has gate zero.
     mean = log_g[1:].double().mean().item()
@@ -94,13 +94,13 @@ def report_layer(
     if isinstance(attention, PowerAttention):
         # The gates of the first sum that has any.
         gated = [one.log_g for one in attention.operands(x).sums if one.log_g is not None]
-        gates = gated[0][0] if gated else None  # (T, H)
+        gates = gated[0][0] if gated else None  # (T, H), or (T, H, N) with N in each head
     rate = getattr(attention, "rate", None)
     beta = None if rate is None else rate(x)[0].double()
     fixed = math.nan if attention.rotary is None else 1.0
     lives = [math.inf] * attention.num_heads
     if gates is not None:
-        lives = [half_life(log_g) for log_g in gates.T]
+        lives = [half_life(log_g) for log_g in gates.unbind(dim=1)]
     reports = [
         HeadReport(
             layer,

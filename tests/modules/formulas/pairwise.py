@@ -35,7 +35,8 @@ def build(kind: str, *, heads: int = HEADS, layer: int = 0, **options: object) -
 
 def tokens(length: int = T, heads: int = HEADS) -> Tensor:
     generator = torch.Generator().manual_seed(length)
-    return torch.randn(2, length, 8 * heads, dtype=torch.float64, generator=generator)
+    x = torch.randn(2, length, 8 * heads, dtype=torch.float64, generator=generator)
+    return x.requires_grad_()
 
 
 def assert_same(found: Tensor, wanted: Tensor, tolerance: float = 1e-9) -> None:
@@ -60,15 +61,11 @@ def sympow_rates(longest_document: int) -> list[float]:
     return [2 * math.pi / longest_document ** (2 * j / 8) for j in range(4)]
 
 
-def rotation(position: float, theta: list[float]) -> Tensor:
+def rotation(position: float | Tensor, theta: list[float] | Tensor) -> Tensor:
     """The matrix that rotates the plane (j, j + K / 2) by position theta_j."""
-    J = len(theta)
-    R = torch.zeros(2 * J, 2 * J, dtype=torch.float64)
-    for j, rate in enumerate(theta):
-        R[j, j] = R[j + J, j + J] = math.cos(position * rate)
-        R[j + J, j] = math.sin(position * rate)
-        R[j, j + J] = -R[j + J, j]
-    return R
+    angle = position * torch.as_tensor(theta, dtype=torch.float64)
+    cos, sin = torch.diag(angle.cos()), torch.diag(angle.sin())
+    return torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
 
 
 def rotated(x: Tensor, theta: list[float], position: Tensor | None = None) -> Tensor:
@@ -76,7 +73,7 @@ def rotated(x: Tensor, theta: list[float], position: Tensor | None = None) -> Te
     y = torch.empty_like(x)
     for b in range(x.shape[0]):
         for t in range(x.shape[1]):
-            mu = t + 1 if position is None else position[b, t].item()
+            mu = t + 1 if position is None else position[b, t]
             y[b, t] = x[b, t] @ rotation(mu, theta).mT
     return y
 
@@ -108,6 +105,16 @@ def product(gates: Tensor, t: int, i: int) -> Tensor:
     return kept
 
 
+def no_decay(t: int, i: int) -> Tensor:
+    return torch.ones(2, HEADS, dtype=torch.float64)
+
+
+def fixed_decay(t: int, i: int) -> Tensor:
+    """gamma_h^(t - i), gamma_h = 1 - 2^(-5 - h), h = 0, 1, ..."""
+    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
+    return (gamma ** (t - i)).expand(2, -1)
+
+
 def forget_gate(gate: nn.Module, x: Tensor) -> Tensor:
     """sigmoid(W x), with the bias b inside where gate_init is long_memory."""
     bias = 0 if gate.bias is None else gate.bias
@@ -137,6 +144,15 @@ def gates_of(attention: Attention, x: Tensor) -> Tensor:
     if gate == "learned":
         return sigmoid(attention.gate.bias).expand(*x.shape[:2], HEADS)
     return torch.tensor(per_head[gate], dtype=x.dtype).expand(*x.shape[:2], HEADS)
+
+
+def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
+    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
+    start = attention.initial_state
+    mass = torch.zeros_like(s[:, 0])
+    if start is not None:
+        mass = start.log_mass.exp().view(s.shape[2:]).expand(2, *s.shape[2:])
+    return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
 
 
 def softmax_rows(logits: Tensor) -> Tensor:
@@ -179,15 +195,19 @@ def head_norm(attention: Attention, mixed: Tensor) -> Tensor:
 
 
 def assert_forward(attention: Attention, x: Tensor, mixed: Tensor) -> None:
-    """The output, and where x requires gradients those of x and of all parameters."""
     has_norm = getattr(attention, "norm", None) is not None
     y = head_norm(attention, mixed) if has_norm else mixed.flatten(2)
-    wanted, leaves = y @ attention.out.weight.mT, [x, *attention.parameters()]
+    assert_outputs(attention, x, y @ attention.out.weight.mT)
+
+
+def assert_outputs(attention: Attention, x: Tensor, wanted: Tensor) -> None:
+    """The module's outputs and all gradients are those of the formula's."""
     found = attention(x, keep_state=False)[0]
     assert_same(found, wanted)
-    if not x.requires_grad:
-        return
-    probe = torch.randn_like(wanted)
-    gradients = (torch.autograd.grad((one * probe).sum(), leaves) for one in (found, wanted))
-    for one, other in zip(*gradients, strict=True):
-        assert_same(one, other, 1e-7)
+    names, parameters = zip(("x", x), *attention.named_parameters(), strict=True)
+    probe = torch.randn(found.shape, dtype=found.dtype, generator=torch.Generator().manual_seed(1))
+    gradients = (torch.autograd.grad((y * probe).sum(), parameters) for y in (found, wanted))
+    for name, one, other in zip(names, *gradients, strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=1e-8, atol=1e-8 * other.abs().max().item(), msg=f"gradient of {name}"
+        )

@@ -1,4 +1,4 @@
-"""Softmax, ALiBi, CoCA, linear, retention and complex attention against their formulas."""
+"""Softmax, ALiBi, CoCA, linear attention and retention against their formulas."""
 
 import math
 from collections.abc import Callable
@@ -9,16 +9,18 @@ from pairwise import (
     ALIBI_SLOPES,
     HEADS,
     INITIAL_STATE,
-    PairWeight,
     T,
     assert_forward,
+    assert_outputs,
     assert_same,
     build,
     dot,
+    fixed_decay,
     gates_of,
     head_norm,
     matrix,
     mix,
+    no_decay,
     pivots,
     product,
     projections,
@@ -122,9 +124,12 @@ def test_coca_strict_depends_on_distance_alone() -> None:
 def test_coca_slack_rotates_coefficients_before_the_product() -> None:
     attention, x = build("coca", mode="slack"), tokens()
     q, coefficient, v = coca_operands(attention, x)
-    query, turned = rotated(q, rotary_rates()), rotated(coefficient, rotary_rates())
+    from_0 = torch.arange(T).expand(2, T)  # the paper's n in [0, c)
+    query, turned = (rotated(one, rotary_rates(), from_0) for one in (q, coefficient))
     logits = matrix(lambda m, n: dot(query[:, m], q[:, m] * turned[:, n]) / 8**0.5)
     assert_same(matrix(lambda m, n: dot(q[:, m] * query[:, m], turned[:, n]) / 8**0.5), logits)
+    # The first token is not rotated, and reads itself by |q|^2 t.
+    assert_same(logits[..., 0, 0], dot(q[:, 0] ** 2, coefficient[:, 0]) / 8**0.5)
     assert_same(attention.logits(x).tril(), logits)
     assert_forward(attention, x, mix(softmax_rows(logits), v))
 
@@ -138,16 +143,6 @@ def test_coca_strict_alone_is_shift_invariant(mode: str, is_invariant: bool) -> 
 
 
 # Variants with a feature map or a fixed decay
-
-
-def no_decay(t: int, i: int) -> Tensor:
-    return torch.ones(2, HEADS, dtype=torch.float64)
-
-
-def fixed_decay(t: int, i: int) -> Tensor:
-    """gamma_h^(t - i), gamma_h = 1 - 2^(-5 - h), h = 0, 1, ..."""
-    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
-    return (gamma ** (t - i)).expand(2, -1)
 
 
 @INITIAL_STATE
@@ -183,7 +178,7 @@ def test_linear_weights_are_rotated_before_the_feature_map_and_gated(
 ) -> None:
     options = {"rotary": rotary, "gate": gate, "gate_init": "plain", "rotary_base": 50.0}
     attention = build("linear", initial_state=initial_state, **options)
-    x = tokens().requires_grad_()
+    x = tokens()
     q, k, v = projections(x, attention.qkv.weight)
     if rotary == "fixed":
         q, k = rotated(q, rotary_rates(base=50.0)), rotated(k, rotary_rates(base=50.0))
@@ -225,31 +220,4 @@ def test_retention_matches_its_decay_matrix(
     if swish_gate:
         gate = x @ attention.swish.weight.mT
         y = y * gate * sigmoid(gate)
-    assert_same(attention(x, keep_state=False)[0], y @ attention.out.weight.mT)
-
-
-@INITIAL_STATE
-@pytest.mark.parametrize(("decay", "fade"), [(False, no_decay), (True, fixed_decay)])
-def test_complex_uses_real_and_imaginary_part_of_the_inner_product(
-    decay: bool, fade: PairWeight, initial_state: str
-) -> None:
-    attention, x = build("complex", decay=decay, initial_state=initial_state), tokens()
-    parts = (one.chunk(2, -1) for one in projections(x, attention.qkv.weight))
-    q, k, v = (torch.complex(*one) for one in parts)
-    theta = torch.tensor(rotary_rates(), dtype=x.dtype)
-
-    def weight(n: int, m: int, key: Tensor) -> Tensor:
-        turned = torch.exp(1j * (n - m) * theta) * key
-        return fade(n, m) * dot(q[:, n].conj(), turned) / 8**0.5
-
-    weights = matrix(lambda n, m: weight(n, m, k[:, m]))
-    assert weights.dtype == torch.complex128
-    assert_same(attention.weights(x), weights)
-    mixed = mix(weights, v)
-    if (start := attention.initial_state) is not None:
-        keys, values = (torch.complex(*one.chunk(2, -1)) for one in (start.key, start.value))
-        for n in range(T):
-            mixed[:, n] += sum(
-                weight(n, -1, keys[:, r])[..., None] * values[:, r] for r in range(3)
-            )
-    assert_forward(attention, x, torch.cat([mixed.real, mixed.imag], -1))
+    assert_outputs(attention, x, y @ attention.out.weight.mT)

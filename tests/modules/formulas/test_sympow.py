@@ -77,7 +77,7 @@ def test_sympow_gates_may_be_fixed_and_positions_absent(
     kind: str, options: dict[str, str], initial_state: str
 ) -> None:
     attention = build(kind, longest_document=100, initial_state=initial_state, **options)
-    x = tokens().requires_grad_()
+    x = tokens()
     q, k, v = projections(x, attention.qkv.weight)
     if options["rotary"] == "fixed":
         q, k = rotated(q, sympow_rates(100)), rotated(k, sympow_rates(100))

@@ -24,10 +24,10 @@ from longhaul.pipeline.runs.trained_model import load_trained_model
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 
-def model_of(kind: str) -> LanguageModel:
+def model_of(kind: str, **options: object) -> LanguageModel:
     torch.manual_seed(0)
     config = LanguageModelConfig(
-        attention=attention_config(kind)(), layers=2, width=32, heads=2, vocabulary=64
+        attention=attention_config(kind)(**options), layers=2, width=32, heads=2, vocabulary=64
     )
     return LanguageModel(config).eval()
 
@@ -93,6 +93,15 @@ def test_gates_and_rates_are_the_modules_own() -> None:
         assert report.half_life == pytest.approx(wanted, rel=1e-4)
         # As begun: 1 - 2^(-5 - h).
         assert report.half_life == pytest.approx(math.log(2) * 2 ** (5 + head), rel=0.1)
+
+
+def test_gates_of_the_parts_of_a_head_are_averaged() -> None:
+    model = model_of("complex", learned_sizes=True)
+    (x, _) = attention_inputs(model, torch.randint(60, (1, 24)))
+    reports, _ = report_layer(model.blocks[0].attention, x, 0)
+    # As begun, all 8 eigenvalues of a head have the size 1 - 2^(-5 - h).
+    wanted = [math.log(0.5) / math.log(1 - 2.0 ** (-5 - head)) for head in range(2)]
+    assert [report.half_life for report in reports] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_attention_is_reported_of_a_run(uninterrupted: Run) -> None:

@@ -35,10 +35,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"generator": "product"},
         {"bilinear": False},
         LEARNED,
-        {"bilinear": False, **LEARNED},
+        {"bilinear": False, "generator_per": "pair", **LEARNED},
     ],
     "coca": [{"mode": "slack"}, {"longest_document": 64}],
-    "complex": [{"decay": True}, LEARNED],
+    "complex": [{"decay": True}, {"learned_rates": True, "learned_sizes": True, **LEARNED}],
     "conformal_sympow": [{"qk_norm": True}, {"degree": 4, **LEARNED}],
     "linear": [
         {"feature_map": "relu", **LEARNED},
@@ -51,6 +51,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "sympow_gated": [{"degree": 6, "heads": 1}],
     "zeros": [
         {"zeroth": "first_layer", "ordered": True, "second_order": True},
+        {"form": "notes", "bilinear": False},
         LEARNED,
     ],
 }

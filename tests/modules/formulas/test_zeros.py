@@ -1,14 +1,12 @@
-"""Cartan kernels and ZeroS against their formulas."""
+"""ZeroS against its formulas: the published method and the notes."""
 
 import math
 
 import pytest
 import torch
 from pairwise import (
-    GENERATORS,
     HEADS,
     INITIAL_STATE,
-    PairWeight,
     T,
     assert_forward,
     assert_same,
@@ -16,6 +14,7 @@ from pairwise import (
     by_head,
     dot,
     forget_gate,
+    key_softmax,
     matrix,
     mix,
     pivots,
@@ -32,68 +31,6 @@ from torch import Tensor
 
 from longhaul.kernels import power_attention
 from longhaul.modules.attention import Attention
-
-
-def key_softmax(attention: Attention, s: Tensor) -> PairWeight:
-    """exp(s_i) / sum_j exp(s_j), where the sum includes pivot tokens at position 0."""
-    start = attention.initial_state
-    mass = torch.zeros_like(s[:, 0]) if start is None else start.log_mass.exp().expand(2, -1)
-    return lambda t, i: (mass if i < 0 else s[:, i].exp()) / (mass + s[:, : t + 1].exp().sum(1))
-
-
-def cartan_generator(attention: Attention, x: Tensor) -> PairWeight:
-    """g_ti, also for position 0."""
-    generator = attention.config.generator
-    if generator != "product":
-        softmax = key_softmax(attention, x @ attention.logit.weight.mT)
-    if generator == "additive":
-        return softmax
-    gates = forget_gate(attention.gate, x)
-    if generator == "product":
-        return lambda t, i: product(gates, t, i)
-    return lambda t, i: softmax(t, i) * product(gates, t, i)
-
-
-@INITIAL_STATE
-@pytest.mark.parametrize("negative_diagonal", [False, True])
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_weighs_inner_products_of_rotated_unit_vectors(
-    generator: str, negative_diagonal: bool, initial_state: str
-) -> None:
-    options = {"negative_diagonal": negative_diagonal, "initial_state": initial_state}
-    attention, x = build("cartan", generator=generator, **options), tokens()
-    q, k, v = projections(x, attention.qkv.weight)
-    q, k = rotated(unit(q), rotary_rates()), rotated(unit(k), rotary_rates())
-    if negative_diagonal:
-        diagonal = torch.tanh(1 + by_head(x, attention.diagonal.weight))
-        assert (diagonal < 0).any()
-        k = diagonal * k
-    g = cartan_generator(attention, x)
-    weights = matrix(lambda t, i: g(t, i) * dot(q[:, t], k[:, i]))
-    assert_forward(attention, x, mix(weights, v) + pivots(attention, q, g)[0])
-
-
-@INITIAL_STATE
-@pytest.mark.parametrize("generator", GENERATORS)
-def test_cartan_without_bilinear_form_sums_per_channel(generator: str, initial_state: str) -> None:
-    attention = build("cartan", generator=generator, bilinear=False, initial_state=initial_state)
-    x = tokens()
-    q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
-    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
-    q, k = (rotated(one, theta).unflatten(-1, (2, 8)).mT for one in (q, k))  # (B, T, H, V, 2)
-    g = cartan_generator(attention, x)
-    initial = torch.zeros_like(k[0, 0])
-    if (start := attention.initial_state) is not None:
-        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8)).mT
-    mixed = torch.zeros_like(v)
-    for t in range(T):
-        mixed[:, t] = g(t, -1)[..., None] * dot(q[:, t], initial)
-        for i in range(t + 1):
-            mixed[:, t] += g(t, i)[..., None] * dot(q[:, t], k[:, i]) * v[:, i]
-    assert_forward(attention, x, mixed)
-
-
-# ZeroS
 
 
 def zeros_logits(attention: Attention, x: Tensor) -> Tensor:
@@ -181,6 +118,86 @@ def test_zeros_weights_sum_to_zero_or_to_the_gate_of_the_mean(
         assert_same(sums, zeros_gates(attention, x, names)["0"])
     else:
         assert_same(sums, torch.zeros_like(sums), 1e-12)
+
+
+# The notes
+
+
+def notes_radial(attention: Attention, x: Tensor) -> Tensor:
+    """w_ti (B, H, T, T): softmax - sigma_0 / t - sigma_1 (s_i - mean) / t - ..."""
+    config, s = attention.config, x @ attention.logit.weight.mT
+    softmax, num_orders = key_softmax(attention, s), 3 if config.second_order else 2
+
+    def factor(n: int, t: int, i: int) -> Tensor:
+        if config.ordered:
+            return product(forget_gate(attention.fading[n], x), t, i)
+        return sigmoid(x @ attention.sigma[str(n)].weight.mT)[:, t]
+
+    def weight(t: int, i: int) -> Tensor:
+        last = t if config.form == "notes_row_mean" else i  # of the logits in mean and variance
+        rest = softmax(t, i)
+        for n, term in enumerate(orders(s, last, i)[:num_orders]):
+            rest = rest - factor(n, t, i) * term * (last + 1) / (t + 1)  # divided by t, not by last
+        return rest
+
+    assert len(attention.sigma) == (0 if config.ordered else num_orders)
+    assert len(attention.fading) == (num_orders if config.ordered else 0)
+    return matrix(weight)
+
+
+NOTES = [
+    {"form": form, "second_order": second, "ordered": ordered}
+    for form in ("notes", "notes_row_mean")
+    for second in (False, True)
+    for ordered in (False, True)
+]
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("options", [*NOTES, {**NOTES[1], "gate_init": "plain"}], ids=str)
+def test_zeros_of_the_notes_matches_its_formula(
+    options: dict[str, object], initial_state: str
+) -> None:
+    attention, x = build("zeros", initial_state=initial_state, **options), tokens()
+    q, k, v = zeros_directions(attention, x)
+    weights = notes_radial(attention, x) * matrix(lambda t, i: dot(q[:, t], k[:, i]))
+    assert_same(attention.weights(x), weights)
+    softmax = key_softmax(attention, x @ attention.logit.weight.mT)
+    assert_forward(attention, x, mix(weights, v) + pivots(attention, q, softmax)[0])
+
+
+@INITIAL_STATE
+@pytest.mark.parametrize("options", NOTES[::3], ids=str)
+def test_zeros_without_bilinear_form_has_the_same_bracket(
+    options: dict[str, object], initial_state: str
+) -> None:
+    attention = build("zeros", bilinear=False, initial_state=initial_state, **options)
+    x = tokens()
+    q, k, v = (by_head(x, weight) for weight in attention.qkv.weight.split([32, 32, 16]))
+    theta = rotary_rates(width=16)  # one rate for each of the 8 channels of a head
+    q, k = (rotated(one, theta).unflatten(-1, (2, 8)) for one in (q, k))
+    pairs = matrix(lambda t, i: (q[:, t] * k[:, i]).sum(-2))  # (B, H, V, T, T)
+    weights = notes_radial(attention, x)[:, :, None] * pairs
+    assert_same(attention.weights(x), weights.flatten(1, 2))
+    mixed = torch.einsum("bhcti,bihc->bthc", weights, v)
+    if (start := attention.initial_state) is not None:
+        softmax = key_softmax(attention, x @ attention.logit.weight.mT)
+        mass = torch.stack([softmax(t, -1) for t in range(T)], 1)[..., None]  # (B, T, H, 1)
+        initial = (start.key * start.value).sum(1).unflatten(-1, (2, 8))
+        mixed = mixed + mass * (q * initial).sum(-2)
+    assert_forward(attention, x, mixed)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_rows_of_the_notes_sum_to_what_sigma_0_leaves(second_order: bool) -> None:
+    options = {"second_order": second_order}
+    attention, x = build("zeros", form="notes_row_mean", **options), tokens()
+    sums = attention.coefficients(attention.operands(x)).sum(-1).mT  # (B, T, H)
+    assert_same(sums, 1 - sigmoid(x @ attention.sigma["0"].weight.mT), 1e-12)
+    as_written = build("zeros", form="notes", **options)
+    as_written.load_state_dict(attention.state_dict())
+    others = as_written.coefficients(as_written.operands(x)).sum(-1).mT
+    assert (others - sums).abs().max() > 0.1
 
 
 def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:

@@ -1,0 +1,111 @@
+"""The attention-free form of a variant: a rotation per channel instead of products of vectors."""
+
+from abc import abstractmethod
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longhaul.modules.attention.base import RotaryConfig
+from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.vector_gates import VectorGates
+from longhaul.modules.documents import Documents
+from longhaul.modules.rotary import Rotary, rotate
+
+
+class Channels(VectorGates):
+    """y_t,c = sum_i w_ti (R_t q_t,c) . (R_i k_i,c) v_i,c, with q_t,c and k_i,c in R^2, per channel.
+
+    Every channel has its own pair of query and key coordinates and its own rotation rate; w_ti is
+    the variant's. The state holds two numbers per channel and gated sum, sum_i w_ti R_i k_i v_i.
+    The op computes it with queries and keys of width 1 that are all ones, and values R_i k_i v_i of
+    width 2 V; the real queries R_t q_t scale its output. There are D attention matrices, one per
+    channel.
+
+    A class with this form inherits from this one first, and from the variant next.
+    Source: the notes on Cartan decomposition, "Getting rid of the bilinear form".
+    """
+
+    splits_values = True
+    in_float32 = False  # whether the op gets its operands in at least float32
+    rotary: Rotary
+
+    def __init__(self, config: PowerConfig, model_dim: int, num_heads: int) -> None:
+        width = 2 * model_dim // max(num_heads, 1)
+        super().__init__(config, model_dim, num_heads, key_dim=1, value_dim=width)
+
+    @abstractmethod
+    def generate(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[tuple[GatedSum, ...], dict[str, Tensor]]:
+        """The gates and scales of the variant, and the carried values at every token."""
+
+    def add_projections(self, config: RotaryConfig) -> None:
+        self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)
+        self.qkv = nn.Linear(self.model_dim, 5 * self.model_dim, bias=False)
+
+    def project(
+        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
+    ) -> tuple[Operands, dict[str, Tensor]]:
+        sums, after = self.generate(x, documents, carried)
+        q, k, v = self._channels(x)
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
+        if self.in_float32:
+            q, k, v = (one.to(cos.dtype) for one in (q, k, v))
+        rotated_kv = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
+        ones = torch.ones_like(v[..., :1])
+        query = rotate(q, cos, sin)
+        sums = tuple(
+            one._replace(
+                output_scale=query if one.output_scale is None else query * one.output_scale
+            )
+            for one in sums
+        )
+        operands = Operands(ones, ones, rotated_kv, sums)
+        return operands, {name: documents.last(value) for name, value in after.items()}
+
+    def _channels(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values; channel c of a head has coordinates c and c + V of q and k."""
+        q, k, v = self.qkv(x).split([2 * self.model_dim, 2 * self.model_dim, self.model_dim], -1)
+        q, k, v = (rearrange(one, "b t (h k) -> b t h k", h=self.num_heads) for one in (q, k, v))
+        return q, k, v
+
+    def merge(
+        self, out: Float[Tensor, "B T NH V2"], operands: Operands
+    ) -> Float[Tensor, "B T H V"]:
+        first, second = super().merge(out, operands).chunk(2, dim=-1)
+        return first + second
+
+    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
+        return rearrange(self._channels(x)[2], "b t h v -> b t (h v) 1")
+
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
+        documents = Documents(x)
+        sums, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
+        q, k, _ = self._channels(x)
+        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
+        q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
+        w = 2 * self.head_dim // self.num_parts
+        radial = repeat(
+            self._radial(sums, x), "b (n h) t i -> b h (w n) t i", w=w, n=self.num_parts
+        )
+        radial = rearrange(radial, "b h (s v) t i -> b h v s t i", s=2)
+        weights = torch.einsum("bthvs,bihvs,bhvsti->bhvti", q, k, radial)
+        return rearrange(weights, "b h v t i -> b (h v) t i")
+
+    def _radial(
+        self, sums: tuple[GatedSum, ...], x: Float[Tensor, "B T D"]
+    ) -> Float[Tensor, "B NH T T"]:
+        """w_ti for every part of every head."""
+        N = self.num_parts
+
+        def scale(x: Tensor | None) -> Tensor | None:
+            return None if x is None else rearrange(x, "b t h (w n) -> w b t (n h) 1", n=N)[0]
+
+        def gate(log_g: Tensor | None) -> Tensor | None:
+            return log_g if log_g is None or N == 1 else rearrange(log_g, "b t h n -> b t (n h)")
+
+        parts = tuple(GatedSum(gate(g), scale(column), scale(row)) for g, column, row in sums)
+        ones = x.new_ones(*x.shape[:2], N * self.num_heads, 1)
+        return self.coefficients(Operands(ones, ones, ones, parts))

@@ -1,0 +1,82 @@
+"""A forget gate for each part of a head, such as each pair of coordinates that rotates together."""
+
+import torch
+from einops import rearrange, reduce, repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention
+
+Stacked = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
+class VectorGates(PowerAttention):
+    """y_t = sum_n sum_i exp(G_tn - G_in) (scale q_tn . k_in) v_i, for the parts n of a head's keys.
+
+    The op has one gate per head. At degree 1 an inner product is the sum of its parts', so that
+    every part is a head of the op, with keys of width K / N and all values of its head. This is
+    exact, and stable for gates of any size: only gates of i + 1 .. t are multiplied. The state is
+    as large as with one gate. In exchange the op reads N copies of the values, and scores the pairs
+    of tokens in a chunk N times.
+
+    Where `splits_values`, the parts are those of the values instead, and are not summed. Part n of
+    N has the coordinates n, n + N, ... With N = K / 2 it is a pair that rotates together.
+    """
+
+    num_parts = 1  # with 1, log gates are (B, T, H), as usual; otherwise (B, T, H, N)
+    splits_values = False
+
+    def split_heads(self, num_parts: int) -> None:
+        """From now on, log gates have one number for each of so many parts of a head."""
+        self.num_parts = num_parts
+        if self.splits_values:
+            self.value_dim //= num_parts
+        else:
+            self.key_dim //= num_parts
+
+    @property
+    def op_heads(self) -> int:
+        return super().op_heads * self.num_parts
+
+    def stack(self, operands: Operands) -> Stacked:
+        return self.parts(*super().stack(operands))
+
+    def parts(
+        self,
+        q: Float[Tensor, "B T H K"],
+        k: Float[Tensor, "B T H K"],
+        v: Float[Tensor, "B T H V"],
+        log_g: Float[Tensor, "B T H N"] | Float[Tensor, "B T H"] | None,
+    ) -> Stacked:
+        """The arguments of the op with each part as a head."""
+        N = self.num_parts
+        if N == 1:
+            return q, k, v, log_g
+
+        def split(x: Tensor) -> Tensor:
+            return rearrange(x, "b t h (w n) -> b t (n h) w", n=N)
+
+        def copy(x: Tensor) -> Tensor:
+            return repeat(x, "b t h w -> b t (n h) w", n=N)
+
+        if self.splits_values:
+            q, k, v = copy(q), copy(k), split(v)
+        else:
+            q, k, v = split(q), split(k), copy(v)
+        return q, k, v, None if log_g is None else rearrange(log_g, "b t h n -> b t (n h)")
+
+    def merge(self, out: Float[Tensor, "B T NH V"], operands: Operands) -> Tensor:
+        N = self.num_parts
+        if self.splits_values:
+            out = rearrange(out, "b t (n h) w -> b t h (w n)", n=N)
+        elif N > 1:
+            out = reduce(out, "b t (n h) v -> b t h v", "sum", n=N)
+        return super().merge(out, operands)
+
+    def part_weights(self, operands: Operands) -> Float[Tensor, "B H N T T"]:
+        """(scale q_tn . k_in) exp(G_tn - G_in), of the only gated sum, without scales."""
+        q, k, v, log_g = self.parts(*operands[:3], operands.sums[0].log_g)
+        scale = self.key_dim**-0.5 if self.scale is None else self.scale
+        scores = scale * torch.einsum("bthk,bihk->bhti", q, k)
+        weights = scores * self.coefficients(Operands(q, k, v, (GatedSum(log_g),)))
+        return rearrange(weights, "b (n h) t i -> b h n t i", n=self.num_parts)
