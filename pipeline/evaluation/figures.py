@@ -156,6 +156,11 @@ def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:
     return indices
 
 
+def enlarged_from(T: int) -> int:
+    """The first key of the part that is drawn enlarged: the last 500 tokens, at most half."""
+    return max(T - 500, T // 2) + 1
+
+
 def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a share, after `right` out of `count`, at z standard deviations."""
     share, extra = right / count, z**2 / count

@@ -1,8 +1,8 @@
 """Attention scores before the softmax, in which a model that extrapolates badly has outliers.
 
-Figure 8 and section 4.5 of CoCA (Zhu et al., 2023, arXiv:2309.08646): layers at a quarter, a half and
-three quarters of the depth ("low layers"), and the last one, on one text about four times as long
-as in training; a second part of the figure enlarges its last 500 tokens.
+Figure 8 and section 4.5 of CoCA (Zhu et al., 2023, arXiv:2309.08646): layers at a quarter, a half
+and three quarters of the depth ("low layers"), and the last one, on one text about four times as
+long as in training; a second part of the figure enlarges its last 500 tokens.
 
 The article does not say which of the scores it draws. Its text reads the enlarged end as attention
 to "neighboring tokens", so here they are those of the last token, mean over heads. They are divided
@@ -22,7 +22,7 @@ from torch import Tensor
 from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import COLOURS, figure, legend_below
+from longhaul.pipeline.evaluation.figures import COLOURS, enlarged_from, figure, legend_below
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
@@ -66,8 +66,8 @@ def _softmax_layer(model: LanguageModel, layer: int) -> FusedAttention:
     attention = cast(Block, model.blocks[layer - 1]).attention
     if not isinstance(attention, FusedAttention):
         raise ValueError(
-            f"attention.kind: found {attention.config.kind} with the task scores, wanted a kind with "
-            "a softmax"
+            f"attention.kind: found {attention.config.kind} with the task scores, wanted a kind "
+            "with a softmax"
         )
     return attention
 
@@ -103,11 +103,6 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     largest = max(one.largest.max().item() for one in layers)
     values = {f"{metric_prefix(trained, options)}/score_largest": largest}
     return TaskResult(values, (table, picture, end))
-
-
-def enlarged_from(T: int) -> int:
-    """The first key of the part that is drawn enlarged: the last 500 tokens, at most half."""
-    return max(T - 500, T // 2) + 1
 
 
 def draw(path: Path, layers: Sequence[LayerScores], title: str, first: int) -> None:
