@@ -106,6 +106,14 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
     axes.set_xlabel(label)
 
 
+def positions_axis(axes: "Axes", label: str) -> None:
+    """Make the horizontal axis one of positions in a text: linear, with plain numbers."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.set_xlabel(label)
+
+
 def legend_below(axes: "Axes", columns: int = 2) -> None:
     """Make the figure higher and put its legend there, where it hides nothing.
 

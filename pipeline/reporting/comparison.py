@@ -115,17 +115,20 @@ def seeds_table(named: NamedRuns) -> Iterator[Table]:
     yield Table(
         name="seeds",
         title="Means over seeds",
-        caption="Nats per token; errors are standard errors over seeds. A gap is the mean "
-        "difference to softmax runs of the same seed, context and data, which read the same batches",
+        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
+        "validation loss; errors are standard errors over seeds. A gap is the mean difference to "
+        "softmax runs of the same seed, context and data",
         columns=[
             *("variant", "training context", "seeds"),
             *(
                 column
-                for name in (
-                    f"training loss after {named.sequences:,} sequences",
-                    "validation loss",
+                for loss in ("training loss", "validation loss")
+                for column in (
+                    loss,
+                    f"error of {loss}",
+                    f"gap in {loss}",
+                    f"error of gap in {loss}",
                 )
-                for column in (name, "error", "gap to softmax", "error of the gap")
             ),
         ],
         rows=rows,
@@ -237,7 +240,7 @@ def _gap_figure(
         name=name,
         title=title,
         caption=f"{caption} Differences to softmax runs of the same seed, context and data, which "
-        "read the same batches; bands: standard error over seeds.",
+        "read the same text in the same order; bands: standard error over seeds.",
         x_label="training context (tokens)",
         y_label="loss minus softmax's (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from longhaul.pipeline.evaluation.figures import as_text, figure, legend_below, tokens_axis, widen
+from longhaul.pipeline.evaluation.figures import (
+    as_text,
+    figure,
+    legend_below,
+    positions_axis,
+    tokens_axis,
+    widen,
+)
 from longhaul.pipeline.reporting.runs import printable
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
@@ -179,10 +186,10 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
     if drawing.x_axis == "context":
         tokens_axis(axes, drawing.x_label, drawing.x_ticks)
         return
-    axes.set_xlabel(drawing.x_label)
     if drawing.x_axis == "position":
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        positions_axis(axes, drawing.x_label)
         return
+    axes.set_xlabel(drawing.x_label)
     if drawing.x_axis == "tokens":
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))

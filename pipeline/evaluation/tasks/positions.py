@@ -4,7 +4,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -14,10 +14,11 @@ from torchmetrics import Metric
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import (
     BLUE,
-    GREEN,
+    SKY,
     VERMILLION,
     figure,
     legend_below,
+    positions_axis,
     shown_positions,
     tokens_axis,
     widen,
@@ -28,6 +29,9 @@ from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DOTS = 2000
 """Most positions that are drawn; a column is narrower than this many dots."""
@@ -135,15 +139,16 @@ def summarise(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
 
 def summarise_with_errors(metric: PositionLoss, prefix: str) -> dict[str, float]:
     """The mean loss, and the losses at and up to positions 1, 2, 4, ..., with standard errors."""
-    at, at_error = metric.by_position()
-    up_to, up_to_error = metric.up_to_position()
-    values = summarise(at, prefix)
-    values[f"{prefix}/loss_standard_error"] = up_to_error[-1].item()
-    for p in _powers(metric.context):
-        values[f"{prefix}/loss_at_{p:06d}_standard_error"] = at_error[p - 1].item()
-        values[f"{prefix}/loss_up_to_{p:06d}"] = up_to[p - 1].item()
-        values[f"{prefix}/loss_up_to_{p:06d}_standard_error"] = up_to_error[p - 1].item()
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    (at, at_error), (up_to, up_to_error) = metric.by_position(), metric.up_to_position()
+    values = {"loss": (up_to[-1], up_to_error[-1])}
+    values |= {f"loss_at_{p:06d}": (at[p - 1], at_error[p - 1]) for p in _powers(len(at))}
+    values |= {f"loss_up_to_{p:06d}": (up_to[p - 1], up_to_error[p - 1]) for p in _powers(len(at))}
+    found = {}
+    for name, (value, error) in values.items():
+        found[f"{prefix}/{name}"] = value.item()
+        if error.isfinite():
+            found[f"{prefix}/{name}_standard_error"] = error.item()
+    return found
 
 
 def write_table(path: Path, metric: PositionLoss) -> None:
@@ -173,42 +178,52 @@ def write_bins(path: Path, metric: PositionLoss) -> None:
 def draw(
     path: Path, metric: PositionLoss, title: str, *, trained_at: int, baseline: float | None
 ) -> None:
-    """PNG of the loss at each position, in bins of positions, and up to positions 1, 2, 4, ...
+    """PNG of the loss at each position, and of the mean loss up to positions 1, 2, 4, ...
 
-    Bands and bars are two standard errors over documents wide, to each side.
+    Bars are two standard errors over documents long, to each side.
     """
-    each = metric.by_position()[0]
-    shown = shown_positions(metric.context, _DOTS)
-    means, errors = (values.tolist() for values in metric.in_bins())
-    low, high = zip(
-        *((m - 2 * e, m + 2 * e) for m, e in zip(means, errors, strict=True)), strict=True
-    )
+    with figure(path, title) as axes:
+        shown = shown_positions(metric.context, _DOTS)
+        each = metric.by_position()[0][shown].tolist()
+        axes.plot(
+            (shown + 1).tolist(), each, color=SKY, linewidth=0.5, label="at the position", zorder=1
+        )
+        powers = _powers(metric.context)
+        up_to, errors = ([part[p - 1].item() for p in powers] for part in metric.up_to_position())
+        bars = [2 * error for error in errors]
+        axes.errorbar(
+            powers, up_to, bars, fmt="o-", markersize=3, color=BLUE, label="mean up to it"
+        )
+        tokens_axis(axes, "position in the context (tokens)")
+        _finish(axes, metric, trained_at, baseline)
+
+
+def draw_bins(
+    path: Path, metric: PositionLoss, title: str, *, trained_at: int, baseline: float | None
+) -> None:
+    """PNG of the loss at a position, in bins of positions, with two standard errors as a band."""
+    means, errors = (part.tolist() for part in metric.in_bins())
+    pairs = list(zip(means, errors, strict=True))
     middles = [(first + last) / 2 for first, last in _bins(metric)]
     with figure(path, title) as axes:
-        at = each[shown].tolist()
-        axes.plot(
-            (shown + 1).tolist(), at, color=BLUE, alpha=0.35, linewidth=0.5, label="each position"
-        )
+        low, high = [m - 2 * e for m, e in pairs], [m + 2 * e for m, e in pairs]
         axes.fill_between(middles, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        width = f"{metric.bin_width:,}"
-        label = "at the position" if metric.bin_width == 1 else f"mean of {width} positions"
+        width = metric.bin_width
+        label = "at the position" if width == 1 else f"at the position, mean of {width:,}"
         axes.plot(middles, means, color=BLUE, label=label)
-        powers = _powers(metric.context)
-        up_to, up_to_errors = (
-            [column[p - 1].item() for p in powers] for column in metric.up_to_position()
-        )
-        bars = [2 * error for error in up_to_errors]
-        axes.errorbar(
-            powers, up_to, bars, fmt="o", markersize=3, color=GREEN, label="mean up to here"
-        )
-        if trained_at < metric.context:
-            axes.axvline(trained_at, color="black", linestyle=":", label="training context")
-        if baseline is not None:
-            axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
-        tokens_axis(axes, "position in the context (tokens)")
-        axes.set_ylabel("loss (nats per token)")
-        widen(axes)
-        legend_below(axes)
+        positions_axis(axes, "position in the context (tokens)")
+        _finish(axes, metric, trained_at, baseline)
+
+
+def _finish(axes: "Axes", metric: PositionLoss, trained_at: int, baseline: float | None) -> None:
+    """The lines, labels and legend that both pictures have."""
+    if trained_at < metric.context:
+        axes.axvline(trained_at, color="black", linestyle=":", label="training context")
+    if baseline is not None:
+        axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
+    axes.set_ylabel("loss (nats per token)")
+    widen(axes)
+    legend_below(axes)
 
 
 def check(trained: TrainedModel, options: Options) -> None:
@@ -232,21 +247,22 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             is_shared=trained.ranks.count > 1,
         )
     prefix = metric_prefix(trained, options)
-    table, bins, picture = (
-        folder / name for name in ("positions.csv", "loss_in_bins.csv", "positions.png")
-    )
+    names = ("positions.csv", "loss_in_bins.csv", "positions.png", "loss_in_bins.png")
+    files = tuple(folder / name for name in names)
+    table, bins, picture, picture_of_bins = files
     write_table(table, metric)
     write_bins(bins, metric)
-    draw(
-        picture,
-        metric,
-        f"{config.name}, {label(trained, options)}",
-        trained_at=trained.positions.context,
-        baseline=Results(results_folder(trained, options), "")
-        .values()
-        .get(f"{prefix}/bigram_loss"),
-    )
-    return TaskResult(summarise_with_errors(metric, prefix), (table, bins, picture))
+    title = f"{config.name}, {label(trained, options)}"
+    earlier = Results(results_folder(trained, options), "").values()
+    for path, draw_it in ((picture, draw), (picture_of_bins, draw_bins)):
+        draw_it(
+            path,
+            metric,
+            title,
+            trained_at=trained.positions.context,
+            baseline=earlier.get(f"{prefix}/bigram_loss"),
+        )
+    return TaskResult(summarise_with_errors(metric, prefix), files)
 
 
 def _powers(T: int) -> list[int]:

@@ -22,7 +22,13 @@ from torch import Tensor
 from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import COLOURS, enlarged_from, figure, legend_below
+from longhaul.pipeline.evaluation.figures import (
+    COLOURS,
+    enlarged_from,
+    figure,
+    legend_below,
+    positions_axis,
+)
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
@@ -115,6 +121,6 @@ def draw(path: Path, layers: Sequence[LayerScores], title: str, first: int) -> N
             axes.fill_between(keys, low, high, color=colour, alpha=0.15, linewidth=0)
             mean = one.mean[part].tolist()
             axes.plot(keys, mean, color=colour, linewidth=0.7, label=f"layer {one.layer}")
-        axes.set_xlabel("position of the key (tokens)")
+        positions_axis(axes, "position of the key (tokens)")
         axes.set_ylabel("score of the last token")
         legend_below(axes, columns=4)
