@@ -64,22 +64,19 @@ def test_errors_of_means_need_two_values() -> None:
 def test_a_legend_hides_nothing(tmp_path: Path, drawn: list[Any]) -> None:
     metric = PositionLoss(64)
     metric.update(torch.rand(4, 64) + 3)
-    positions.draw(tmp_path / "positions.png", metric, "a", trained_at=32, baseline=3.0)
-    (axes,) = drawn
-    (legend,) = axes.figure.legends
-    canvas = FigureCanvasAgg(axes.figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    names = {text.get_text() for text in legend.get_texts()}
-    assert names == {
-        "each position",
-        "running mean",
-        "mean up to here",
-        "training context",
-        "bigram model",
-    }
-    assert legend.get_window_extent(renderer).y1 < axes.get_tightbbox(renderer).y0
-    assert axes.get_legend() is None
+    for draw in (positions.draw, positions.draw_bins):
+        draw(tmp_path / "positions.png", metric, "a", trained_at=32, baseline=3.0)
+    lines = {"training context", "bigram model"}
+    for axes, own in zip(
+        drawn, ({"at the position", "mean up to it"}, {"at the position"}), strict=True
+    ):
+        (legend,) = axes.figure.legends
+        canvas = FigureCanvasAgg(axes.figure)
+        canvas.draw()
+        renderer = canvas.get_renderer()
+        assert {text.get_text() for text in legend.get_texts()} == lines | own
+        assert legend.get_window_extent(renderer).y1 < axes.get_tightbbox(renderer).y0
+        assert axes.get_legend() is None
 
 
 def test_curves_with_one_label_share_an_entry(tmp_path: Path) -> None:

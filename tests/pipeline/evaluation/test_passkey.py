@@ -2,6 +2,7 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 def test_a_prompt_is_the_shortest_longer_than_asked_for(name: str, length: int) -> None:
     tokenizer = build_tokenizer(name)
     for depth in PASSKEY_DEPTHS:
-        prompt = make_prompt(tokenizer, length, depth, "54321")
+        prompt = make_prompt(tokenizer, length, "54321", depth=depth)
         assert len(prompt.ids) == len(tokenizer.encode(prompt.text)) > length
         shorter = prompt.text.replace(FILLER + "\n", "", 1)
         assert len(tokenizer.encode(shorter)) <= length
@@ -45,7 +46,7 @@ def test_a_prompt_is_the_shortest_longer_than_asked_for(name: str, length: int) 
 def test_a_prompt_has_the_lines_of_the_paper_and_its_key_where_asked() -> None:
     tokenizer = build_tokenizer("bytes")
     for depth in PASSKEY_DEPTHS:
-        first, *lines, last = make_prompt(tokenizer, 2048, depth, "54321").text.split("\n")
+        first, *lines, last = make_prompt(tokenizer, 2048, "54321", depth=depth).text.split("\n")
         assert first == (
             "There is an important info hidden inside a lot of irrelevant text. Find it and "
             "memorize them. I will quiz you about the important information there."
@@ -59,7 +60,7 @@ def test_a_prompt_has_the_lines_of_the_paper_and_its_key_where_asked() -> None:
 
 def test_prompts_are_the_same_every_time_and_take_depths_in_turn() -> None:
     tokenizer = build_tokenizer("bytes")
-    one, two = (make_prompts(tokenizer, 512, 12) for _ in range(2))
+    one, two = (make_prompts(tokenizer, 512, 12, "grid") for _ in range(2))
     assert [prompt.text for prompt in one] == [prompt.text for prompt in two]
     assert [prompt.depth for prompt in one] == [
         *PASSKEY_DEPTHS,
@@ -68,8 +69,29 @@ def test_prompts_are_the_same_every_time_and_take_depths_in_turn() -> None:
     ]
     assert len({prompt.key for prompt in one}) > 9
     assert all(10_000 <= int(prompt.key) <= 99_999 for prompt in one)
-    other = make_prompts(tokenizer, 1024, 12)
+    other = make_prompts(tokenizer, 1024, 12, "grid")
     assert [prompt.key for prompt in one] != [prompt.key for prompt in other]
+
+
+def test_random_places_are_equally_likely_and_the_same_every_time() -> None:
+    tokenizer = build_tokenizer("bytes")
+    prompts = make_prompts(tokenizer, 600, 600, "random")
+    again = make_prompts(tokenizer, 600, 600, "random")
+    assert [prompt.text for prompt in prompts] == [prompt.text for prompt in again]
+    places = Counter[int]()
+    for prompt in prompts:
+        _, *lines, _ = prompt.text.split("\n")
+        place = lines.index(
+            f"The pass key is {prompt.key}. Remember it. {prompt.key} is the pass key."
+        )
+        assert prompt.depth == place / 5
+        places[place] += 1
+    # Six places; with both ends as half a place, these would be drawn 60 times each.
+    assert sorted(places) == [0, 1, 2, 3, 4, 5]
+    assert min(places.values()) > 75
+    # The keys are those of the grid: what differs is where they stand.
+    grid = make_prompts(tokenizer, 600, 600, "grid")
+    assert [prompt.key for prompt in prompts] == [prompt.key for prompt in grid]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +115,7 @@ def test_an_answer_is_right_if_the_key_is_a_number_in_it(answer: str, right: boo
 
 def test_accuracy_is_the_share_that_a_stub_answers_right(tmp_path: Path) -> None:
     tokenizer = build_tokenizer("bytes")
-    prompts = [*make_prompts(tokenizer, 256, 10), *make_prompts(tokenizer, 512, 10)]
+    prompts = [*make_prompts(tokenizer, 256, 10, "grid"), *make_prompts(tokenizer, 512, 10, "grid")]
     asked: list[int] = []
 
     def answer(group: Sequence[Prompt]) -> list[str]:
@@ -119,6 +141,7 @@ def test_accuracy_is_the_share_that_a_stub_answers_right(tmp_path: Path) -> None
     ]
     draw_curve(tmp_path / "curve.png", found, "a stub", 256)
     draw_depths(tmp_path / "depths.png", found, "a stub")
+    draw_depths(tmp_path / "depths.png", {(256, 0.1): [True], (512, 0.95): [False]}, "no grid")
     for name in ("curve.png", "depths.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
@@ -132,25 +155,35 @@ def test_the_interval_holds_the_share_and_stays_a_share() -> None:
 
 
 def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
-    arguments = ("--tasks", "passkey", "--lengths", "600", "--prompts", "5")
+    arguments = ("--tasks", "passkey", "--lengths", "300,256", "--prompts", "5")
     uninterrupted.longhaul("evaluate", "small", *arguments)
     folder = uninterrupted.path / "small" / "evaluation" / "step-000000030"
     rows = list(csv.DictReader((folder / "passkey.csv").open()))
     assert [(int(row["length"]), float(row["depth"])) for row in rows] == [
-        (length, depth) for length in (256, 512) for depth in PASSKEY_DEPTHS
+        (length, depth) for length in (256, 300) for depth in PASSKEY_DEPTHS
     ]
     values = json.loads((folder / "results.json").read_text())
     assert {name for name in values if "passkey" in name} == {
         "evaluation/passkey_000256",
-        "evaluation/passkey_000512",
+        "evaluation/passkey_000300",
     }
     assert (folder / "passkey_depth.png").exists()
+    # At random places, with one prompt, and without a bos id in front of it.
+    random = ("--lengths", "256", "--prompts", "1", "--depths", "random", "--no-bos")
+    uninterrupted.longhaul("evaluate", "small", "--tasks", "passkey", *random)
+    (row,) = csv.DictReader((folder / "passkey.csv").open())
+    tokenizer = build_tokenizer("bytes")
+    (prompt,) = make_prompts(tokenizer, 256, 1, "random")
+    assert (row["length"], row["prompts"]) == ("256", "1")
+    assert float(row["depth"]) == prompt.depth
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths", "255"], "--lengths: found 255, wanted 256 or more"),
+        (["--lengths", "512,255"], "--lengths: found 255, wanted 256 or more"),
+        (["--lengths", "1k"], "--lengths: found '1k', wanted tokens, such as 1024,65536"),
+        (["--depths", "random", "--prompts", "0"], "--prompts: found 0, wanted 1 or more"),
         (["--prompts", "4"], "--prompts: found 4, wanted 5 or more with passkey, one per depth"),
     ],
 )
@@ -177,7 +210,7 @@ def test_progress_ends_at_its_total(
         monkeypatch.setattr(passkey, name, lambda *arguments: None)
     monkeypatch.setattr(passkey, "decode", lambda *arguments, **options: iter(()))
     trained = load_trained_model(uninterrupted.path / "small")
-    passkey.measure(trained, Options(lengths=512, prompts=5), tmp_path)
+    passkey.measure(trained, Options(lengths=(256, 512), prompts=5), tmp_path)
     totals = {total for _, total in shown}
     assert next(done for done, _ in shown) == 0
     assert {shown[-1][0]} == totals

@@ -21,15 +21,18 @@ BOS = 63
 
 
 def token_loss(model: LanguageModel, before: list[int], token: int) -> float:
-    hidden, _ = model.activations(torch.tensor([[BOS, *before]]))
+    hidden, _ = model.activations(torch.tensor([before]))
     logits = hidden[0, -1].double() @ model.embedding.weight.double().T
     return -logits.log_softmax(0)[token].item()
 
 
 @pytest.mark.parametrize("kind", ["softmax", "conformal_sympow"])
 @pytest.mark.parametrize("positions", ["none", "linear", "dynamic_ntk"])
+@pytest.mark.parametrize("bos_id", [BOS, None])
 @torch.no_grad()
-def test_sliding_loss_is_that_of_a_brute_force_window(kind: str, positions: str) -> None:
+def test_sliding_loss_is_that_of_a_brute_force_window(
+    kind: str, positions: str, bos_id: int | None
+) -> None:
     torch.manual_seed(0)
     config = LanguageModelConfig(
         attention=attention_config(kind)(), layers=2, width=32, heads=2, vocabulary=64
@@ -38,8 +41,10 @@ def test_sliding_loss_is_that_of_a_brute_force_window(kind: str, positions: str)
     if positions != "none":
         model.set_positions(PositionScaling(name=positions, factor=4.0, context=4))
     document = torch.randint(60, (1, 23))
-    tokens = document[0].tolist()
-    for window, stride in ((8, 3), (8, 8), (23, 5)):
+    # What is read before what is predicted; without a bos id, the first token is not predicted.
+    read = [BOS, *document[0].tolist()] if bos_id else document[0].tolist()
+    tokens = read[1:]
+    for window, stride in ((8, 3), (8, 8), (len(tokens), 5)):
         wanted, start = 0.0, 0
         for position, token in enumerate(tokens):
             # The window moves by its stride when it does not reach this token.
@@ -47,14 +52,17 @@ def test_sliding_loss_is_that_of_a_brute_force_window(kind: str, positions: str)
                 start = min(start + stride, len(tokens) - window)
             if positions == "dynamic_ntk":
                 # Rates follow the length of the whole window, not of what precedes the token.
-                whole = [BOS, *tokens[start : start + window - 1]]
+                whole = [bos_id or read[start], *tokens[start : start + window - 1]]
                 hidden, _ = model.activations(torch.tensor([whole]))
                 logits = hidden[0, position - start] @ model.embedding.weight.T
                 wanted -= logits.log_softmax(0)[token].item()
             else:
-                wanted += token_loss(model, tokens[start:position], token)
+                before = [bos_id or read[start], *tokens[start:position]]
+                wanted += token_loss(model, before, token)
+        # A window may be as long as the document, of which one token is not predicted.
+        given = 23 if window == len(tokens) else window
         found = sliding_loss(
-            model, document, window=window, stride=stride, bos_id=BOS, precision="32-true"
+            model, document, window=given, stride=stride, bos_id=bos_id, precision="32-true"
         )
         assert found == pytest.approx(wanted, abs=1e-4), (window, stride)
 
@@ -114,6 +122,33 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
     assert [int(row["tokens"]) for row in rows] == [256, 256]
 
 
+def test_the_first_tokens_of_each_text_are_read(uninterrupted: Run, tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for text, word in zip(texts, ("abc def\n", "while True:\n"), strict=True):
+        text.write_text(word * 40)
+    arguments = ("--tasks", "perplexity", "--contexts", "32,64", "--stride", "16")
+    arguments = (*arguments, "--document-tokens", "96", "--text", *map(str, texts))
+    trained = load_trained_model(uninterrupted.path / "small")
+    for bos, options in ((256, ()), (None, ("--no-bos",))):
+        uninterrupted.longhaul("evaluate", "small", *arguments, *options)
+        (folder,) = (uninterrupted.path / "small" / "evaluation").glob("*-text-a_and_1-*")
+        scored = 96 if bos else 95
+        for row in csv.DictReader((folder / "perplexity.csv").open()):
+            assert (row["documents"], row["tokens"]) == ("2", str(2 * scored))
+            losses = [
+                sliding_loss(
+                    trained.model,
+                    torch.tensor([list(text.read_bytes()[:96])]),
+                    window=int(row["window"]),
+                    stride=16,
+                    bos_id=bos,
+                    precision="32-true",
+                )
+                for text in texts
+            ]
+            assert float(row["loss_nats"]) == pytest.approx(sum(losses) / (2 * scored), abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -125,6 +160,15 @@ def test_contexts_of_a_text_read_the_same_tokens(uninterrupted: Run, tmp_path: P
         (["--stride", "9"], "--stride: found with positions, which does not read it; wanted other"),
         (["--tasks", "perplexity", "--stride", "0"], "--stride: found 0, wanted 1 to 64"),
         (["--tasks", "perplexity", "--stride", "256"], "--stride: found 256, wanted 1 to 64"),
+        (
+            ["--tasks", "perplexity", "--document-tokens", "128"],
+            "--document-tokens: found 128, wanted 256 or more, the longest of --contexts",
+        ),
+        (
+            ["--tasks", "perplexity", "--document-tokens", "300", "--contexts", "64"],
+            "--document-tokens: 300 does not divide the documents' 1024 tokens",
+        ),
+        (["--no-bos"], "--no-bos: found with positions, which does not read it; wanted other"),
     ],
 )
 def test_bad_arguments_are_one_line(uninterrupted: Run, arguments: list[str], message: str) -> None:

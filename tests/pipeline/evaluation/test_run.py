@@ -17,9 +17,8 @@ from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
-from longhaul.pipeline.evaluation.tasks import attention, recall
+from longhaul.pipeline.evaluation.tasks import attention, recall, scores
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram
-from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, summarise
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -29,32 +28,6 @@ Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 def evaluated(uninterrupted: Run) -> Run:
     uninterrupted.longhaul("evaluate", "small", "--tasks", "positions,bigram")
     return uninterrupted
-
-
-def test_position_loss_is_the_mean_and_its_error() -> None:
-    losses = torch.randn(7, 5).square()
-    metric = PositionLoss(5)
-    metric.update(losses[:3])
-    metric.update(losses[3:])
-    mean, error, _ = metric.compute()
-    torch.testing.assert_close(mean, losses.double().mean(0))
-    torch.testing.assert_close(error, losses.double().std(0) / math.sqrt(7))
-
-
-def test_position_loss_sums_in_float64() -> None:
-    # In float32 the millionth sample would add nothing to the sum of the others.
-    metric = PositionLoss(1)
-    metric.update(torch.full((1, 1), 2.0**25))
-    for _ in range(10):
-        metric.update(torch.ones(1, 1))
-    assert metric.loss_sum.item() == 2**25 + 10
-
-
-def test_summary_names_powers_of_two() -> None:
-    values = summarise(torch.arange(1.0, 11.0, dtype=torch.float64), "x")
-    assert values["x/loss"] == 5.5
-    at = {key: value for key, value in values.items() if "_at_" in key}
-    assert at == {f"x/loss_at_{p:06d}": float(p) for p in (1, 2, 4, 8)}
 
 
 def test_bigram_is_the_smoothed_count() -> None:
@@ -92,7 +65,18 @@ def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
     assert [int(row["position"]) for row in rows] == list(range(1, 65))
     found = torch.tensor([float(row["loss_nats"]) for row in rows], dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    # The same losses in bins, here of one position each.
+    bins = list(csv.DictReader((folder / "loss_in_bins.csv").open()))
+    for row, of_bin in zip(rows, bins, strict=True):
+        assert of_bin["first"] == of_bin["last"] == row["position"]
+        for name in ("loss_nats", "standard_error", "samples"):
+            assert of_bin[name] == row[name]
+    assert (folder / "loss_in_bins.png").read_bytes().startswith(b"\x89PNG")
+    of_documents = torch.stack(losses).double().mean(1)
     results = json.loads((folder / "results.json").read_text())
+    error = of_documents.std().item() / math.sqrt(6)
+    assert results["evaluation/loss_standard_error"] == pytest.approx(error, abs=1e-5)
+    assert float(rows[-1]["standard_error_up_to_here"]) == pytest.approx(error, abs=1e-5)
     assert results["evaluation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)
     assert 1 < results["evaluation/bigram_loss"] < math.log(257)
 
@@ -206,4 +190,5 @@ def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], messag
 def test_the_help_of_tasks_has_their_sizes() -> None:
     # It is made without importing the tasks, which takes seconds.
     assert f"at most {attention.LONGEST} tokens" in TASKS["attention"].help
+    assert f"at most {scores.LONGEST} tokens" in TASKS["scores"].help
     assert f"from {recall.SIZES[0]} to {recall.SIZES[-1]} key-value pairs" in TASKS["recall"].help

@@ -1,5 +1,6 @@
 """Windows of texts and shards, and losses read in pieces through the state."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,8 +16,13 @@ import torch
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.evaluation.tasks.positions import PositionLoss, average_prefixes
-from longhaul.pipeline.evaluation.windows import CutWindows, read_losses
+from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.evaluation.windows import (
+    CutWindows,
+    read_beginnings,
+    read_documents,
+    read_losses,
+)
 from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
@@ -68,15 +74,21 @@ def test_windows_of_texts_follow_each_other_and_leave_rests_out() -> None:
     assert torch.cat([batch["index"] for batch in batches]).tolist() == [0, 1, 2]
 
 
-def test_prefix_averages_are_plain_means() -> None:
-    losses = torch.rand(3, 11, dtype=torch.float64)
-    metric = PositionLoss(11)
-    metric.update(losses)
-    found = average_prefixes(metric.compute()[0], "x")
-    assert sorted(found) == [f"x/loss_up_to_{p:06d}" for p in (1, 2, 4, 8)]
-    for p in (1, 2, 4, 8):
-        wanted = sum(float(loss) for row in losses for loss in row[:p]) / (3 * p)
-        assert found[f"x/loss_up_to_{p:06d}"] == pytest.approx(wanted)
+def test_beginnings_of_documents_are_their_first_tokens(uninterrupted: Run, tmp_path: Path) -> None:
+    trained = load_trained_model(uninterrupted.path / "small")
+    found = read_beginnings(trained, Options(), 256)
+    whole = dataclasses.replace(trained.config.data, validation_tokens=2048)
+    config = dataclasses.replace(trained.config, data=whole)
+    windows = read_documents(dataclasses.replace(trained, config=config), Options(), 1024)
+    # About as many tokens as in training, which are 384.
+    assert len(found) == 2
+    for beginning, document in zip(found, windows, strict=True):
+        assert torch.equal(beginning, document[:256])
+    texts = tmp_path / "a.txt", tmp_path / "b.txt"
+    for index, text in enumerate(texts):
+        text.write_bytes(bytes(range(index, index + 200)) * 3)
+    found = read_beginnings(trained, Options(text=texts), 100)
+    assert [one.tolist() for one in found] == [list(range(100)), list(range(1, 101))]
 
 
 def test_a_text_longer_than_a_document_is_read_through_the_state(
