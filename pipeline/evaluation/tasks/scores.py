@@ -23,7 +23,8 @@ from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import (
-    COLOURS,
+    SKY,
+    VERMILLION,
     enlarged_from,
     figure,
     legend_below,
@@ -112,15 +113,27 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
 
 
 def draw(path: Path, layers: Sequence[LayerScores], title: str, first: int) -> None:
-    """PNG of the last token's scores from the first of these keys on, a line for each layer."""
+    """PNG of the last token's scores from the first of these keys on.
+
+    A line for the low layers together and one for the last; bands go from the least head to the
+    most.
+    """
+    *low, last = layers
+    part = slice(first - 1, None)
     with figure(path, title) as axes:
-        for colour, one in zip(COLOURS, layers, strict=False):
-            keys = range(first, len(one.mean) + 1)
-            part = slice(first - 1, None)
-            low, high = one.least[part].tolist(), one.most[part].tolist()
-            axes.fill_between(keys, low, high, color=colour, alpha=0.15, linewidth=0)
-            mean = one.mean[part].tolist()
-            axes.plot(keys, mean, color=colour, linewidth=0.7, label=f"layer {one.layer}")
+        for colour, some in ((SKY, low), (VERMILLION, [last])):
+            if not some:
+                continue  # a model of one layer
+            keys = range(first, len(last.mean) + 1)
+            least = torch.stack([one.least for one in some]).amin(0)[part]
+            most = torch.stack([one.most for one in some]).amax(0)[part]
+            mean = torch.stack([one.mean for one in some]).mean(0)[part]
+            axes.fill_between(
+                keys, least.tolist(), most.tolist(), color=colour, alpha=0.2, linewidth=0
+            )
+            numbers = ", ".join(str(one.layer) for one in some)
+            name = f"layer {numbers}" if len(some) == 1 else f"layers {numbers}"
+            axes.plot(keys, mean.tolist(), color=colour, linewidth=0.7, label=name)
         positions_axis(axes, "position of the key (tokens)")
         axes.set_ylabel("score of the last token")
-        legend_below(axes, columns=4)
+        legend_below(axes)

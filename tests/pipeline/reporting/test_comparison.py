@@ -95,7 +95,7 @@ def test_gaps_are_paired_by_seed_context_and_data() -> None:
         for seed, (level, gap) in enumerate(zip(levels, gaps, strict=True))
     ]
     runs += [run("linear", [2.0], seed=7), run("linear", [2.0], context=128)]
-    named = NamedRuns(runs, 4)
+    named = NamedRuns(runs, 8)
     measure = at_sequences(named)
     found = gaps_to_softmax(named, measure)
     assert [found.get(run.run_id) for run in runs] == [0.0, 0.0, 0.0, *gaps, None, None]
@@ -129,14 +129,14 @@ def test_lines_have_bands_of_standard_errors_over_seeds() -> None:
 def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
     fast, slow = "optim.learning_rate=0.01", "optim.learning_rate=0.001"
     runs = [
-        run("softmax", [4.0], fast),
-        run("softmax", [3.0], slow),
-        run("softmax", [3.0], fast, context=128),
-        run("softmax", [3.5], slow, context=128),
-        run("linear", [5.0]),
-        run("linear", [5.0], context=128),
+        run("softmax", [4.0] * 2, fast),
+        run("softmax", [3.0] * 2, slow),
+        run("softmax", [3.0] * 2, fast, context=128),
+        run("softmax", [3.5] * 2, slow, context=128),
+        run("linear", [5.0] * 2),
+        run("linear", [5.0] * 2, context=128),
     ]
-    named = NamedRuns(runs, 4)
+    named = NamedRuns(runs, 8)
     found = gaps_to_softmax(named, at_sequences(named))
     assert [found[one.run_id] for one in runs] == [1.0, 0.0, 0.0, 0.5, 2.0, 2.0]
 
