@@ -144,8 +144,8 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {column_values(group, 'stride')} tokens; bands: standard error over "
-            "documents.",
+            caption=f"Stride: {column_values(group, 'stride')} tokens; tokens scored per run: "
+            f"{column_values(group, 'tokens')}; bands: standard error over documents.",
             x_label="sliding window (tokens)",
             y_label="perplexity (per token)",
             y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "perplexity",

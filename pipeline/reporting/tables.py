@@ -40,6 +40,7 @@ class _Perplexity:
     window: Positive
     stride: Positive
     perplexity: float
+    tokens: Count = 0
     standard_error: float = math.nan
 
 
