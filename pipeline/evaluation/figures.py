@@ -95,15 +95,27 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
 
     axes.set_xscale("log", base=2)
     if ticks:
-        chosen = sorted(set(ticks))
-        # Thinned out from the longest down, as long contexts matter most in these figures.
-        axes.set_xticks(chosen[::-1][:: -(-len(chosen) // _MOST_TICKS)])
+        axes.set_xticks(_with_room(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=_MOST_TICKS))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(label)
+
+
+def _with_room(ticks: Sequence[int]) -> list[int]:
+    """The ticks that are far enough apart on a logarithmic axis for their numbers.
+
+    They are taken from the longest down, as long contexts matter most in these figures.
+    """
+    longest = max(ticks)
+    apart = math.log2(longest / min(ticks)) / (_MOST_TICKS - 1)
+    chosen = [longest]
+    for tick in sorted(set(ticks) - {longest}, reverse=True):
+        if math.log2(chosen[-1] / tick) > apart - 1e-9:
+            chosen.append(tick)
+    return chosen
 
 
 def positions_axis(axes: "Axes", label: str) -> None:

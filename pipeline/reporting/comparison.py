@@ -242,7 +242,7 @@ def _gap_figure(
         caption=f"{caption} Differences to softmax runs of the same seed, context and data, which "
         "read the same text in the same order; bands: standard error over seeds.",
         x_label="training context (tokens)",
-        y_label="loss minus softmax's (nats per token)",
+        y_label="gap to softmax (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
         columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],
         rows=[

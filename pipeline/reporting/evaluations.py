@@ -103,7 +103,7 @@ def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
             caption="Mean over all positions up to x; bands: standard error over documents. "
             f"{_windows(group, curves)}",
             x_label="position in the context (tokens)",
-            y_label="mean loss up to there (nats per token)",
+            y_label="mean loss (nats per token)",
             has_ticks=False,
         )
 
@@ -205,26 +205,30 @@ def recall(named: NamedRuns) -> Iterator[Figure]:
 
 
 def scores(named: NamedRuns) -> Iterator[Figure]:
-    """Figure 8 of CoCA: low layers and the last one, whole and enlarged at the end."""
-    for group in groups(named, "scores"):
-        for part, of_layers in (("low", "low layers"), ("last", "the last layer")):
-            for is_end in (False, True):
-                curves = [_score_curve(one, part == "low", is_end) for one in group.members]
+    """Figure 8 of CoCA: low layers and the last, whole and enlarged, for each scaling."""
+    for of_all in groups(named, "scores"):
+        for scaling in sorted({one.scaling for one in of_all.members}):
+            members = [one for one in of_all.members if one.scaling == scaling]
+            group = of_all._replace(members=members)
+            for is_low, is_end in itertools.product((True, False), repeat=2):
+                curves = [_score_curve(one, is_low, is_end) for one in members]
                 if not all(curve.x for curve in curves):
                     continue  # models of one layer have no others
+                layers = "low layers" if is_low else "last layer"
+                parts = ["scores", "low" if is_low else "last", "end" if is_end else "", scaling]
                 yield _figure(
                     named,
                     group,
-                    f"scores_{part}{'_end' if is_end else ''}",
+                    "_".join(filter(None, parts)),
                     curves,
-                    title=f"Attention scores of the last token, {of_layers}"
-                    + (", enlarged" if is_end else ""),
+                    title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
                     caption="Before the softmax: mean over heads and layers; bands: from the least "
-                    f"to the most of them. Layers: {_layers(group, part == 'low')}.",
+                    f"to the most of them. Layers: {_layers(group, is_low)}.",
                     x_label="position of the key (tokens)",
                     y_label="score",
                     y_axis="score",
                     x_axis="position",
+                    is_over_tokens=False,
                 )
 
 
@@ -285,11 +289,13 @@ def _figure(
     With `has_ticks` the axis has a number at each point; one over tokens marks the training
     context. `reference` is that of the figure.
     """
-    scalings = sorted({one.scaling for one in group.members} - {""})
+    every = {one.scaling for one in group.members}
+    # Where all have one scaling, nothing needs to be told apart.
+    scalings = sorted(every - {""}) if len(every) > 1 else []
     series, rows = [], list[Row]()
     for one, curve in zip(group.members, curves, strict=True):
         line = "-"
-        if one.scaling:
+        if one.scaling in scalings:
             line = _LINE_STYLES[scalings.index(one.scaling) % len(_LINE_STYLES)]
         series.append(
             Series(

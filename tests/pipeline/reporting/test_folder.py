@@ -39,7 +39,12 @@ def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Pa
         "loss_at_position_000064",
         "loss_up_to_position_000064",
         "loss_up_to_position_000064_a-b.c",
-        *(f"scores_{layers}{part}_000064" for layers in ("low", "last") for part in ("", "_end")),
+        *(
+            f"scores_{layers}{part}{scaling}_000064"
+            for layers in ("low", "last")
+            for part in ("", "_end")
+            for scaling in ("", "_dynamic_ntk-4")
+        ),
         "loss_in_windows_000064",
         "recall_000064",
         *(f"loss_against_{x}_{n:06d}" for x in ("tokens", "state") for n in (64, 128)),
@@ -146,9 +151,9 @@ def test_attention_scores_are_drawn_by_layer_and_compared(reported: Path) -> Non
     assert float(scaled["outliers (ratio to the least)"]) == 1.0
     for part, factor in (("low", 1), ("last", 10)):
         for end, keys in (("", [1, 2, 3, 4]), ("_end", [3, 4])):
-            found = rows(reported / f"scores_{part}{end}_000064.csv")
-            own = [row for row in found if not row["positions"]]
+            own = rows(reported / f"scores_{part}{end}_000064.csv")
             assert [int(row["key"]) for row in own] == keys
+            assert {row["positions"] for row in own} == {""}
             assert [float(row["score"]) for row in own] == [factor * key for key in keys]
             assert [float(row["least"]) for row in own] == [-key for key in keys]
             assert [float(row["most"]) for row in own] == [20 * key for key in keys]
