@@ -154,7 +154,7 @@ def summarise_with_errors(metric: PositionLoss, prefix: str) -> dict[str, float]
 def write_table(path: Path, metric: PositionLoss) -> None:
     """CSV with a row for each position, counted from 1."""
     columns = [*metric.by_position(), *metric.up_to_position()]
-    samples = int(metric.samples)
+    samples = metric.compute()[2]  # of all ranks, unlike the state of that name
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         names = ["position", "loss_nats", "standard_error", "mean_up_to_here"]
@@ -172,7 +172,7 @@ def write_bins(path: Path, metric: PositionLoss) -> None:
         writer.writerow(["first", "last", "loss_nats", "standard_error", "samples"])
         for (first, last), loss, error in zip(_bins(metric), *metric.in_bins(), strict=True):
             row = [f"{loss.item():.6f}", f"{error.item():.6f}"]
-            writer.writerow([first, last, *row, int(metric.samples)])
+            writer.writerow([first, last, *row, metric.compute()[2]])
 
 
 def draw(
