@@ -45,10 +45,10 @@ def named_model(args: argparse.Namespace) -> "NamedModel":
     return NamedModel(args.run, args.positions, 1.0 if args.factor is None else args.factor)
 
 
-def parse_contexts(text: str | None) -> list[int] | None:
-    """The contexts of "N,N,..." in tokens, in the given order; None for None."""
+def parse_contexts(text: str | None, option: str = "--contexts") -> list[int] | None:
+    """The numbers of tokens in an option's "N,N,...", in the given order; None for None."""
     if text is None:
         return None
     if not all(number.isdecimal() and int(number) for number in text.split(",")):
-        raise ValueError(f"--contexts: found {text!r}, wanted tokens, such as 1024,65536")
+        raise ValueError(f"{option}: found {text!r}, wanted tokens, such as 1024,65536")
     return [int(number) for number in text.split(",")]

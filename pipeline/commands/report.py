@@ -12,11 +12,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--uri", default="sqlite:///mlflow.db", help="MLflow's tracking URI; default %(default)s"
     )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="compare training losses after so many sequences; default the most that all finished "
+        "runs have read",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.reporting.folder import report
 
-    for file in report(args.experiment, args.destination, args.uri):
+    for file in report(args.experiment, args.destination, args.uri, args.sequences):
         print(f"written: {file}")
     return 0

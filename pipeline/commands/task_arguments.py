@@ -16,11 +16,12 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--text",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         type=Path,
         metavar="FILE",
-        help="text to measure on instead of validation shards; repeat the option for more files",
+        help="texts to measure on instead of validation shards",
     )
     parser.add_argument(
         "--contexts",
@@ -34,18 +35,36 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
         help="perplexity: tokens by which the window slides; default 256, or the shortest window",
     )
     parser.add_argument(
-        "--lengths",
+        "--document-tokens",
         type=int,
         metavar="N",
-        help=f"passkey: lengths are powers of two from {SHORTEST_PASSKEY} to this many tokens; "
-        "default 4 training contexts",
+        help="perplexity: read only the first N tokens of each document, at least as many as the "
+        "longest window; default the whole text, cut into documents as long as that window",
+    )
+    parser.add_argument(
+        "--no-bos",
+        action="store_true",
+        help="perplexity, passkey, scores: read without the beginning-of-sequence id in front",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="N,N,...",
+        help="passkey: lengths of prompts in tokens; default powers of two from "
+        f"{SHORTEST_PASSKEY} to 4 training contexts",
+    )
+    parser.add_argument(
+        "--depths",
+        choices=("grid", "random"),
+        default=Options.depths,
+        help=f"passkey: where the key stands, at each of {len(PASSKEY_DEPTHS)} depths in turn, or "
+        "anywhere; default %(default)s",
     )
     parser.add_argument(
         "--prompts",
         type=int,
         default=Options.prompts,
-        help=f"passkey: prompts per length, at each of {len(PASSKEY_DEPTHS)} depths in turn; "
-        "recall: sequences per number of pairs; default %(default)s",
+        help="passkey: prompts per length; recall: sequences per number of pairs; default "
+        "%(default)s",
     )
     parser.add_argument(
         "--lm-eval-tasks",
@@ -58,12 +77,16 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
 def task_options(args: argparse.Namespace) -> Options:
     """The options of tasks that the arguments give."""
     contexts = parse_contexts(args.contexts)
+    lengths = parse_contexts(args.lengths, "--lengths")
     return Options(
         text=tuple(args.text),
         context=args.context,
         contexts=None if contexts is None else tuple(sorted(set(contexts))),
         stride=args.stride,
-        lengths=args.lengths,
+        document_tokens=args.document_tokens,
+        no_bos=args.no_bos,
+        lengths=None if lengths is None else tuple(sorted(set(lengths))),
+        depths=args.depths,
         prompts=args.prompts,
         lm_eval_tasks=tuple(args.lm_eval_tasks.split(",")),
     )

@@ -95,14 +95,34 @@ def tokens_axis(axes: "Axes", label: str, ticks: Sequence[int] = ()) -> None:
 
     axes.set_xscale("log", base=2)
     if ticks:
-        chosen = sorted(set(ticks))
-        # Thinned out from the longest down, as long contexts matter most in these figures.
-        axes.set_xticks(chosen[::-1][:: -(-len(chosen) // _MOST_TICKS)])
+        axes.set_xticks(_with_room(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     else:
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=_MOST_TICKS))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel(label)
+
+
+def _with_room(ticks: Sequence[int]) -> list[int]:
+    """The ticks that are far enough apart on a logarithmic axis for their numbers.
+
+    They are taken from the longest down, as long contexts matter most in these figures.
+    """
+    longest = max(ticks)
+    apart = math.log2(longest / min(ticks)) / (_MOST_TICKS - 1)
+    chosen = [longest]
+    for tick in sorted(set(ticks) - {longest}, reverse=True):
+        if math.log2(chosen[-1] / tick) > apart - 1e-9:
+            chosen.append(tick)
+    return chosen
+
+
+def positions_axis(axes: "Axes", label: str) -> None:
+    """Make the horizontal axis one of positions in a text: linear, with plain numbers."""
+    from matplotlib.ticker import StrMethodFormatter
+
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_xlabel(label)
 
 
@@ -154,6 +174,11 @@ def shown_positions(T: int, most: int) -> Int64[Tensor, "shown"]:
     spaced = torch.logspace(0, math.log10(T), most, dtype=torch.float64)
     indices: Tensor = (spaced.round().long() - 1).clamp(0, T - 1).unique()
     return indices
+
+
+def enlarged_from(T: int) -> int:
+    """The first key of the part that is drawn enlarged: the last 500 tokens, at most half."""
+    return max(T - 500, T // 2) + 1
 
 
 def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:

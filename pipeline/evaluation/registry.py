@@ -14,7 +14,8 @@ TASKS: dict[str, Task] = {
     ),
     "positions": Task(
         "positions",
-        "loss at each position of the context, and its mean over all positions up to 1, 2, 4, ...",
+        "loss at each position of the context, in bins of a hundredth of it, and its mean over all "
+        "positions up to 1, 2, 4, ...",
         decided_by=("text", "context"),
     ),
     "context": Task(
@@ -25,12 +26,12 @@ TASKS: dict[str, Task] = {
     "perplexity": Task(
         "perplexity",
         "perplexity through a window of each of --contexts that slides by --stride",
-        decided_by=("text", "contexts", "stride"),
+        decided_by=("text", "contexts", "stride", "document_tokens", "no_bos"),
     ),
     "passkey": Task(
         "passkey",
-        "share of keys, hidden in texts of up to --lengths tokens, that the model retrieves",
-        decided_by=("lengths", "prompts"),
+        "share of keys, hidden in texts of --lengths tokens, that the model retrieves",
+        decided_by=("lengths", "depths", "prompts", "no_bos"),
     ),
     "recall": Task(
         "recall",
@@ -44,6 +45,13 @@ TASKS: dict[str, Task] = {
         "window (at most 1024 tokens)",
         is_shared=False,
         decided_by=("text", "context"),
+    ),
+    "scores": Task(
+        "scores",
+        "attention scores of softmax kinds, before the softmax, of the first window's last token "
+        "(at most 4096 tokens), and the largest of all",
+        is_shared=False,
+        decided_by=("text", "context", "no_bos"),
     ),
     "lm-eval": Task(
         "lm_eval",

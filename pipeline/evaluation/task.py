@@ -17,7 +17,7 @@ SHORTEST_PASSKEY = 256
 """Length of the shortest passkey prompts, in tokens."""
 
 PASSKEY_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Positions of the key: the share of the filler text that comes before it."""
+"""The grid of the key's depths: the share of the filler text that comes before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,18 @@ class Options:
     stride: int | None = None
     """Tokens by which a sliding window moves; None means 256, or the shortest window if shorter."""
 
-    lengths: int | None = None
-    """Length of the longest passkey prompt in tokens; None means four training contexts."""
+    document_tokens: int | None = None
+    """Tokens that are read of each document, from its start; None means all, window by window."""
+
+    no_bos: bool = False
+    """Whether texts and prompts are read without the beginning-of-sequence id in front."""
+
+    lengths: tuple[int, ...] | None = None
+    """Lengths of passkey prompts in tokens, ascending; None means powers of two up to four training
+    contexts."""
+
+    depths: str = "grid"
+    """Where the key stands in passkey prompts: grid (PASSKEY_DEPTHS in turn) or random."""
 
     prompts: int = 20
     """passkey: prompts per length; recall: sequences per number of pairs."""

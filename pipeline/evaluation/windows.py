@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.loaders import HeldOut
-from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
@@ -97,16 +97,9 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
         key = "data.context"
         if context != trained.positions.context:
             key = "--context" if context == options.context else "--contexts"
+            key = "--document-tokens" if context == options.document_tokens else key
         return validation_batches(config, trained.manifest, key)
-    tokenizer = tokenizer_of(trained.manifest)
-    texts = []
-    for path in options.text:
-        tokens = torch.from_numpy(tokenizer.encode(_read(path)))
-        if len(tokens) < context:
-            raise ValueError(
-                f"--text: found {len(tokens)} tokens in {path}, wanted {context} or more"
-            )
-        texts.append(tokens)
+    texts = _read_texts(trained, options, context)
     return CutWindows(texts, context, trained.manifest.bos_id, config.trainer.micro_batch)
 
 
@@ -120,6 +113,39 @@ def read_documents(
         for target, index in zip(batch["target"], batch["index"], strict=True)
         if index >= 0
     ]
+
+
+def read_beginnings(
+    trained: TrainedModel, options: Options, length: int
+) -> list[Int[Tensor, "length"]]:
+    """The first tokens of each document: of each text, or of documents of the validation shards.
+
+    Of the shards, as many documents are read as hold about as many such tokens as are read in
+    training.
+    """
+    if options.text:
+        return [tokens[:length] for tokens in _read_texts(trained, options, length)]
+    data = trained.config.data
+    assert data.validation_manifest is not None  # or `check` would have refused
+    each = load_manifest(data.validation_manifest).document_tokens // length
+    data = dataclasses.replace(data, validation_tokens=each * data.validation_tokens)
+    config = dataclasses.replace(trained.config, data=data)
+    windows = read_documents(dataclasses.replace(trained, config=config), options, length)
+    return windows[::each]
+
+
+def _read_texts(trained: TrainedModel, options: Options, least: int) -> list[Int[Tensor, "T"]]:
+    """The tokens of each text; ValueError if there are less than `least` in one of them."""
+    tokenizer = tokenizer_of(trained.manifest)
+    texts = []
+    for path in options.text:
+        tokens = torch.from_numpy(tokenizer.encode(_read(path)))
+        if len(tokens) < least:
+            raise ValueError(
+                f"--text: found {len(tokens)} tokens in {path}, wanted {least} or more"
+            )
+        texts.append(tokens)
+    return texts
 
 
 def _read(path: Path) -> str:

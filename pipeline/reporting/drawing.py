@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from longhaul.pipeline.evaluation.figures import as_text, figure, legend_below, tokens_axis, widen
+from longhaul.pipeline.evaluation.figures import (
+    as_text,
+    figure,
+    legend_below,
+    positions_axis,
+    tokens_axis,
+    widen,
+)
 from longhaul.pipeline.reporting.runs import printable
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
@@ -18,7 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Sequence[str | int | float]
-YAxis = Literal["loss", "perplexity", "from zero", "share", "log"]
+XAxis = Literal["context", "tokens", "position", "bytes"]
+YAxis = Literal["loss", "perplexity", "from zero", "share", "score", "log"]
 
 _MOST_MARKERS = 8
 _TRAINED = "training context"
@@ -61,8 +69,9 @@ class Figure:
     rows: Sequence[Row]
     """Rows of the CSV file, below the column names."""
 
-    x_axis: Literal["context", "tokens", "bytes"]
-    """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; bytes: base 10."""
+    x_axis: XAxis
+    """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; position: linear,
+    positions in a text; bytes: base 10."""
 
     x_ticks: Sequence[int] = ()
     y_axis: YAxis = "loss"
@@ -170,12 +179,15 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
+    elif drawing.y_axis != "score":
         widen(axes, is_relative=drawing.y_axis == "perplexity")
     if drawing.y_range is not None:
         axes.set_ylim(*drawing.y_range)
     if drawing.x_axis == "context":
         tokens_axis(axes, drawing.x_label, drawing.x_ticks)
+        return
+    if drawing.x_axis == "position":
+        positions_axis(axes, drawing.x_label)
         return
     axes.set_xlabel(drawing.x_label)
     if drawing.x_axis == "tokens":

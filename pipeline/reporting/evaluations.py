@@ -2,12 +2,17 @@
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from longhaul.pipeline.evaluation.figures import shown_positions, wilson_interval
-from longhaul.pipeline.reporting.drawing import Figure, Row, Series, YAxis
+from longhaul.pipeline.evaluation.figures import (
+    enlarged_from,
+    shown_positions,
+    wilson_interval,
+)
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series, XAxis, YAxis
 from longhaul.pipeline.reporting.groups import (
     EvaluatedRun,
     Group,
@@ -45,33 +50,71 @@ class _Curve(NamedTuple):
         return list(self.columns.values())[-1]
 
 
-def loss_by_position(named: NamedRuns) -> Iterator[Figure]:
+def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
     """Figure 2 of the conformal-sympow paper."""
+    for group in groups(named, "loss_in_bins"):
+        curves = []
+        for one in group.members:
+            rows = one.evaluated.rows
+            columns = {
+                "position": [(row["first"] + row["last"]) / 2 for row in rows],
+                "first": [row["first"] for row in rows],
+                "last": [row["last"] for row in rows],
+                "window": [rows[-1]["last"]] * len(rows),
+            }
+            curve = _with_errors(one, "first", "standard_error", "loss_nats")
+            curves.append(_Curve(columns | dict(curve.columns), curve.band))
+        widths = sorted({int(c.columns["last"][0]) for c in curves})
+        yield _figure(
+            named,
+            group,
+            "loss_at_position",
+            curves,
+            title="Loss at a position",
+            reference=_bigram_line(group),
+            caption=f"Means over {' or '.join(f'{width:,}' for width in widths)} positions each; "
+            f"bands: standard error over documents. {_windows(group, curves)}",
+            x_label="position in the context (tokens)",
+            y_label="loss (nats per token)",
+            x_axis="position",
+        )
+
+
+def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
+    """The mean over all that a document of each length has."""
     for group in groups(named, "positions"):
         curves = []
         for one in group.members:
             rows = one.evaluated.rows
             shown = [rows[index] for index in shown_positions(len(rows), _MOST_POINTS).tolist()]
-            curve = _curve(shown, "position", "loss_nats", "mean_up_to_here")
+            names = ["loss_nats", "standard_error", "standard_error_up_to_here", "mean_up_to_here"]
+            curve = _curve(shown, "position", *names)
             # Positions of windows with another length are positions in another text.
             window = {"position": curve.x, "window": [len(rows)] * len(shown)}
-            curves.append(_Curve(window | dict(curve.columns)))
-        windows = sorted({len(one.evaluated.rows) for one in group.members})
-        is_beyond = windows[-1] > group.context
+            band = _band(curve.y, curve.columns["standard_error_up_to_here"])
+            curves.append(_Curve(window | dict(curve.columns), band))
         yield _figure(
             named,
             group,
-            "loss_by_position",
+            "loss_up_to_position",
             curves,
-            title="Loss by position",
+            title="Mean loss up to a position",
             reference=_bigram_line(group),
-            caption="Mean loss over all positions up to x. Windows: "
-            f"{', '.join(f'{window:,}' for window in windows)} tokens."
-            + ("" if is_beyond else " No run was read beyond its training context."),
+            caption="Mean over all positions up to x; bands: standard error over documents. "
+            f"{_windows(group, curves)}",
             x_label="position in the context (tokens)",
-            y_label="mean loss up to there (nats per token)",
+            y_label="mean loss (nats per token)",
             has_ticks=False,
         )
+
+
+def _windows(group: Group, curves: Sequence[_Curve]) -> str:
+    """The lengths of the windows whose positions are drawn."""
+    windows = sorted({int(curve.columns["window"][0]) for curve in curves})
+    is_beyond = windows[-1] > group.context
+    return f"Windows: {', '.join(f'{window:,}' for window in windows)} tokens." + (
+        "" if is_beyond else " No run was read beyond its training context."
+    )
 
 
 def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
@@ -101,8 +144,8 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {column_values(group, 'stride')} tokens; bands: standard error over "
-            "documents.",
+            caption=f"Stride: {column_values(group, 'stride')} tokens; tokens scored per run: "
+            f"{column_values(group, 'tokens')}; bands: standard error over documents.",
             x_label="sliding window (tokens)",
             y_label="perplexity (per token)",
             y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "perplexity",
@@ -161,6 +204,57 @@ def recall(named: NamedRuns) -> Iterator[Figure]:
         )
 
 
+def scores(named: NamedRuns) -> Iterator[Figure]:
+    """Figure 8 of CoCA: low layers and the last, whole and enlarged, for each scaling."""
+    for of_all in groups(named, "scores"):
+        for scaling in sorted({one.scaling for one in of_all.members}):
+            members = [one for one in of_all.members if one.scaling == scaling]
+            group = of_all._replace(members=members)
+            for is_low, is_end in itertools.product((True, False), repeat=2):
+                curves = [_score_curve(one, is_low, is_end) for one in members]
+                if not all(curve.x for curve in curves):
+                    continue  # models of one layer have no others
+                layers = "low layers" if is_low else "last layer"
+                parts = ["scores", "low" if is_low else "last", "end" if is_end else "", scaling]
+                yield _figure(
+                    named,
+                    group,
+                    "_".join(filter(None, parts)),
+                    curves,
+                    title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
+                    caption="Before the softmax: mean over heads and layers; bands: from the least "
+                    f"to the most of them. Layers: {_layers(group, is_low)}.",
+                    x_label="position of the key (tokens)",
+                    y_label="score",
+                    y_axis="score",
+                    x_axis="position",
+                    is_over_tokens=False,
+                )
+
+
+def _score_curve(one: EvaluatedRun, is_low: bool, is_end: bool) -> _Curve:
+    """Scores by key, over the last layer or over all others."""
+    rows = one.evaluated.rows
+    last = max(row["layer"] for row in rows)
+    first = enlarged_from(max(row["key"] for row in rows)) if is_end else 1
+    by_key: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        if (row["layer"] < last) is is_low and row["key"] >= first:
+            by_key[row["key"]].append(row)
+    keys = sorted(by_key)
+    low = [min(row["least_of_heads"] for row in by_key[key]) for key in keys]
+    high = [max(row["most_of_heads"] for row in by_key[key]) for key in keys]
+    mean = [fmean(row["score"] for row in by_key[key]) for key in keys]
+    columns = {"key": keys, "least": low, "most": high, "score": mean}
+    return _Curve(columns, (low, high))
+
+
+def _layers(group: Group, is_low: bool) -> str:
+    """The layers of a figure, counted from 1."""
+    found = sorted({row["layer"] for one in group.members for row in one.evaluated.rows})
+    return ", ".join(map(str, found[:-1] if is_low else found[-1:]))
+
+
 def _bigram_line(group: Group) -> tuple[str, float] | None:
     """The bigram model's loss, if it has been measured and is the same for all runs of a group."""
     losses = [
@@ -185,6 +279,7 @@ def _figure(
     x_label: str,
     y_label: str,
     y_axis: YAxis = "loss",
+    x_axis: XAxis = "context",
     has_ticks: bool = True,
     is_over_tokens: bool = True,
     reference: tuple[str, float] | None = None,
@@ -194,11 +289,13 @@ def _figure(
     With `has_ticks` the axis has a number at each point; one over tokens marks the training
     context. `reference` is that of the figure.
     """
-    scalings = sorted({one.scaling for one in group.members} - {""})
+    every = {one.scaling for one in group.members}
+    # Where all have one scaling, nothing needs to be told apart.
+    scalings = sorted(every - {""}) if len(every) > 1 else []
     series, rows = [], list[Row]()
     for one, curve in zip(group.members, curves, strict=True):
         line = "-"
-        if one.scaling:
+        if one.scaling in scalings:
             line = _LINE_STYLES[scalings.index(one.scaling) % len(_LINE_STYLES)]
         series.append(
             Series(
@@ -222,7 +319,7 @@ def _figure(
         series=series,
         columns=[*LEADING_COLUMNS, "step", "positions", "text", *curves[0].columns],
         rows=rows,
-        x_axis="context",
+        x_axis=x_axis,
         x_ticks=[int(x) for curve in curves for x in curve.x] if has_ticks else (),
         y_axis=y_axis,
         trained_at=group.context if is_over_tokens else None,
@@ -240,9 +337,16 @@ def _with_errors(one: EvaluatedRun, x: str, *others: str) -> _Curve:
     rows = one.evaluated.rows
     curve = _curve(rows, x, *others)
     errors = [row.get("standard_error", math.nan) for row in rows]
-    if not all(map(math.isfinite, errors)):
-        return curve
     if "perplexity" in others:
         errors = [value * error for value, error in zip(curve.y, errors, strict=True)]
-    pairs = list(zip(curve.y, errors, strict=True))
-    return curve._replace(band=([y - e for y, e in pairs], [y + e for y, e in pairs]))
+    return curve._replace(band=_band(curve.y, errors))
+
+
+def _band(
+    y: Sequence[float], errors: Sequence[float]
+) -> tuple[Sequence[float], Sequence[float]] | None:
+    """The lower and upper bounds of y; None where there are no errors, as of one document."""
+    if not all(map(math.isfinite, errors)):
+        return None
+    pairs = list(zip(y, errors, strict=True))
+    return [value - error for value, error in pairs], [value + error for value, error in pairs]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from longhaul.pipeline.reporting import evaluations, summaries, training
+from longhaul.pipeline.reporting import comparison, evaluations, summaries, training
 from longhaul.pipeline.reporting.drawing import Figure, Table, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
@@ -13,16 +13,26 @@ from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_f
 
 logger = logging.getLogger(__name__)
 
+_POSITIONS = (
+    "longhaul evaluate RUN --tasks positions --context N, with N tokens in a window: a divisor of "
+    "the documents' length, such as 4 times the training context"
+)
+_SCORES = "longhaul evaluate RUN --tasks scores --context N, of a softmax kind"
+_NO_PAIR = "no finished run has a softmax run of its seed, context and data"
+
 _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
-    "Loss against training context": (training.loss_against_context, "no run was validated"),
+    "Training loss at equal sequences": (
+        comparison.loss_at_sequences,
+        "no run logged an update, or none has read so many sequences",
+    ),
+    "Gap to softmax at equal sequences": (comparison.gap_at_sequences, _NO_PAIR),
+    "Loss against training context": (comparison.loss_against_context, "no run was validated"),
+    "Gap to softmax at equal tokens": (comparison.gap_against_context, _NO_PAIR),
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
     "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
-    "Loss by position": (
-        evaluations.loss_by_position,
-        "longhaul evaluate RUN --tasks positions --context N, with N tokens in a window: a divisor "
-        "of the documents' length, such as 4 times the training context",
-    ),
+    "Loss at a position": (evaluations.loss_at_position, _POSITIONS),
+    "Mean loss up to a position": (evaluations.loss_up_to_position, _POSITIONS),
     "Loss in windows of each length": (
         evaluations.loss_in_windows,
         "longhaul evaluate RUN --tasks context",
@@ -33,12 +43,15 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     ),
     "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
     "Values recalled": (evaluations.recall, "longhaul evaluate RUN --tasks recall"),
+    "Attention scores of the last token": (evaluations.scores, _SCORES),
 }
 """For each title: the function that makes its figures, and the text that is shown if it makes none:
 the reason, or the command that would measure it.
 """
 
 _TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
+    "Means over seeds": (comparison.seeds_table, "no finished run has a loss"),
+    "Attention scores": (summaries.score_tables, _SCORES),
     "Loss of a bigram model": (summaries.bigram_tables, "longhaul evaluate RUN --tasks bigram"),
     "Mixing matrices": (summaries.attention_tables, "longhaul evaluate RUN --tasks attention"),
     "lm-eval": (summaries.lm_eval_tables, "longhaul evaluate RUN --tasks lm-eval"),
@@ -50,13 +63,17 @@ _TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
 """The same for tables."""
 
 
-def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
+def report(
+    experiment: str, destination: str | Path, uri: str, sequences: int | None = None
+) -> list[Path]:
     """Write figures, tables and index.html into a folder, which is complete or absent.
 
     Args:
         experiment: its name in MLflow.
         destination: a folder that does not exist yet, or is empty.
         uri: `sqlite:///FILE`, or the address of a server.
+        sequences: after how many training losses are compared; None means the most that all
+            finished runs have read.
 
     Returns:
         The files written.
@@ -67,11 +84,13 @@ def report(experiment: str, destination: str | Path, uri: str) -> list[Path]:
         RuntimeError: MLflow cannot be reached.
         OSError: the folder could not be written.
     """
+    if sequences is not None and sequences < 1:
+        raise ValueError(f"--sequences: found {sequences}, wanted 1 or more")
     target = new_or_empty_folder(destination)
     runs, unread = read_runs(uri, experiment)
     for line in unread:
         logger.warning("left out: run %s", line)
-    named = NamedRuns(runs)
+    named = NamedRuns(runs, sequences)
     figures, left_out = list[Figure](), [f"Run {line}" for line in unread]
     for title, (make, reason) in _FIGURES.items():
         made = list(make(named))

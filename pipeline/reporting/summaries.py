@@ -53,6 +53,43 @@ def attention_tables(named: NamedRuns) -> Iterator[Table]:
         )
 
 
+def score_tables(named: NamedRuns) -> Iterator[Table]:
+    """The outliers that section 4.5 of CoCA compares between models."""
+    for group in groups(named, "scores"):
+        largest = {}
+        for one in group.members:
+            rows = one.evaluated.rows
+            last = max(row["layer"] for row in rows)
+            parts = [
+                [row["largest"] for row in rows if (row["layer"] < last) is low]
+                for low in (True, False)
+            ]
+            largest[id(one)] = [max(part, default=math.nan) for part in parts]
+        least = min(max(filter(math.isfinite, values)) for values in largest.values())
+        yield Table(
+            name=group.name("scores"),
+            title=f"Largest attention scores before the softmax, {group.where}",
+            caption="Absolute scores of all tokens for all before them, in all heads; the last "
+            "column is the largest over that of the run where it is least",
+            columns=[
+                *SETTING,
+                "tokens",
+                "low layers",
+                "last layer",
+                "outliers (ratio to the least)",
+            ],
+            rows=[
+                [
+                    *setting(named, one),
+                    max(row["key"] for row in one.evaluated.rows),
+                    *largest[id(one)],
+                    max(filter(math.isfinite, largest[id(one)])) / least,
+                ]
+                for one in group.members
+            ],
+        )
+
+
 def bigram_tables(named: NamedRuns) -> Iterator[Table]:
     """The loss of a bigram model of the same training text beside each run's own."""
     for group in groups(named, "bigram"):

@@ -15,6 +15,16 @@ class _Positions:
     position: Positive
     loss_nats: float
     mean_up_to_here: float
+    standard_error: float = math.nan
+    standard_error_up_to_here: float = math.nan
+
+
+@dataclass(frozen=True)
+class _Bins:
+    first: Positive
+    last: Positive
+    loss_nats: float
+    standard_error: float
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class _Perplexity:
     window: Positive
     stride: Positive
     perplexity: float
+    tokens: Count = 0
     standard_error: float = math.nan
 
 
@@ -59,22 +70,35 @@ class _Attention:
     rotation: float
 
 
+@dataclass(frozen=True)
+class _Scores:
+    layer: Positive
+    key: Positive
+    score: float
+    least_of_heads: float
+    most_of_heads: float
+    largest: float
+
+
 # The column of each count of right answers that says how many there are at most.
 _ASKED = {"passkey": "prompts", "recall": "queries"}
 
 TABLES: dict[str, Any] = {
     "positions": _Positions,
+    "loss_in_bins": _Bins,
     "context": _Context,
     "perplexity": _Perplexity,
     "passkey": _Passkey,
     "recall": _Recall,
     "attention": _Attention,
+    "scores": _Scores,
 }
-"""The tasks whose tables are read, and the columns that they must have; others may follow."""
+"""The tables of tasks that are read, by their names without .csv, and the columns that they must
+have; others may follow. All but loss_in_bins, of the task positions, are named after their task."""
 
 
 def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
-    """The rows of a task's table: the task's columns as numbers, others as text.
+    """The rows of a table: its columns as numbers, others as text.
 
     Raises:
         ValueError: the table has something else; the row and the column are named.

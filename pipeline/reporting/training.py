@@ -1,12 +1,12 @@
 """Figures of what training logged: loss, speed and state size."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from longhaul.pipeline.reporting.comparison import budgets, lines
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
-from longhaul.pipeline.reporting.runs import Point, Run
+from longhaul.pipeline.reporting.runs import Point
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _MOST_POINTS = 400
@@ -55,27 +55,6 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
         )
 
 
-def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
-    """Figure 1 of the conformal-sympow paper."""
-    runs = [run for run in named.runs if math.isfinite(run.final_loss)]
-    if not runs:
-        return
-    yield Figure(
-        name="loss_against_context",
-        title="Validation loss against training context",
-        caption=_budgets(runs),
-        x_label="training context (tokens)",
-        y_label="validation loss (nats per token)",
-        series=_lines(named, [(run, run.context, run.final_loss) for run in runs]),
-        columns=[*LEADING_COLUMNS, "tokens", "validation_loss_nats"],
-        rows=[
-            [*named.leading_cells(run), run.validation[-1].tokens, run.final_loss] for run in runs
-        ],
-        x_axis="context",
-        x_ticks=[run.context for run in runs],
-    )
-
-
 def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
     """Tokens per second and device, over whole training runs."""
     runs = [run for run in named.runs if math.isfinite(run.speed)]
@@ -92,7 +71,7 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
         caption=f"Median tokens per second of a run's updates, divided by its devices. {where}",
         x_label="training context (tokens)",
         y_label="speed (tokens/s per device)",
-        series=_lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
+        series=lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
         columns=[*LEADING_COLUMNS, "hardware", "devices", "tokens_per_second_a_device"],
         rows=[
             [
@@ -119,7 +98,7 @@ def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
             name=f"loss_against_state_{context:06d}",
             title=f"Validation loss against state size, context {context:,}",
             caption="State size of a sequence in all layers, in half precision without padding; "
-            f"for keys and values, after {context:,} tokens. {_budgets(runs)}",
+            f"for keys and values, after {context:,} tokens. {budgets(runs)}",
             x_label="state size",
             y_label="validation loss (nats per token)",
             series=[
@@ -154,24 +133,6 @@ def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
         )
 
 
-def _lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
-    """All points; a line joins the means of each finished variant."""
-    series = []
-    for label in dict.fromkeys(named.label(run) for run, _, _ in points):
-        own = [point for point in points if named.label(point[0]) == label]
-        run = own[0][0]
-        look = named.look(run)
-        x, y = [x for _, x, _ in own], [y for _, _, y in own]
-        series.append(Series(label, look, x, y, run.is_finished, line=""))
-        if run.is_finished and len(set(x)) > 1:
-            means: dict[float, list[float]] = defaultdict(list)
-            for _, at, value in own:
-                means[at].append(value)
-            line = sorted((at, fmean(values)) for at, values in means.items())
-            series.append(Series(label, look, [at for at, _ in line], [m for _, m in line]))
-    return series
-
-
 def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:
     """Means over groups of successive points, placed at a group's last point, and finite counts."""
     size = -(-len(points) // _MOST_POINTS)
@@ -199,10 +160,3 @@ def _settled_range(
         return None
     margin = 0.05 * (max(values) - min(values))
     return min(values) - margin, max(values) + margin
-
-
-def _budgets(runs: Sequence[Run]) -> str:
-    budgets = sorted({run.validation[-1].tokens for run in runs})
-    if len(budgets) == 1:
-        return f"After {budgets[0]:,} tokens."
-    return f"After different numbers of tokens: {budgets[0]:,} to {budgets[-1]:,}."

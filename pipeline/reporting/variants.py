@@ -41,9 +41,17 @@ class Look:
 
 
 class NamedRuns:
-    """Runs in the order of all legends and tables, with their names, colours and markers."""
+    """Runs in the order of all legends and tables, with their names, colours and markers.
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    Args:
+        runs: at least one of them finished.
+        sequences: after how many training losses are compared; None means the most that all
+            finished runs have read.
+    """
+
+    def __init__(self, runs: Sequence[Run], sequences: int | None = None) -> None:
+        read = [run.tokens // run.context for run in runs if run.is_finished and run.losses]
+        self.sequences = min(read, default=0) if sequences is None else sequences
         names = name_variants([run.config for run in runs], [run.data for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
         kinds = (_kind(run.config) for run in runs)

@@ -15,8 +15,11 @@ from longhaul.configs import RunConfig, load_run_config, to_yaml
 
 EVIL = "<script>alert(1)</script> \"q\" 'x' &lt; $y_{$"
 LOSSES = [6.0, 5.0, math.nan, 4.25]
-POSITIONS = "position,loss_nats,mean_up_to_here,standard_error,samples\n" + "".join(
-    f"{t},{5 - t / 200},{5 - t / 400},0.1,8\n" for t in range(1, 257)
+POSITIONS = (
+    "position,loss_nats,standard_error,mean_up_to_here,standard_error_up_to_here,samples\n"
+) + "".join(f"{t},{5 - t / 200},0.1,{5 - t / 400},0.05,8\n" for t in range(1, 257))
+BINS = "first,last,loss_nats,standard_error,samples\n" + "".join(
+    f"{t},{t + 1},{5 - t / 200},0.25,8\n" for t in range(1, 257, 2)
 )
 
 
@@ -24,6 +27,16 @@ ATTENTION = (
     "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,rotation_spread\n"
     "0,0,0.5,0.25,3,8,1,0\n0,1,0.75,0.75,5,32,1,0\n1,0,0.25,0.5,4,inf,nan,0\n"
 )
+
+
+def scores(largest: float) -> str:
+    """Scores of two layers and four keys; in the last layer they are ten times as large."""
+    rows = [
+        f"{layer},{key},{key * 10 ** (layer - 1)},{-key},{20 * key},{largest / (3 - layer)}\n"
+        for layer in (1, 2)
+        for key in range(1, 5)
+    ]
+    return "layer,key,score,least_of_heads,most_of_heads,largest\n" + "".join(rows)
 
 
 class Store:

@@ -316,6 +316,11 @@ TABLE_TEXTS = {
         "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation\n"
         "0,0,2.5,0.5,3.0,7.5,0.25\n1,0,1.5,0.25,3.5,inf,nan\n"
     ),
+    "loss_in_bins": "first,last,loss_nats,standard_error\n1,2,5.0,0.5\n3,3,4.0,0.25\n",
+    "scores": (
+        "layer,key,score,least_of_heads,most_of_heads,largest\n1,1,0.5,-1.5,2.5,3.5\n"
+        "1,2,0.25,-1.25,2.0,3.0\n"
+    ),
 }
 
 

@@ -5,12 +5,14 @@ Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami 
 
 import csv
 import itertools
+import math
 import random
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -48,6 +50,8 @@ class Prompt:
     """The requested length in tokens; `ids` has a few more."""
 
     depth: float
+    """The share of the fillers before the key: the requested one, or that of its random place."""
+
     key: str
     text: str
     ids: Ids
@@ -64,11 +68,25 @@ def passkey_text(key: str, fillers: int, before: int) -> str:
     return "\n".join([_TASK_LINE, *lines, _QUESTION])
 
 
-def make_prompt(tokenizer: Tokenizer, length: int, depth: float, key: str) -> Prompt:
-    """The prompt with the fewest fillers that make it longer than `length` tokens."""
+def make_prompt(
+    tokenizer: Tokenizer, length: int, key: str, *, depth: float | None = None, place: float = 0.0
+) -> Prompt:
+    """The prompt with the fewest fillers that make it longer than `length` tokens.
+
+    Args:
+        tokenizer: of the model.
+        length: tokens of the whole prompt.
+        key: five digits.
+        depth: the share of the fillers before the key, 0 to 1; None means that `place` decides.
+        place: 0 to 1, exclusive. Numbers drawn evenly from there make every place before, between
+            and after the fillers equally likely.
+    """
+
+    def before(fillers: int) -> int:
+        return int(place * (fillers + 1)) if depth is None else round(depth * fillers)
 
     def build(fillers: int) -> tuple[str, Ids]:
-        text = passkey_text(key, fillers, round(depth * fillers))
+        text = passkey_text(key, fillers, before(fillers))
         return text, tokenizer.encode(text)
 
     none, some = (len(build(fillers)[1]) for fillers in (0, 8))
@@ -79,15 +97,22 @@ def make_prompt(tokenizer: Tokenizer, length: int, depth: float, key: str) -> Pr
     while len(ids) <= length:
         fillers += 1
         text, ids = build(fillers)
-    return Prompt(length, depth, key, text, ids)
+    found = round(before(fillers) / max(1, fillers), 4) if depth is None else depth
+    return Prompt(length, found, key, text, ids)
 
 
-def make_prompts(tokenizer: Tokenizer, length: int, count: int) -> list[Prompt]:
-    """The same prompts on every call: keys from 10,000 to 99,999, each depth in turn."""
+def make_prompts(tokenizer: Tokenizer, length: int, count: int, depths: str) -> list[Prompt]:
+    """The same prompts on every call: keys from 10,000 to 99,999, depths of a grid or random.
+
+    The source says "a random position between the fillers"; here the key may also stand before the
+    first filler and after the last, as in Mohtashami and Jaggi's prompts.
+    """
     draw = random.Random(f"passkey {length}")
     keys = [str(draw.randint(10_000, 99_999)) for _ in range(count)]
-    depths = itertools.cycle(PASSKEY_DEPTHS)
-    return [make_prompt(tokenizer, length, next(depths), key) for key in keys]
+    if depths == "random":
+        return [make_prompt(tokenizer, length, key, place=draw.random()) for key in keys]
+    turns = itertools.cycle(PASSKEY_DEPTHS)
+    return [make_prompt(tokenizer, length, key, depth=next(turns)) for key in keys]
 
 
 def is_right(key: str, answer: str) -> bool:
@@ -125,25 +150,27 @@ def chosen_lengths(trained: TrainedModel, options: Options) -> list[int]:
     """The lengths of the prompts in tokens; by default up to four training contexts.
 
     Raises:
-        ValueError: the longest is shorter than the shortest that is measured.
+        ValueError: one is too short for a prompt.
     """
-    longest = (
-        max(SHORTEST_PASSKEY, 4 * trained.positions.context)
-        if options.lengths is None
-        else options.lengths
-    )
-    if longest < SHORTEST_PASSKEY:
-        raise ValueError(f"--lengths: found {longest}, wanted {SHORTEST_PASSKEY} or more")
-    return [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
+    if options.lengths is None:
+        longest = max(SHORTEST_PASSKEY, 4 * trained.positions.context)
+        return [2**k for k in range(SHORTEST_PASSKEY.bit_length() - 1, longest.bit_length())]
+    if min(options.lengths) < SHORTEST_PASSKEY:
+        raise ValueError(
+            f"--lengths: found {min(options.lengths)}, wanted {SHORTEST_PASSKEY} or more"
+        )
+    return list(options.lengths)
 
 
 def check(trained: TrainedModel, options: Options) -> None:
     chosen_lengths(trained, options)
-    if options.prompts < len(PASSKEY_DEPTHS):
+    if options.depths == "grid" and options.prompts < len(PASSKEY_DEPTHS):
         raise ValueError(
             f"--prompts: found {options.prompts}, wanted {len(PASSKEY_DEPTHS)} or more with "
             "passkey, one per depth"
         )
+    if options.prompts < 1:
+        raise ValueError(f"--prompts: found {options.prompts}, wanted 1 or more")
     # Kinds of linear cost refuse to keep a state under dynamic_ntk.
     trained.model.prefill(torch.tensor([[trained.manifest.bos_id]], device=trained.device))
 
@@ -153,9 +180,13 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
     sampling = Sampling(vocabulary=manifest.vocab_size)
+    first = [] if options.no_bos else [manifest.bos_id]
+
+    def work(prompt: Prompt) -> int:
+        return len(first) + len(prompt.ids) + ANSWER_TOKENS
 
     def answer(group: Sequence[Prompt]) -> list[str]:
-        sessions = [Session([manifest.bos_id, *prompt.ids.tolist()]) for prompt in group]
+        sessions = [Session([*first, *prompt.ids.tolist()]) for prompt in group]
         answers: list[list[int]] = [[] for _ in group]
         device = trained.device.type
         is_rounded = trained.config.trainer.precision == "bf16-mixed"
@@ -164,15 +195,15 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 trained.model, sessions, num_tokens=ANSWER_TOKENS, sampling=sampling
             ):
                 answers[index].append(token)
-        progress.add(sum(len(prompt.ids) + 1 + ANSWER_TOKENS for prompt in group))
+        progress.add(sum(map(work, group)))
         return [tokenizer.decode(ids) for ids in answers]
 
     scores: dict[tuple[int, float], list[bool]] = {}
-    prompts_of = {length: make_prompts(tokenizer, length, options.prompts) for length in lengths}
-    # Prompts are a little longer than asked for, and each begins with another token.
-    total = sum(
-        len(prompt.ids) + 1 + ANSWER_TOKENS for some in prompts_of.values() for prompt in some
-    )
+    prompts_of = {
+        length: make_prompts(tokenizer, length, options.prompts, options.depths)
+        for length in lengths
+    }
+    total = sum(work(prompt) for some in prompts_of.values() for prompt in some)
     with trained.ranks.progress(total, "passkey") as progress:
         for prompts in prompts_of.values():
             answers = ask(list(trained.ranks.share(prompts)), answer)
@@ -230,20 +261,27 @@ def draw_curve(
 
 
 def draw_depths(path: Path, scores: dict[tuple[int, float], list[bool]], title: str) -> None:
-    """PNG of accuracy by length and depth."""
+    """PNG of accuracy by length and depth; random depths are put together in fifths."""
     lengths = sorted({length for length, _ in scores})
+    is_grid = {depth for _, depth in scores} <= set(PASSKEY_DEPTHS)
+    rows = [
+        f"{100 * depth:.0f}" if is_grid else f"{20 * i} to {20 * i + 20}"
+        for i, depth in enumerate(PASSKEY_DEPTHS)
+    ]
+    answers: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    for (length, depth), some in scores.items():
+        # A fifth holds one depth of the grid.
+        answers[length, min(int(depth * len(rows)), len(rows) - 1)] += some
     shares = [
-        [sum(scores[length, depth]) / len(scores[length, depth]) for length in lengths]
-        for depth in PASSKEY_DEPTHS
+        [fmean(answers[length, row]) if answers[length, row] else math.nan for length in lengths]
+        for row in range(len(rows))
     ]
     with figure(path, title) as axes:
         # The colours of cividis look alike with and without colour blindness.
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.tick_params(axis="x", rotation=45 if len(lengths) > 5 else 0)
-        axes.set_yticks(
-            range(len(PASSKEY_DEPTHS)), [f"{100 * depth:.0f}" for depth in PASSKEY_DEPTHS]
-        )
+        axes.set_yticks(range(len(rows)), rows)
         axes.set_xlabel("length of the prompt (tokens)")
         axes.set_ylabel("depth of the key (%)")
         axes.figure.colorbar(image, ax=axes, label="passkeys retrieved (share)")

@@ -22,6 +22,7 @@ from longhaul.pipeline.evaluation.figures import (
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import (
+    read_beginnings,
     read_documents,
     read_losses,
     read_windows,
@@ -53,20 +54,30 @@ def sliding_loss(
     *,
     window: int,
     stride: int,
-    bos_id: int,
+    bos_id: int | None,
     precision: str,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Sum of the losses of a document's tokens in nats; every window begins with bos_id."""
-    T = document.shape[1]
+    """Sum of the losses of a document's tokens in nats. Every window reads as many tokens.
+
+    The first that a window reads is bos_id or, with None, the token before those that it predicts.
+    The first token of a document is not scored then, since nothing precedes it. The source (CoCA,
+    section 4.2) names window and stride alone.
+    """
+    wanted = document if bos_id is not None else document[:, 1:]
+    T = wanted.shape[1]
+    window = min(window, T)
     total = 0.0
     pieces = list(sliding_windows(T, window, stride))
     # All windows have the same length, so as many as fit are read in one batch.
     side_by_side = max(1, TOKENS_AT_ONCE // window)
     for start in range(0, len(pieces), side_by_side):
         group = pieces[start : start + side_by_side]
-        target = torch.cat([document[:, end - window : end] for end, _ in group])
-        tokens = shifted(target, bos_id)
+        target = torch.cat([wanted[:, end - window : end] for end, _ in group])
+        if bos_id is not None:
+            tokens = shifted(target, bos_id)
+        else:
+            tokens = torch.cat([document[:, end - window : end] for end, _ in group])
         at_once = tokens_at_once(model, window)
         losses = read_losses(model, tokens, target, precision, at_once, progress).double()
         for row, (_, scored) in zip(losses, group, strict=True):
@@ -78,7 +89,8 @@ def chosen_windows(trained: TrainedModel, options: Options) -> tuple[tuple[int, 
     """The lengths of the windows and the stride; by default 1, 2 and 4 training contexts.
 
     Raises:
-        ValueError: the stride is longer than the shortest window, so that tokens would be left out.
+        ValueError: the stride is longer than the shortest window, so that tokens would be left out,
+            or a window is longer than what is read of each document.
     """
     trained_at = trained.positions.context
     windows = options.contexts or tuple(trained_at * 2**power for power in range(3))
@@ -87,21 +99,36 @@ def chosen_windows(trained: TrainedModel, options: Options) -> tuple[tuple[int, 
         raise ValueError(
             f"--stride: found {stride}, wanted 1 to {min(windows)}, the shortest window"
         )
+    longest = options.document_tokens
+    if longest is not None and longest < max(windows):
+        raise ValueError(
+            f"--document-tokens: found {longest}, wanted {max(windows)} or more, the longest of "
+            "--contexts"
+        )
     return windows, stride
 
 
 def check(trained: TrainedModel, options: Options) -> None:
     windows, _ = chosen_windows(trained, options)
-    read_windows(trained, options, max(windows))
+    read_windows(trained, options, options.document_tokens or max(windows))
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     trained_at = trained.positions.context
     windows, stride = chosen_windows(trained, options)
-    length = max(windows)
-    documents = read_documents(trained, options, length)
-    bos_id = trained.manifest.bos_id
-    work = sum(window * len(list(sliding_windows(length, window, stride))) for window in windows)
+    if options.document_tokens is None:
+        length = max(windows)
+        documents = read_documents(trained, options, length)
+    else:
+        length = options.document_tokens
+        documents = read_beginnings(trained, options, length)
+    bos_id = None if options.no_bos else trained.manifest.bos_id
+    # Without a bos id, nothing comes before the first token of a document.
+    scored = length - options.no_bos
+    work = sum(
+        min(window, scored) * len(list(sliding_windows(scored, min(window, scored), stride)))
+        for window in windows
+    )
     losses: dict[int, float] = {}
     errors: dict[int, float] = {}
     with trained.ranks.progress(work * len(documents), "perplexity") as progress:
@@ -119,15 +146,15 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 for document in trained.ranks.share(documents)
             ]
             gathered = trained.ranks.gather(document_losses)
-            losses[window] = sum(gathered) / (length * len(documents))
-            errors[window] = standard_error([loss / length for loss in gathered])
+            losses[window] = sum(gathered) / (scored * len(documents))
+            errors[window] = standard_error([loss / scored for loss in gathered])
     table, picture = folder / "perplexity.csv", folder / "perplexity.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         names = ["window", "stride", "documents", "tokens", "loss_nats", "perplexity"]
         writer.writerow([*names, "standard_error"])
         for window, loss in losses.items():
-            tokens = length * len(documents)
+            tokens = scored * len(documents)
             row = [window, stride, len(documents), tokens, f"{loss:.6f}", f"{math.exp(loss):.6f}"]
             writer.writerow([*row, f"{errors[window]:.6f}"])
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:

@@ -1,9 +1,10 @@
 """Loss at every position of the context."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Float64
@@ -13,10 +14,11 @@ from torchmetrics import Metric
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import (
     BLUE,
-    GREEN,
+    SKY,
     VERMILLION,
     figure,
     legend_below,
+    positions_axis,
     shown_positions,
     tokens_axis,
     widen,
@@ -28,42 +30,76 @@ from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _DOTS = 2000
 """Most positions that are drawn; a column is narrower than this many dots."""
 
 
+def bin_width(T: int) -> int:
+    """Positions that are averaged where the loss at a position is drawn: a hundredth of T.
+
+    At 65,536 tokens these are the 655 by which the points of the conformal-sympow paper's figure 2
+    are apart. The article does not say how many positions each of its points covers. Its first one
+    (3.9 nats at position 20, 2.4 at 675) cannot be a mean of 655. A bin here holds every position
+    up to the next, which has the least noise.
+    """
+    return max(1, T // 100)
+
+
 class PositionLoss(Metric):
-    """Mean cross-entropy at each of T positions, in nats; sums in float64, exact across ranks."""
+    """Mean cross-entropy at each of T positions, up to each, and in N bins of them, in nats.
+
+    Standard errors are over samples, which are the documents. Sums are float64, exact across ranks.
+    """
 
     full_state_update = False
-    loss_sum: Float64[Tensor, "T"]
-    square_sum: Float64[Tensor, "T"]
+    sums: Float64[Tensor, "2*T+N"]
+    square_sums: Float64[Tensor, "2*T+N"]
     samples: Tensor
 
     def __init__(self, context: int, **metric_options: Any) -> None:
         super().__init__(**metric_options)
-        zeros = torch.zeros(context, dtype=torch.float64)
-        self.add_state("loss_sum", zeros, dist_reduce_fx="sum")
-        self.add_state("square_sum", zeros.clone(), dist_reduce_fx="sum")
+        self.context = context
+        self.bin_width = bin_width(context)
+        zeros = torch.zeros(2 * context + -(-context // self.bin_width), dtype=torch.float64)
+        self.add_state("sums", zeros, dist_reduce_fx="sum")
+        self.add_state("square_sums", zeros.clone(), dist_reduce_fx="sum")
         self.add_state("samples", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, losses: Float[Tensor, "B T"]) -> None:
         """Add the losses of B samples."""
         losses = losses.to(torch.float64)
-        self.loss_sum += losses.sum(dim=0)
-        self.square_sum += losses.square().sum(dim=0)
+        up_to = losses.cumsum(1) / torch.arange(1, self.context + 1, device=losses.device)
+        bins = [one.mean(1, keepdim=True) for one in losses.split(self.bin_width, dim=1)]
+        values = torch.cat([losses, up_to, *bins], dim=1)  # (B, 2 T + N)
+        self.sums += values.sum(dim=0)
+        self.square_sums += values.square().sum(dim=0)
         self.samples += losses.shape[0]
 
-    def compute(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"], int]:
-        """Mean loss at each position over all ranks' samples, standard errors, and sample count."""
-        mean = self.loss_sum / self.samples
-        variance = (self.square_sum / self.samples - mean.square()).clamp_min(0)
-        return mean, (variance / (self.samples - 1).clamp_min(1)).sqrt(), int(self.samples)
+    def compute(self) -> tuple[Float64[Tensor, "2*T+N"], Float64[Tensor, "2*T+N"], int]:
+        """Means over all ranks' samples, their standard errors (NaN for one), and the count."""
+        mean = self.sums / self.samples
+        variance = (self.square_sums / self.samples - mean.square()).clamp_min(0)
+        error = (variance / (self.samples - 1)).sqrt() if self.samples > 1 else mean * math.nan
+        return mean, error, int(self.samples)
 
-    def by_position(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"], int]:
-        """Like `compute`, but always with shape (T,): for T = 1 Metric drops the dimension."""
-        mean, error, samples = self.compute()
-        return mean.view(-1), error.view(-1), samples
+    def by_position(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"]]:
+        """The mean loss at each position, and its standard error."""
+        return self._part(0, self.context)
+
+    def up_to_position(self) -> tuple[Float64[Tensor, "T"], Float64[Tensor, "T"]]:
+        """The mean loss of each position and all before it, and its standard error."""
+        return self._part(self.context, 2 * self.context)
+
+    def in_bins(self) -> tuple[Float64[Tensor, "N"], Float64[Tensor, "N"]]:
+        """The mean loss of each `bin_width` positions, and its standard error."""
+        return self._part(2 * self.context, None)
+
+    def _part(self, first: int, end: int | None) -> tuple[Tensor, Tensor]:
+        mean, error, _ = self.compute()
+        return mean[first:end].cpu(), error[first:end].cpu()
 
 
 def measure_positions(
@@ -101,53 +137,93 @@ def summarise(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
     return {f"{prefix}/loss": mean.mean().item(), **at}
 
 
-def average_prefixes(mean: Float64[Tensor, "T"], prefix: str) -> dict[str, float]:
-    """The mean losses of positions 1 to 1, 1 to 2, 1 to 4, ..., by metric names."""
-    return {f"{prefix}/loss_up_to_{p:06d}": mean[:p].mean().item() for p in _powers(len(mean))}
+def summarise_with_errors(metric: PositionLoss, prefix: str) -> dict[str, float]:
+    """The mean loss, and the losses at and up to positions 1, 2, 4, ..., with standard errors."""
+    (at, at_error), (up_to, up_to_error) = metric.by_position(), metric.up_to_position()
+    values = {"loss": (up_to[-1], up_to_error[-1])}
+    values |= {f"loss_at_{p:06d}": (at[p - 1], at_error[p - 1]) for p in _powers(len(at))}
+    values |= {f"loss_up_to_{p:06d}": (up_to[p - 1], up_to_error[p - 1]) for p in _powers(len(at))}
+    found = {}
+    for name, (value, error) in values.items():
+        found[f"{prefix}/{name}"] = value.item()
+        if error.isfinite():
+            found[f"{prefix}/{name}_standard_error"] = error.item()
+    return found
 
 
 def write_table(path: Path, metric: PositionLoss) -> None:
     """CSV with a row for each position, counted from 1."""
-    mean, error, samples = metric.by_position()
-    columns = [column.cpu() for column in (mean, _mean_up_to_here(mean), error)]
+    columns = [*metric.by_position(), *metric.up_to_position()]
+    samples = metric.compute()[2]  # of all ranks, unlike the state of that name
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["position", "loss_nats", "mean_up_to_here", "standard_error", "samples"])
+        names = ["position", "loss_nats", "standard_error", "mean_up_to_here"]
+        writer.writerow([*names, "standard_error_up_to_here", "samples"])
         # Row by row, since lists of a million floats would take more memory than the model.
-        for position in range(len(mean)):
+        for position in range(metric.context):
             row = [f"{column[position].item():.6f}" for column in columns]
             writer.writerow([position + 1, *row, samples])
+
+
+def write_bins(path: Path, metric: PositionLoss) -> None:
+    """CSV with a row for each bin of positions, which are counted from 1."""
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["first", "last", "loss_nats", "standard_error", "samples"])
+        for (first, last), loss, error in zip(_bins(metric), *metric.in_bins(), strict=True):
+            row = [f"{loss.item():.6f}", f"{error.item():.6f}"]
+            writer.writerow([first, last, *row, metric.compute()[2]])
 
 
 def draw(
     path: Path, metric: PositionLoss, title: str, *, trained_at: int, baseline: float | None
 ) -> None:
-    """PNG of the loss against position, with a band of two standard errors over documents.
+    """PNG of the loss at each position, and of the mean loss up to positions 1, 2, 4, ...
 
-    Single positions are noisy with few samples, so the line is a mean over windows whose width is
-    an eighth of the position. The band belongs to single positions. Dots are means over all
-    positions up to theirs.
+    Bars are two standard errors over documents long, to each side.
     """
-    mean, error = (values.cpu() for values in metric.by_position()[:2])
-    shown = shown_positions(len(mean), _DOTS)
-    positions = (shown + 1).tolist()
     with figure(path, title) as axes:
-        low, high = (mean - 2 * error)[shown].tolist(), (mean + 2 * error)[shown].tolist()
-        axes.fill_between(positions, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        each = mean[shown].tolist()
-        axes.plot(positions, each, color=BLUE, alpha=0.35, linewidth=0.5, label="each position")
-        axes.plot(positions, _smooth(mean)[shown].tolist(), color=BLUE, label="running mean")
-        powers = _powers(len(mean))
-        means = [mean[:p].mean().item() for p in powers]
-        axes.plot(powers, means, "o", markersize=3, color=GREEN, label="mean up to here")
-        if trained_at < len(mean):
-            axes.axvline(trained_at, color="black", linestyle=":", label="training context")
-        if baseline is not None:
-            axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
+        shown = shown_positions(metric.context, _DOTS)
+        each = metric.by_position()[0][shown].tolist()
+        axes.plot(
+            (shown + 1).tolist(), each, color=SKY, linewidth=0.5, label="at the position", zorder=1
+        )
+        powers = _powers(metric.context)
+        up_to, errors = ([part[p - 1].item() for p in powers] for part in metric.up_to_position())
+        bars = [2 * error for error in errors]
+        axes.errorbar(
+            powers, up_to, bars, fmt="o-", markersize=3, color=BLUE, label="mean up to it"
+        )
         tokens_axis(axes, "position in the context (tokens)")
-        axes.set_ylabel("loss (nats per token)")
-        widen(axes)
-        legend_below(axes)
+        _finish(axes, metric, trained_at, baseline)
+
+
+def draw_bins(
+    path: Path, metric: PositionLoss, title: str, *, trained_at: int, baseline: float | None
+) -> None:
+    """PNG of the loss at a position, in bins of positions, with two standard errors as a band."""
+    means, errors = (part.tolist() for part in metric.in_bins())
+    pairs = list(zip(means, errors, strict=True))
+    middles = [(first + last) / 2 for first, last in _bins(metric)]
+    with figure(path, title) as axes:
+        low, high = [m - 2 * e for m, e in pairs], [m + 2 * e for m, e in pairs]
+        axes.fill_between(middles, low, high, color=BLUE, alpha=0.15, linewidth=0)
+        width = metric.bin_width
+        label = "at the position" if width == 1 else f"at the position, mean of {width:,}"
+        axes.plot(middles, means, color=BLUE, label=label)
+        positions_axis(axes, "position in the context (tokens)")
+        _finish(axes, metric, trained_at, baseline)
+
+
+def _finish(axes: "Axes", metric: PositionLoss, trained_at: int, baseline: float | None) -> None:
+    """The lines, labels and legend that both pictures have."""
+    if trained_at < metric.context:
+        axes.axvline(trained_at, color="black", linestyle=":", label="training context")
+    if baseline is not None:
+        axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
+    axes.set_ylabel("loss (nats per token)")
+    widen(axes)
+    legend_below(axes)
 
 
 def check(trained: TrainedModel, options: Options) -> None:
@@ -171,33 +247,29 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             is_shared=trained.ranks.count > 1,
         )
     prefix = metric_prefix(trained, options)
-    mean = metric.by_position()[0]
-    table, picture = folder / "positions.csv", folder / "positions.png"
+    names = ("positions.csv", "loss_in_bins.csv", "positions.png", "loss_in_bins.png")
+    files = tuple(folder / name for name in names)
+    table, bins, picture, picture_of_bins = files
     write_table(table, metric)
-    draw(
-        picture,
-        metric,
-        f"{config.name}, {label(trained, options)}",
-        trained_at=trained.positions.context,
-        baseline=Results(results_folder(trained, options), "")
-        .values()
-        .get(f"{prefix}/bigram_loss"),
-    )
-    values = summarise(mean, prefix) | average_prefixes(mean, prefix)
-    return TaskResult(values, (table, picture))
+    write_bins(bins, metric)
+    title = f"{config.name}, {label(trained, options)}"
+    earlier = Results(results_folder(trained, options), "").values()
+    for path, draw_it in ((picture, draw), (picture_of_bins, draw_bins)):
+        draw_it(
+            path,
+            metric,
+            title,
+            trained_at=trained.positions.context,
+            baseline=earlier.get(f"{prefix}/bigram_loss"),
+        )
+    return TaskResult(summarise_with_errors(metric, prefix), files)
 
 
 def _powers(T: int) -> list[int]:
     return [2**k for k in range(T.bit_length())]
 
 
-def _mean_up_to_here(mean: Float64[Tensor, "T"]) -> Float64[Tensor, "T"]:
-    return mean.cumsum(0) / torch.arange(1, len(mean) + 1, device=mean.device)
-
-
-def _smooth(mean: Float64[Tensor, "T"]) -> Float64[Tensor, "T"]:
-    sums = torch.cat([mean.new_zeros(1), mean.cumsum(0)])
-    centre = torch.arange(len(mean))
-    half = centre // 16
-    low, high = (centre - half).clamp_min(0), (centre + half + 1).clamp_max(len(mean))
-    return (sums[high] - sums[low]) / (high - low)
+def _bins(metric: PositionLoss) -> list[tuple[int, int]]:
+    """The first and the last position of each bin, counted from 1."""
+    starts = range(0, metric.context, metric.bin_width)
+    return [(start + 1, min(start + metric.bin_width, metric.context)) for start in starts]

@@ -89,6 +89,23 @@ def test_curves_with_one_label_share_an_entry(tmp_path: Path) -> None:
         assert [text.get_text() for text in legend.get_texts()] == ["b", "a"]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "shown"),
+    [
+        ([256, 512, 1024, 2048, 4096, 8192], [256, 512, 1024, 2048, 4096, 8192]),
+        ([512, 2048, 4096, 5632, 6656, 7680, 8192], [512, 2048, 4096, 8192]),
+        ([64, 64], [64]),
+    ],
+)
+def test_numbers_of_an_axis_do_not_overlap(
+    lengths: list[int], shown: list[int], tmp_path: Path
+) -> None:
+    with figure(tmp_path / "a.png", "a") as axes:
+        axes.plot(lengths, lengths)
+        tokens_axis(axes, "tokens", lengths)
+        assert sorted(axes.get_xticks()) == shown
+
+
 def test_maps_name_their_layers_and_axes(tmp_path: Path, drawn: list[Any]) -> None:
     attention.draw_maps(tmp_path / "maps.png", [torch.rand(16, 16) for _ in range(6)], "a")
     (axes,) = drawn

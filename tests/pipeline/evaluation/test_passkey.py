@@ -75,22 +75,22 @@ def test_prompts_are_the_same_every_time_and_take_depths_in_turn() -> None:
 
 def test_random_places_are_equally_likely_and_the_same_every_time() -> None:
     tokenizer = build_tokenizer("bytes")
-    prompts = make_prompts(tokenizer, 600, 400, "random")
-    again = make_prompts(tokenizer, 600, 400, "random")
+    prompts = make_prompts(tokenizer, 600, 600, "random")
+    again = make_prompts(tokenizer, 600, 600, "random")
     assert [prompt.text for prompt in prompts] == [prompt.text for prompt in again]
-    places = Counter()
+    places = Counter[int]()
     for prompt in prompts:
         _, *lines, _ = prompt.text.split("\n")
         place = lines.index(
             f"The pass key is {prompt.key}. Remember it. {prompt.key} is the pass key."
         )
-        assert prompt.depth == place / 4
+        assert prompt.depth == place / 5
         places[place] += 1
-    # Five places of four fillers; with both ends as half a place they would be drawn 50 times each.
-    assert sorted(places) == [0, 1, 2, 3, 4]
-    assert min(places.values()) > 60
+    # Six places; with both ends as half a place, these would be drawn 60 times each.
+    assert sorted(places) == [0, 1, 2, 3, 4, 5]
+    assert min(places.values()) > 75
     # The keys are those of the grid: what differs is where they stand.
-    grid = make_prompts(tokenizer, 600, 400, "grid")
+    grid = make_prompts(tokenizer, 600, 600, "grid")
     assert [prompt.key for prompt in prompts] == [prompt.key for prompt in grid]
 
 

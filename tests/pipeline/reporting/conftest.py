@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from logged_runs import ATTENTION, EVIL, POSITIONS, Store
+from logged_runs import ATTENTION, BINS, EVIL, POSITIONS, Store, scores
 
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.tracking.mlflow_run import create_parent
@@ -25,6 +25,9 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store.evaluate(softmax, "step-000000004", "positions", POSITIONS[: POSITIONS.index("65,")])
     store.evaluate(softmax, "step-000000004-context-256", "positions", POSITIONS)
     store.evaluate(softmax, "step-000000004-context-256-text-a-b.c", "positions", POSITIONS)
+    store.evaluate(softmax, "step-000000004-context-256", "loss_in_bins", BINS)
+    store.evaluate(softmax, "step-000000004", "scores", scores(60.0))
+    store.evaluate(softmax, "step-000000004-dynamic_ntk-4", "scores", scores(4.0))
     for label, perplexities in (
         ("step-000000004", (20.0, 900.5)),
         ("step-000000004-dynamic_ntk-4", (21.0, 25.25)),

@@ -29,19 +29,29 @@ Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Path) -> None:
     stems = {
+        "loss_at_sequences",
+        "gap_at_sequences",
         "loss_against_context",
+        "gap_against_context",
         "speed_against_context",
         "passkey_000064",
         "perplexity_000064",
-        "loss_by_position_000064",
-        "loss_by_position_000064_a-b.c",
+        "loss_at_position_000064",
+        "loss_up_to_position_000064",
+        "loss_up_to_position_000064_a-b.c",
+        *(
+            f"scores_{layers}{part}{scaling}_000064"
+            for layers in ("low", "last")
+            for part in ("", "_end")
+            for scaling in ("", "_dynamic_ntk-4")
+        ),
         "loss_in_windows_000064",
         "recall_000064",
         *(f"loss_against_{x}_{n:06d}" for x in ("tokens", "state") for n in (64, 128)),
     }
     wanted = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "csv")}
-    tables = ("ntk_perplexity", "attention", "bigram", "lm_eval")
-    wanted |= {"index.html", "runs.csv", *(f"{name}_000064.csv" for name in tables)}
+    tables = ("ntk_perplexity", "attention", "scores", "bigram", "lm_eval")
+    wanted |= {"index.html", "runs.csv", "seeds.csv", *(f"{name}_000064.csv" for name in tables)}
     assert {file.name for file in reported.iterdir()} == wanted
     for file in reported.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
@@ -86,13 +96,67 @@ def test_the_table_of_runs_is_what_was_logged(reported: Path) -> None:
 
 
 def test_the_newest_checkpoint_at_its_longest_windows_counts(reported: Path) -> None:
-    found = rows(reported / "loss_by_position_000064.csv")
+    found = rows(reported / "loss_up_to_position_000064.csv")
     assert {row["step"] for row in found} == {"4"}
     assert [int(row["position"]) for row in found] == list(range(1, 257))
     assert float(found[99]["loss_nats"]) == 4.5
+    assert float(found[99]["standard_error"]) == 0.1
     assert float(found[99]["mean_up_to_here"]) == 4.75
-    other = rows(reported / "loss_by_position_000064_a-b.c.csv")
+    assert float(found[99]["standard_error_up_to_here"]) == 0.05
+    other = rows(reported / "loss_up_to_position_000064_a-b.c.csv")
     assert {row["text"] for row in other} == {"a-b.c"}
+
+
+def test_the_loss_at_a_position_is_that_of_its_bin(reported: Path) -> None:
+    found = rows(reported / "loss_at_position_000064.csv")
+    assert [float(row["position"]) for row in found] == [t + 0.5 for t in range(1, 257, 2)]
+    assert [(row["first"], row["last"], row["window"]) for row in found[:2]] == [
+        ("1", "2", "256"),
+        ("3", "4", "256"),
+    ]
+    assert [float(row["loss_nats"]) for row in found[:2]] == [5 - 1 / 200, 5 - 3 / 200]
+    assert {row["standard_error"] for row in found} == {"0.25"}
+
+
+def test_losses_at_equal_sequences_are_of_the_same_text_for_all_kinds(reported: Path) -> None:
+    # All have read 2,048 tokens: 16 sequences of 128, and as many of 64 after two updates.
+    found = {row["run"]: row for row in rows(reported / "loss_at_sequences.csv")}
+    assert {row["sequences"] for row in found.values()} == {"16"}
+    assert {name: float(row["training_loss_nats"]) for name, row in found.items()} == {
+        EVIL: 5.0,
+        "flagship": 5.0,
+        "again": 5.0,
+        "longer": 4.25,
+        "cut off": 4.25,
+    }
+    # `again` has another seed than the softmax run; the softmax run of `longer` is not finished.
+    for name, gap in (("gap_at_sequences", 0.0), ("gap_against_context", -0.5)):
+        gaps = {row["run"]: float(row["gap_nats"]) for row in rows(reported / f"{name}.csv")}
+        assert gaps == {EVIL: 0.0, "flagship": gap}
+    seeds = {(row["variant"], row["training context"]): row for row in rows(reported / "seeds.csv")}
+    row = seeds["conformal_sympow p=2", "64"]
+    assert (row["seeds"], float(row["validation loss"])) == ("2", 3.625)
+    assert float(row["error of validation loss"]) == pytest.approx(0.125)
+    assert (row["gap in validation loss"], row["error of gap in validation loss"]) == (
+        "-0.5",
+        "nan",
+    )
+
+
+def test_attention_scores_are_drawn_by_layer_and_compared(reported: Path) -> None:
+    (scaled, plain) = rows(reported / "scores_000064.csv")[::-1]
+    assert (plain["positions"], scaled["positions"]) == ("as trained", "dynamic_ntk-4")
+    assert (plain["tokens"], plain["low layers"], plain["last layer"]) == ("4", "30.0", "60.0")
+    assert float(plain["outliers (ratio to the least)"]) == 15.0
+    assert float(scaled["outliers (ratio to the least)"]) == 1.0
+    for part, factor in (("low", 1), ("last", 10)):
+        for end, keys in (("", [1, 2, 3, 4]), ("_end", [3, 4])):
+            own = rows(reported / f"scores_{part}{end}_000064.csv")
+            assert [int(row["key"]) for row in own] == keys
+            assert {row["positions"] for row in own} == {""}
+            assert [float(row["score"]) for row in own] == [factor * key for key in keys]
+            assert [float(row["least"]) for row in own] == [-key for key in keys]
+            assert [float(row["most"]) for row in own] == [20 * key for key in keys]
 
 
 def test_scaled_positions_stand_in_a_table(reported: Path) -> None:
@@ -150,8 +214,12 @@ def test_one_order_goes_through_all_figures_and_tables(
             looks.setdefault(series.label.partition(" ")[0].strip(","), set()).add(series.look)
     assert [len(found) for found in looks.values()] == [1, 1]
     by_position = {figure.name: figure.reference for figure in drawn}
-    assert by_position["loss_by_position_000064"] == ("bigram model", 3.5)
-    assert by_position["loss_by_position_000064_a-b.c"] is None
+    for name in ("loss_at_position", "loss_up_to_position"):
+        assert by_position[f"{name}_000064"] == ("bigram model", 3.5)
+    assert by_position["loss_up_to_position_000064_a-b.c"] is None
+    (bins,) = (figure for figure in drawn if figure.name == "loss_at_position_000064")
+    assert bins.series[0].band is not None
+    assert [bound[0] for bound in bins.series[0].band] == pytest.approx([4.745, 5.245])
     (windows,) = (figure for figure in drawn if figure.name == "loss_in_windows_000064")
     assert windows.series[0].band == ([4.25, 3.75], [4.75, 4.75])
     runs = [row["run"] for row in rows(tmp_path / "new" / "runs.csv")]
@@ -178,6 +246,9 @@ def test_what_cannot_be_reported_is_refused(
     files = len(list(reported.iterdir()))
     assert f"found {files} entries, wanted a new or empty folder" in refused(
         ["tests", str(reported), *uri], capsys
+    )
+    assert "--sequences: found 0, wanted 1 or more" in refused(
+        ["tests", new, *uri, "--sequences", "0"], capsys
     )
     missing = tmp_path / "none.db"
     assert f"--uri: found no file {missing}" in refused(
@@ -335,10 +406,12 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     assert own.final_loss == logged[-1]["values"]["validation/loss"]
     folder = run.path / "small" / "evaluation"
     wanted = rows(folder / "step-000000003-context-128" / "positions.csv")
-    found = rows(report / "loss_by_position_000064.csv")
-    assert [row["mean_up_to_here"] for row in wanted] == [
-        f"{float(row['mean_up_to_here']):.6f}" for row in found
-    ]
+    found = rows(report / "loss_up_to_position_000064.csv")
+    for name in ("mean_up_to_here", "standard_error_up_to_here", "standard_error"):
+        assert [row[name] for row in wanted] == [f"{float(row[name]):.6f}" for row in found]
+    bins = rows(folder / "step-000000003-context-128" / "loss_in_bins.csv")
+    drawn = rows(report / "loss_at_position_000064.csv")
+    assert [float(row["loss_nats"]) for row in bins] == [float(row["loss_nats"]) for row in drawn]
     assert {row["window"] for row in found} == {"128"}
     windows = rows(folder / "step-000000003" / "context.csv")
     assert len(rows(report / "loss_in_windows_000064.csv")) == len(windows)
@@ -371,7 +444,7 @@ def test_a_server_is_read_like_a_database(tmp_path: Path) -> None:
         store = Store(uri)
         store.evaluate(store.add("far"), "step-000000004", "positions", POSITIONS)
         assert main(["report", "tests", str(tmp_path / "new"), "--uri", uri]) == 0
-        assert len(rows(tmp_path / "new" / "loss_by_position_000064.csv")) == 256
+        assert len(rows(tmp_path / "new" / "loss_up_to_position_000064.csv")) == 256
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()

@@ -22,7 +22,7 @@ def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) 
     assert not parsed.open
     assert parsed.tags.count("script") == 1
     assert page._SCRIPT in parsed.texts
-    assert parsed.tags.count("table") == 5
+    assert parsed.tags.count("table") == 7
     # A browser runs this script only.
     digest = base64.b64encode(hashlib.sha256(page._SCRIPT.encode()).digest()).decode()
     assert f"script-src &#x27;sha256-{digest}&#x27;" in text
@@ -32,8 +32,8 @@ def test_the_page_holds_everything_and_escapes_what_users_wrote(reported: Path) 
     assert all(address.startswith("data:") for address in parsed.addresses)
     assert "url(" not in text
     assert "@import" not in text
-    # The table of runs, two rows of scaled positions, one of the bigram model, two of lm-eval.
-    assert parsed.texts.count(EVIL) == 1 + 2 + 1 + 2
+    # The table of runs, two rows of scaled positions, two of scores, a bigram, two of lm-eval.
+    assert parsed.texts.count(EVIL) == 1 + 2 + 2 + 1 + 2
     shown = "".join(parsed.texts)
     assert "running" in shown
     assert "secret" not in shown

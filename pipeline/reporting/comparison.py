@@ -1,0 +1,274 @@
+"""Figures of all kinds against the training context: losses, and gaps to softmax."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from longhaul.pipeline.evaluation.figures import standard_error
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
+
+_TAIL = 0.1
+"""Share of the sequences, up to the last, whose training losses are averaged."""
+
+_SEQUENCES = "Mean training loss over the last tenth of the first {:,} sequences of each run."
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One loss of each run that has it, in nats per token, by run id."""
+
+    losses: Mapping[str, float]
+    pairs: Mapping[str, tuple[str | int, ...]]
+    """What a run has in common with the softmax run that it is compared with."""
+
+
+def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
+    """Figure 1 of the conformal-sympow paper."""
+    measure = at_sequences(named)
+    runs = [run for run in named.runs if run.run_id in measure.losses]
+    if not runs:
+        return
+    late = len([run for run in named.runs if run.losses]) - len(runs)
+    yield Figure(
+        name="loss_at_sequences",
+        title=f"Training loss after {named.sequences:,} sequences",
+        caption=_SEQUENCES.format(named.sequences)
+        + " A longer context has read proportionally more tokens."
+        + (f" Left out since they have read less: {late} runs." if late else ""),
+        x_label="training context (tokens)",
+        y_label="training loss (nats per token)",
+        series=lines(named, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
+        columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
+        rows=[
+            [*named.leading_cells(run), _seed(run), named.sequences, measure.losses[run.run_id]]
+            for run in runs
+        ],
+        x_axis="context",
+        x_ticks=[run.context for run in runs],
+    )
+
+
+def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
+    """What is left at the end of training, at equal tokens if the runs have equal budgets."""
+    runs = [run for run in named.runs if math.isfinite(run.final_loss)]
+    if not runs:
+        return
+    yield Figure(
+        name="loss_against_context",
+        title="Validation loss against training context",
+        caption=budgets(runs),
+        x_label="training context (tokens)",
+        y_label="validation loss (nats per token)",
+        series=lines(named, [(run, run.context, run.final_loss) for run in runs]),
+        columns=[*LEADING_COLUMNS, "seed", "tokens", "validation_loss_nats"],
+        rows=[
+            [*named.leading_cells(run), _seed(run), run.validation[-1].tokens, run.final_loss]
+            for run in runs
+        ],
+        x_axis="context",
+        x_ticks=[run.context for run in runs],
+    )
+
+
+def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
+    """What figure 1 of the conformal-sympow paper shows: the gap to softmax."""
+    yield from _gap_figure(
+        named,
+        at_sequences(named),
+        "gap_at_sequences",
+        f"Training loss minus softmax's, after {named.sequences:,} sequences",
+        _SEQUENCES.format(named.sequences),
+    )
+
+
+def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
+    """The gap to softmax at equal tokens."""
+    yield from _gap_figure(
+        named,
+        at_the_end(named),
+        "gap_against_context",
+        "Validation loss minus softmax's, after equal tokens",
+        "Last validation.",
+    )
+
+
+def seeds_table(named: NamedRuns) -> Iterator[Table]:
+    """Means over seeds of both losses and of both gaps, of finished runs."""
+    measures = at_sequences(named), at_the_end(named)
+    found = [_by_setting(named, measure.losses) for measure in measures]
+    gaps = [_by_setting(named, gaps_to_softmax(named, measure)) for measure in measures]
+    settings = dict.fromkeys(key for columns in found for key in columns)
+    if not settings:
+        return
+    rows = list[Row]()
+    for setting in sorted(settings):
+        row: list[str | int | float] = [*setting]
+        row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
+        for pair in zip(found, gaps, strict=True):
+            for values in (one.get(setting, []) for one in pair):
+                row += [fmean(values) if values else math.nan, standard_error(values)]
+        rows.append(row)
+    yield Table(
+        name="seeds",
+        title="Means over seeds",
+        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
+        "validation loss; errors are standard errors over seeds. A gap is the mean difference to "
+        "softmax runs of the same seed, context and data",
+        columns=[
+            *("variant", "training context", "seeds"),
+            *(
+                column
+                for loss in ("training loss", "validation loss")
+                for column in (
+                    loss,
+                    f"error of {loss}",
+                    f"gap in {loss}",
+                    f"error of gap in {loss}",
+                )
+            ),
+        ],
+        rows=rows,
+    )
+
+
+def at_sequences(named: NamedRuns) -> Measure:
+    """Training losses at the number of sequences at which the runs are compared."""
+    losses = {run.run_id: training_loss(run, named.sequences) for run in named.runs}
+    return Measure(
+        {run_id: loss for run_id, loss in losses.items() if math.isfinite(loss)},
+        {run.run_id: _pair(run) for run in named.runs},
+    )
+
+
+def at_the_end(named: NamedRuns) -> Measure:
+    """Losses of the last validation, compared after equal tokens only."""
+    return Measure(
+        {run.run_id: run.final_loss for run in named.runs if math.isfinite(run.final_loss)},
+        {
+            run.run_id: (*_pair(run), run.validation[-1].tokens)
+            for run in named.runs
+            if run.validation
+        },
+    )
+
+
+def training_loss(run: Run, sequences: int) -> float:
+    """Mean training loss over the last tenth of so many sequences; NaN if it has read less.
+
+    The losses of single updates are noisy. Where no update ends in that tenth, the last one before
+    its end counts.
+    """
+    if run.tokens < sequences * run.context:
+        return math.nan
+    end = sequences * run.context
+    before = [point for point in run.losses if point.tokens <= end and math.isfinite(point.value)]
+    tail = [point.value for point in before if point.tokens > (1 - _TAIL) * end]
+    return fmean(tail or [point.value for point in before[-1:]] or [math.nan])
+
+
+def gaps_to_softmax(named: NamedRuns, measure: Measure) -> dict[str, float]:
+    """Each finished run's loss minus that of the softmax run with the same pair, by run id.
+
+    Where there are several variants of softmax, such as with other learning rates, each context has
+    the one with the lowest mean loss.
+    """
+    finished = [run for run in named.runs if run.is_finished and run.run_id in measure.losses]
+    of_variants: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
+    for run in finished:
+        if run.config.model.kinds == ("softmax",):
+            of_variants[run.context][named.variant(run)].append(run)
+    baselines: dict[tuple[str | int, ...], list[float]] = defaultdict(list)
+    for variants in of_variants.values():
+        best = min(
+            variants.values(), key=lambda runs: fmean(measure.losses[r.run_id] for r in runs)
+        )
+        for run in best:
+            baselines[measure.pairs[run.run_id]].append(measure.losses[run.run_id])
+    return {
+        run.run_id: measure.losses[run.run_id] - fmean(baselines[measure.pairs[run.run_id]])
+        for run in finished
+        if measure.pairs[run.run_id] in baselines
+    }
+
+
+def lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
+    """All points; a line joins the means of each finished variant, a band is their error."""
+    series = []
+    for label in dict.fromkeys(named.label(run) for run, _, _ in points):
+        own = [point for point in points if named.label(point[0]) == label]
+        run = own[0][0]
+        look = named.look(run)
+        x, y = [x for _, x, _ in own], [y for _, _, y in own]
+        series.append(Series(label, look, x, y, run.is_finished, line=""))
+        if run.is_finished and len(set(x)) > 1:
+            at: dict[float, list[float]] = defaultdict(list)
+            for _, where, value in own:
+                at[where].append(value)
+            xs = sorted(at)
+            means = [fmean(at[one]) for one in xs]
+            errors = [standard_error(at[one]) for one in xs]
+            band = None
+            if any(map(math.isfinite, errors)):
+                pairs = list(zip(means, errors, strict=True))
+                band = [m - e for m, e in pairs], [m + e for m, e in pairs]
+            series.append(Series(label, look, xs, means, band=band))
+    return series
+
+
+def budgets(runs: Sequence[Run]) -> str:
+    """The tokens after which runs were validated last."""
+    tokens = sorted({run.validation[-1].tokens for run in runs})
+    if len(tokens) == 1:
+        return f"After {tokens[0]:,} tokens."
+    return f"After different numbers of tokens: {tokens[0]:,} to {tokens[-1]:,}."
+
+
+def _gap_figure(
+    named: NamedRuns, measure: Measure, name: str, title: str, caption: str
+) -> Iterator[Figure]:
+    gaps = gaps_to_softmax(named, measure)
+    runs = [run for run in named.runs if run.run_id in gaps]
+    # The runs of the baseline have gaps of 0 and are the line at 0.
+    others = [run for run in runs if run.config.model.kinds != ("softmax",)]
+    if not others:
+        return
+    yield Figure(
+        name=name,
+        title=title,
+        caption=f"{caption} Differences to softmax runs of the same seed, context and data, which "
+        "read the same text in the same order; bands: standard error over seeds.",
+        x_label="training context (tokens)",
+        y_label="gap to softmax (nats per token)",
+        series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
+        columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],
+        rows=[
+            [*named.leading_cells(run), _seed(run), measure.losses[run.run_id], gaps[run.run_id]]
+            for run in runs
+        ],
+        x_axis="context",
+        x_ticks=[run.context for run in others],
+        reference=("softmax", 0.0),
+    )
+
+
+def _by_setting(
+    named: NamedRuns, values: Mapping[str, float]
+) -> dict[tuple[str, int], list[float]]:
+    """The values of finished runs, by variant and context."""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for run in named.runs:
+        if run.is_finished and run.run_id in values:
+            found[named.variant(run), run.context].append(values[run.run_id])
+    return dict(found)
+
+
+def _pair(run: Run) -> tuple[str | int, ...]:
+    return run.context, run.config.trainer.seed, run.data.sha256
+
+
+def _seed(run: Run) -> int:
+    return run.config.trainer.seed

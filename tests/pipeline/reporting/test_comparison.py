@@ -1,0 +1,148 @@
+"""Losses at equal sequences, and gaps to softmax, of runs made by hand."""
+
+import math
+from collections.abc import Sequence
+from statistics import stdev
+
+import pytest
+from logged_runs import small_config
+
+from longhaul.pipeline.reporting.comparison import (
+    at_sequences,
+    at_the_end,
+    gap_at_sequences,
+    gaps_to_softmax,
+    loss_at_sequences,
+    seeds_table,
+    training_loss,
+)
+from longhaul.pipeline.reporting.runs import Data, Point, Run
+from longhaul.pipeline.reporting.variants import NamedRuns
+
+UPDATE = 512
+
+
+def run(
+    kind: str,
+    losses: Sequence[float],
+    *overrides: str,
+    context: int = 64,
+    seed: int = 0,
+    status: str = "FINISHED",
+) -> Run:
+    """A run of updates of 512 tokens, whose last validation loss is its last training loss."""
+    given = (f"model.attention.kind={kind}", f"data.context={context}", f"trainer.seed={seed}")
+    config = small_config(*given, *overrides)
+    points = [Point(step, step * UPDATE, loss) for step, loss in enumerate(losses, start=1)]
+    name = " ".join([kind, str(context), str(seed), *overrides])
+    return Run(
+        run_id=name,
+        name=name,
+        status=status,
+        commit="abc",
+        hardware="a processor",
+        data=Data("gpt2/train", "9" * 64),
+        config=config,
+        config_text="",
+        losses=points,
+        validation=points[-1:],
+        speed=1.0,
+        num_parameters=1,
+        state_bytes=1,
+        evaluations={},
+        left_out=[],
+    )
+
+
+def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
+    falling = [10.0 - step for step in range(8)]
+    short, long = run("softmax", falling), run("softmax", falling, context=256)
+    named = NamedRuns([short, long])
+    # 8 updates are 64 sequences of 64 tokens, but 16 of 256.
+    assert named.sequences == 16
+    assert at_sequences(named).losses == {short.run_id: falling[1], long.run_id: falling[7]}
+    (figure,) = loss_at_sequences(named)
+    assert figure.title == "Training loss after 16 sequences"
+    # Asked for more than one of them has read, it is left out.
+    (figure,) = loss_at_sequences(NamedRuns([short, long], 40))
+    assert [row[-2:] for row in figure.rows] == [[40, falling[4]]]
+    assert "Left out since they have read less: 1 runs." in figure.caption
+    assert list(loss_at_sequences(NamedRuns([short, long], 1000))) == []
+
+
+def test_the_last_tenth_of_the_sequences_is_averaged() -> None:
+    losses = [9.0] * 27 + [3.0, math.nan, 4.0, 100.0]
+    assert training_loss(run("softmax", losses), 30 * 8) == 3.5
+    # Between two updates, the last one counts if the tenth has none.
+    assert training_loss(run("softmax", [5.0, 4.0, 3.0]), 23) == 4.0
+    assert math.isnan(training_loss(run("softmax", [5.0]), 9))
+    assert math.isnan(training_loss(run("softmax", [math.nan]), 8))
+
+
+def test_an_unfinished_run_does_not_shorten_the_others() -> None:
+    done, begun = run("softmax", [4.0] * 8), run("linear", [5.0], status="RUNNING")
+    named = NamedRuns([done, begun])
+    assert named.sequences == 64
+    assert set(at_sequences(named).losses) == {done.run_id}
+
+
+def test_gaps_are_paired_by_seed_context_and_data() -> None:
+    levels = (3.0, 4.0, 5.0)  # the order of the data moves all kinds alike
+    gaps = (0.25, 0.5, 0.25)
+    runs = [run("softmax", [level], seed=seed) for seed, level in enumerate(levels)]
+    runs += [
+        run("linear", [level + gap], seed=seed)
+        for seed, (level, gap) in enumerate(zip(levels, gaps, strict=True))
+    ]
+    runs += [run("linear", [2.0], seed=7), run("linear", [2.0], context=128)]
+    named = NamedRuns(runs, 8)
+    measure = at_sequences(named)
+    found = gaps_to_softmax(named, measure)
+    assert [found.get(run.run_id) for run in runs] == [0.0, 0.0, 0.0, *gaps, None, None]
+    (table,) = seeds_table(named)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    (linear,) = (r for r in rows if (r["variant"], r["training context"]) == ("linear", 64))
+    assert linear["seeds"] == 4
+    assert linear["gap in training loss"] == pytest.approx(1 / 3)
+    error = stdev(gaps) / math.sqrt(3)
+    assert linear["error of gap in training loss"] == pytest.approx(error)
+    assert linear["error of training loss"] == pytest.approx(stdev([3.25, 4.5, 5.25, 2.0]) / 2)
+    (figure,) = gap_at_sequences(named)
+    assert figure.reference == ("softmax", 0.0)
+    assert [series.label for series in figure.series] == ["linear"]  # of softmax is the line alone
+
+
+def test_lines_have_bands_of_standard_errors_over_seeds() -> None:
+    runs = [
+        run(kind, [level + context / 64] * 4, context=context, seed=seed)
+        for kind, levels in (("softmax", (3.0, 5.0)), ("linear", (4.0, 6.5)))
+        for context in (64, 128)
+        for seed, level in enumerate(levels)
+    ]
+    (figure,) = gap_at_sequences(NamedRuns(runs))
+    points, line = figure.series
+    assert list(points.y) == [1.0, 1.5, 1.0, 1.5]
+    assert (list(line.x), list(line.y)) == ([64, 128], [1.25, 1.25])
+    assert line.band == ([1.0, 1.0], [1.5, 1.5])
+
+
+def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
+    fast, slow = "optim.learning_rate=0.01", "optim.learning_rate=0.001"
+    runs = [
+        run("softmax", [4.0] * 2, fast),
+        run("softmax", [3.0] * 2, slow),
+        run("softmax", [3.0] * 2, fast, context=128),
+        run("softmax", [3.5] * 2, slow, context=128),
+        run("linear", [5.0] * 2),
+        run("linear", [5.0] * 2, context=128),
+    ]
+    named = NamedRuns(runs, 8)
+    found = gaps_to_softmax(named, at_sequences(named))
+    assert [found[one.run_id] for one in runs] == [1.0, 0.0, 0.0, 0.5, 2.0, 2.0]
+
+
+def test_validation_losses_are_compared_after_equal_tokens_only() -> None:
+    runs = [run("softmax", [4.0] * 2), run("linear", [4.5] * 2), run("retention", [3.0] * 4)]
+    named = NamedRuns(runs)
+    assert set(gaps_to_softmax(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
+    assert set(gaps_to_softmax(named, at_sequences(named))) == {one.run_id for one in runs}
