@@ -54,7 +54,7 @@ def states_of_published_sizes() -> list[list[str]]:
     head.
     """
     rows = [["model", "weights", "state in numbers", *_COLUMNS]]
-    linear = attention_config("linear")
+    linear, sympow = attention_config("linear"), attention_config("sympow")
     for size in _SIZES:
         plain = linear(normalizer="head_norm")  # type: ignore[call-arg]
         built = build_on_meta(_model(size, plain))
@@ -62,7 +62,7 @@ def states_of_published_sizes() -> list[list[str]]:
         row = _columns(numbers, numbers, built.num_parameters(), degree=1)
         rows.append([size, amount(built.num_parameters()), f"{numbers:,}", *row])
         for degree in _DEGREES:
-            layers, parameters = _of_degree(_model(size, SympowConfig()), degree)
+            layers, parameters = _of_degree(_model(size, sympow()), degree)
             numbers = state_bytes(layers, 1) // HALF.itemsize
             row = _row(layers, parameters, degree)
             rows.append([size, amount(parameters), f"{numbers:,}", *row])
