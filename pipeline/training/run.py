@@ -21,7 +21,8 @@ from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
-from longhaul.pipeline.runs.folder import Finished, RunFolder, stored_config
+from longhaul.pipeline.runs.done import Finished
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
