@@ -149,11 +149,19 @@ def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
     else:
         folder, checkpoint = RunFolder(path), None
     if not folder.config_file.is_file():
-        raise ValueError(
-            f"{run_or_checkpoint}: found no config.yaml, wanted a run folder or one of its "
-            "checkpoints"
-        )
+        raise ValueError(f"{run_or_checkpoint}: {_no_run(path, run_or_checkpoint)}")
     return folder, checkpoint
+
+
+def _no_run(path: Path, given: str | Path) -> str:
+    """What was found in place of a run folder, and what was wanted."""
+    wanted = "wanted a run folder or one of its checkpoints"
+    named = Path(RunConfig.root, given)
+    if not path.is_dir() and RunFolder(named).config_file.is_file():
+        return f"found no such folder; the run of this name is {named}"
+    if path.suffix in (".yaml", ".yml"):
+        return f"found a config, {wanted}"
+    return f"found no {'config.yaml' if path.exists() else 'such folder'}, {wanted}"
 
 
 def stored_config(folder: RunFolder) -> RunConfig:
