@@ -310,8 +310,9 @@ def _check(
     for key, value in values.items():
         path = f"{prefix}{key}"
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            hint = f"the nearest known one is {prefix}{near[0]}" if near else "there is none here"
+            near = difflib.get_close_matches(str(key), known, n=1)
+            all_known = f"wanted one of {', '.join(known)}" if known else "there is none here"
+            hint = f"the nearest known one is {prefix}{near[0]}" if near else all_known
             raise ConfigError(f"{path}: unknown key, {hint}")
         nested = variants.get(path, hints[key])
         if dataclasses.is_dataclass(nested):

@@ -1,6 +1,7 @@
 """What holds for all tests: where Triton's kernels run, how processes start, what is first."""
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     names = pyfuncitem._fixtureinfo.argnames
     _call(partial(pyfuncitem.obj, **{name: pyfuncitem.funcargs[name] for name in names}))
     return True
+
+
+def pytest_pycollect_makeitem() -> None:
+    """No test runs while a kind's file is broken: it may be the one that was to be tested."""
+    kinds = sys.modules.get("longhaul.modules.attention")
+    if kinds is not None and kinds.left_out():
+        raise pytest.Collector.CollectError("; ".join(kinds.left_out()))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -40,6 +40,11 @@ class _FinishedShard:
 class TooShortError(ValueError):
     """The source does not fill one document."""
 
+    def __init__(self, message: str, tokens: int) -> None:
+        """`tokens` is how many the source has."""
+        super().__init__(message)
+        self.tokens = tokens
+
 
 class DocumentSource(Protocol):
     """Documents in a fixed order, from any cursor on."""
@@ -111,7 +116,8 @@ def prepare_shards(
         if not shards:
             raise TooShortError(
                 f"{folder}: the source has {source.dropped_tokens} tokens, less than one document "
-                f"of {template.document_tokens}; wanted a larger source or shorter documents"
+                f"of {template.document_tokens}; wanted a larger source or shorter documents",
+                source.dropped_tokens,
             )
         manifest = dataclasses.replace(
             template, shards=tuple(shards), dropped_tokens=source.dropped_tokens

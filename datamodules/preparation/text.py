@@ -106,7 +106,10 @@ def prepare_text(
                 remove_preparation(splits[each], extra_files)
             with suppress(OSError):
                 destination.rmdir()
-            options = "--doc-tokens" + (", --validation-fraction" if validation_fraction else "")
+            # The largest power of two that fits: many contexts divide it.
+            size = f" {1 << (error.tokens.bit_length() - 1)}" if error.tokens else ""
+            fraction = ", --validation-fraction" if validation_fraction else ""
+            options = f"--doc-tokens{size}{fraction}"
             raise ValueError(f"{error} ({options})") from None
         except ValueError:
             with suppress(OSError):

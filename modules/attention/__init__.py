@@ -1,23 +1,22 @@
 """Attention variants. Every module of this folder is imported, so that one file adds a variant."""
 
-import importlib
-import pkgutil
-
 from longhaul.modules.attention.base import (
     Attention,
     AttentionConfig,
     attention_config,
     build_attention,
+    left_out,
     registered_variants,
 )
+from longhaul.modules.attention.variant_files import import_variants
 
-for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
-    importlib.import_module(_module.name)
+import_variants(__name__, __path__)
 
 __all__ = [
     "Attention",
     "AttentionConfig",
     "attention_config",
     "build_attention",
+    "left_out",
     "registered_variants",
 ]

@@ -1,6 +1,8 @@
 """Base classes of attention variants: a config registered by its kind, and the module it builds."""
 
+import logging
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
+
+logger = logging.getLogger(__name__)
 
 # FLOPs of a kind of linear cost are counted on this many tokens: more would take longer to count,
 # and cost the same per token.
@@ -247,14 +251,17 @@ def _check_complete(kind: str, cls: type) -> None:
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])
 _REGISTRY: dict[str, type[AttentionConfig]] = {}
+_TWICE: dict[str, str] = {}  # the modules that register the same kind
+_LEFT_OUT: list[str] = []  # why modules of kinds could not be imported
 
 
 def register(kind: str) -> Callable[[ConfigT], ConfigT]:
     """Class decorator that registers the config of a variant under `kind`."""
 
     def add(config: ConfigT) -> ConfigT:
-        assert kind not in _REGISTRY, f"two variants are called {kind}"
         _check_complete(kind, config)
+        if (other := _REGISTRY.get(kind)) is not None:
+            _TWICE[kind] = f"{other.__module__} and {config.__module__}"
         config.kind = kind
         _REGISTRY[kind] = config
         return config
@@ -268,11 +275,34 @@ def registered_variants() -> tuple[str, ...]:
 
 
 def attention_config(kind: str) -> type[AttentionConfig]:
-    """The config class of a kind. The ValueError for an unknown kind lists the known ones."""
+    """The config class of a kind.
+
+    Raises:
+        ValueError: no module registers the kind, or two do. One line, with the known kinds and the
+            modules that could not be imported.
+    """
+    if kind in _TWICE:
+        raise ValueError(f"attention.kind: found {kind!r} in {_TWICE[kind]}, wanted one of them")
     if kind not in _REGISTRY:
         known = ", ".join(registered_variants())
-        raise ValueError(f"attention.kind: found {kind!r}, wanted one of {known}")
+        left_out = "".join(f"; not imported: {reason}" for reason in _LEFT_OUT)
+        raise ValueError(f"attention.kind: found {kind!r}, wanted one of {known}{left_out}")
     return _REGISTRY[kind]
+
+
+def leave_out(reason: str) -> None:
+    """Warn of a module whose import failed for this reason, and forget what it registered."""
+    for kind, config in list(_REGISTRY.items()):
+        if config.__module__ not in sys.modules:
+            del _REGISTRY[kind]
+    if reason not in _LEFT_OUT:  # that of a module is also the one of all that import it
+        _LEFT_OUT.append(reason)
+        logger.warning("%s; the kinds that need this file are left out", reason)
+
+
+def left_out() -> tuple[str, ...]:
+    """Why kinds are left out: file, line and error of each module that could not be imported."""
+    return tuple(_LEFT_OUT)
 
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:

@@ -148,8 +148,8 @@ class CheckpointStore:
             if self._is_first:
                 shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
             raise CheckpointError(
-                f"checkpoint of step {int(target.name.removeprefix('step-'))} could not be saved "
-                f"in {self.folder}: {first_cause(error)}; older checkpoints are untouched"
+                f"checkpoint of step {step_of(target)} could not be saved in {self.folder}: "
+                f"{first_cause(error)}; older checkpoints are untouched"
             ) from error
 
     @property
@@ -230,7 +230,7 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for path in _checkpoint_folders(self.folder)[: -self.keep_last]:
-            if self.keep_every and int(path.name.removeprefix("step-")) % self.keep_every == 0:
+            if self.keep_every and step_of(path) % self.keep_every == 0:
                 continue
             # Renamed first, so that a crash during the removal does not leave a folder that looks
             # like a damaged checkpoint.
@@ -280,9 +280,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def newest_step(folder: Path) -> int:
     """Step of the newest checkpoint in a folder, intact or not; 0 without one."""
-    return max(
-        (int(path.name.removeprefix("step-")) for path in _checkpoint_folders(folder)), default=0
-    )
+    return max(map(step_of, _checkpoint_folders(folder)), default=0)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint is named after."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:

@@ -21,6 +21,7 @@ import yaml
 
 from longhaul.datamodules.untrusted import read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
+from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.terminal.table import print_table
 from longhaul.pipeline.tracking.metrics_journal import parse_line
 
@@ -106,8 +107,9 @@ def _row(
 
 def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     lines = _tail(folder / "logs" / "metrics.jsonl")
+    finished, damage = _finished(folder)
     if job is None or job.is_over:
-        state = _folder_state(folder, lines)
+        state = damage or ("finished" if finished else _folder_state(folder, lines))
         # Slurm may know more: a time limit, a node that failed. But its FAILED says less than
         # "stopped": it only means that the run stopped and was not requeued.
         says_less = state == "stopped" and job is not None and job.state == "FAILED"
@@ -118,7 +120,8 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
     updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
     validations = [line["values"] for line in lines if line["kind"] == "validation"]
     validated = f"{float(validations[-1]['validation/loss']):.4f}" if validations else "-"
-    progress = _progress(folder, updates, validated, is_running=state == "running")
+    done = 0 if finished is None else finished.step
+    progress = _progress(folder, updates, done, validated, is_running=state == "running")
     return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
 
 
@@ -129,9 +132,15 @@ def _experiment(folder: Path) -> str | None:
         return None
 
 
+def _finished(folder: Path) -> tuple[Finished | None, str]:
+    """How the run finished, if it has, and the state of one whose file DONE is damaged."""
+    try:
+        return read_done(folder / "DONE"), ""
+    except (OSError, ValueError):
+        return None, "DONE is damaged"
+
+
 def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
-    if (folder / "DONE").exists():
-        return "finished"
     journal = folder / "logs" / "metrics.jsonl"
     if _is_locked(journal.with_name(f"{journal.name}.lock")):
         return "running"
@@ -143,13 +152,21 @@ def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _progress(
-    folder: Path, updates: Sequence[Mapping[str, Any]], validated: str, *, is_running: bool
+    folder: Path,
+    updates: Sequence[Mapping[str, Any]],
+    done: int,
+    validated: str,
+    *,
+    is_running: bool,
 ) -> Sequence[str]:
-    """Step out of all steps, losses, tokens/s, and the time left if the run is running."""
+    """Step out of all steps, losses, tokens/s, and the time left if the run is running.
+
+    Without updates, as in a folder that lost its logs, the step is that of the file DONE.
+    """
     tokens_per_update, total = _budget(folder)
     of_total = "" if total is None else f"/{total:,}"
     if not updates:
-        return [f"0{of_total}", "-", validated, "-", "-"]
+        return [f"{done:,}{of_total}", "-", validated, "-", "-"]
     step, values = int(updates[-1]["step"]), updates[-1]["values"]
     rate = statistics.median(float(each["values"]["train/tokens_per_second"]) for each in updates)
     left = "-"

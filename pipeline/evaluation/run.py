@@ -82,6 +82,10 @@ def _check_options_are_read(names: Sequence[str], options: Options) -> None:
         # Names of results contain the text and the context, so all tasks must read these two.
         if len(others) == len(names) or (others and field.name in ("text", "context")):
             option = "--" + field.name.replace("_", "-")
+            if f"{field.name}s" in TASKS[others[0]].decided_by:
+                raise ValueError(
+                    f"{option}: found with the task {others[0]}, wanted {option}s, which it reads"
+                )
             raise ValueError(
                 f"{option}: found with {others[0]}, which does not read it; wanted other tasks"
             )
@@ -136,6 +140,8 @@ def evaluate(
     stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
     (missing,) = ranks.gather([[name for name, result in stored.items() if result is None]])
     _check_can_be_measured(trained, missing, options)
+    if tracker is None:
+        print(f"step {trained.step:,}, {trained.checkpoint}")
     for name, task in wanted.items():
         result = stored[name]
         if result is not None:

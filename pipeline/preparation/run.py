@@ -53,6 +53,8 @@ def prepare_from_text(
         validation_fraction: share of the text that becomes validation data.
     """
     built, corpus = build_tokenizer(tokenizer), open_corpus(sources)
+    if not sources:
+        print(f"no source is named: {corpus.description}, {len(corpus.files):,} files", flush=True)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None) as progress:

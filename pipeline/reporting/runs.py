@@ -182,10 +182,16 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     found = client.get_experiment_by_name(name)
     if found is not None and found.lifecycle_stage == "active":
         return str(found.experiment_id)
-    known = sorted(experiment.name for experiment in client.search_experiments())
+    # MLflow makes the first one, and most stores hold nothing in it.
+    known = sorted(
+        one.name
+        for one in client.search_experiments()
+        if one.experiment_id != "0" or client.search_runs(["0"], max_results=1)
+    )
     names = ", ".join(map(repr, known[:_NAMES_SHOWN]))
     more = f" and {len(known) - _NAMES_SHOWN} more" if len(known) > _NAMES_SHOWN else ""
-    raise ValueError(f"EXPERIMENT: found {name!r}, wanted one of {names}{more}")
+    wanted = f"wanted one of {names}{more}" if known else "and no experiment has a run"
+    raise ValueError(f"EXPERIMENT: found {name!r}, {wanted}")
 
 
 def _training_runs(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
@@ -252,7 +258,8 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
         return load_stored_config(folder / "config.yaml"), text
     except ConfigError as error:
         reason = str(error).removeprefix(f"{folder / 'config.yaml'}: ")
-        raise _Unreadable(f"config.yaml is of another version: {reason}") from error
+        # It may be of another version, or of a kind whose file is not here.
+        raise _Unreadable(f"config.yaml cannot be read here: {reason}") from error
 
 
 def _hardware(fetch: Callable[[str], str]) -> str:

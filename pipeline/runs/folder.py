@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.configs import (
@@ -15,9 +14,10 @@ from longhaul.configs import (
     to_yaml,
 )
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.untrusted import Count, parse_json, read_regular
+from longhaul.datamodules.untrusted import parse_json, read_regular
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.checkpoints.store import newest_step
+from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_run import SQLITE
@@ -49,15 +49,6 @@ _PLACES = (
     "trainer.start_from",
     "tracking.uri",
 )
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The contents of the file DONE."""
-
-    step: Count
-    tokens: Count
-    is_tracked: bool  # whether everything has been uploaded to MLflow
 
 
 class RunFolder:
@@ -144,9 +135,7 @@ class RunFolder:
 
     def finished(self) -> Finished | None:
         """How the run finished, None if it has not."""
-        if not self.done_file.exists():
-            return None
-        return parse_json(Finished, read_regular(self.done_file, 1 << 16), self.done_file)
+        return read_done(self.done_file)
 
     def mark_finished(self, finished: Finished) -> None:
         write_atomically(self.done_file, json.dumps(dataclasses.asdict(finished)) + "\n")
@@ -160,11 +149,19 @@ def locate(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path | None]:
     else:
         folder, checkpoint = RunFolder(path), None
     if not folder.config_file.is_file():
-        raise ValueError(
-            f"{run_or_checkpoint}: found no config.yaml, wanted a run folder or one of its "
-            "checkpoints"
-        )
+        raise ValueError(f"{run_or_checkpoint}: {_no_run(path, run_or_checkpoint)}")
     return folder, checkpoint
+
+
+def _no_run(path: Path, given: str | Path) -> str:
+    """What was found in place of a run folder, and what was wanted."""
+    wanted = "wanted a run folder or one of its checkpoints"
+    named = Path(RunConfig.root, given)
+    if not path.is_dir() and RunFolder(named).config_file.is_file():
+        return f"found no such folder; the run of this name is {named}"
+    if path.suffix in (".yaml", ".yml"):
+        return f"found a config, {wanted}"
+    return f"found no {'config.yaml' if path.exists() else 'such folder'}, {wanted}"
 
 
 def stored_config(folder: RunFolder) -> RunConfig:

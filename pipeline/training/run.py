@@ -18,10 +18,11 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
+from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
-from longhaul.pipeline.runs.folder import Finished, RunFolder, stored_config
+from longhaul.pipeline.runs.done import Finished
+from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
@@ -56,12 +57,11 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
     folder.check_same_run(config)
-    finished = folder.finished()
-    is_finished = finished is not None and finished.tokens >= config.trainer.max_tokens
+    finished = _finished(config, folder, is_first=trainer.is_global_zero)
     if folder.config_file.exists():
         stored = stored_config(folder).data
-        check_same_data(folder, config.data, stored, may_be_gone=is_finished)
-    if finished is not None and is_finished:
+        check_same_data(folder, config.data, stored, may_be_gone=finished is not None)
+    if finished is not None:
         if trainer.is_global_zero:
             _show_finished(config, folder, finished)
         return 0
@@ -270,13 +270,36 @@ def _new_tracker(
     )
 
 
-def _show_finished(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
-    """Say that the run is finished, or that it is and its weights are damaged."""
-    if any(folder.checkpoints.glob("step-*")) and newest_checkpoint(folder.checkpoints) is None:
+def _finished(config: RunConfig, folder: RunFolder, *, is_first: bool) -> Finished | None:
+    """How the run finished; None if it has not, or has lost its last weights but not older ones.
+
+    Every rank looks, since they are not connected yet, and the first one tells.
+
+    Raises:
+        CheckpointError: on the first rank, if all weights are lost.
+    """
+    finished = folder.finished()
+    if finished is None or finished.tokens < config.trainer.max_tokens:
+        return None
+    newest = newest_checkpoint(folder.checkpoints)
+    if newest is None and is_first:
         raise CheckpointError(
             f"run {folder.path} is finished, {finished.tokens:,} tokens, but found no intact "
             "checkpoint of it; to train it again, give the run another name or remove its folder"
         )
+    if newest is None or step_of(newest) >= finished.step:
+        return finished
+    if is_first:
+        logger.warning(
+            "run %s was finished, but found no intact checkpoint of its last step, %d; training "
+            "goes on from step %d",
+            *(folder.path, finished.step, step_of(newest)),
+        )
+    return None
+
+
+def _show_finished(config: RunConfig, folder: RunFolder, finished: Finished) -> None:
+    """Say that the run is finished, and send MLflow what it has not got."""
     if not finished.is_tracked:
         _upload_rest(config, folder, finished)
     print(f"run {folder.path} is finished: {finished.tokens:,} tokens")

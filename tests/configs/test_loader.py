@@ -40,6 +40,10 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("model.attention.degre=2", "model.attention.degre: unknown key.* model.attention.degree"),
+        (
+            "model.layer_attention.0={kind: softmax, tap: 5}",
+            "0.tap: unknown key, wanted one of rot",
+        ),
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
         ("model.attention.degree='2'", 'model.attention.degree: expected int, got "2"'),
         ("model.attention.degree=3", "model.attention.degree: found 3, wanted an even number"),

@@ -55,8 +55,9 @@ from longhaul.pipeline.generation.session_files import _digest, load_session, sa
 from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
 from longhaul.pipeline.reporting.tables import TABLES, read_table
+from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.exported import exported_shape, exported_weights, shape_of
-from longhaul.pipeline.runs.folder import Finished, RunFolder
+from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.metrics_journal import Journal, read_lines
 
 Folder = Path

@@ -137,7 +137,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         reports += of_layer
         maps.append(weights.abs().mean(dim=0).float().cpu())
     table, picture = folder / "attention.csv", folder / "attention.png"
-    memory = folder / "attention_memory.png"
+    files = [table, picture]
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(HeadReport._fields)
@@ -145,7 +145,10 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             writer.writerow([report.layer, report.matrix, *(f"{x:.6g}" for x in report[2:])])
     title = f"{trained.config.name}, {label(trained, options)}"
     draw_maps(picture, maps, title)
-    draw_memory(memory, reports, title, context)
+    # A kind may neither forget nor choose its rotation.
+    if any(math.isfinite(r.half_life) or r.rotation_spread > 0 for r in reports):
+        files.append(folder / "attention_memory.png")
+        draw_memory(files[-1], reports, title, context)
     prefix = metric_prefix(trained, options)
     values = {
         f"{prefix}/attention_largest": max(report.largest for report in reports),
@@ -155,7 +158,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     lives = [report.half_life for report in reports if math.isfinite(report.half_life)]
     if lives:
         values[f"{prefix}/attention_longest_half_life"] = max(lives)
-    return TaskResult(values, (table, picture, memory))
+    return TaskResult(values, tuple(files))
 
 
 def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:

@@ -140,10 +140,14 @@ def test_a_run_that_never_began_or_is_damaged_leaves_the_others(
     (tmp_path / "d" / "slurm").mkdir(parents=True)
     (tmp_path / "d" / "slurm" / "jobs.jsonl").write_text('{"job_id": "1", "kind": "train"}\n')
     (tmp_path / "no-run").mkdir()
+    (_make(tmp_path / "e", _update(3)) / "DONE").write_text("not json")
+    (_make(tmp_path / "f") / "DONE").write_text('{"step": 99, "tokens": 99, "is_tracked": true}')
     rows = status(tmp_path)
     assert [rows[name]["state"] for name in "abd"] == ["not started", "stopped", "not started"]
     assert rows["c"]["state"].startswith("cannot be read")
-    assert rows.keys() == set("abcd")
+    assert rows.keys() == set("abcdef")
+    told = [(rows[name]["state"], rows[name]["step"]) for name in "ef"]
+    assert told == [("DONE is damaged", "3/100"), ("finished", "99/100")]
     assert (rows["d"]["job"], rows["d"]["restarts"]) == ("1", "-")
 
 

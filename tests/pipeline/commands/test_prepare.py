@@ -130,7 +130,7 @@ def test_a_finished_preparation_is_left_as_it_is(store: Path, tmp_path: Path, ca
 
 
 def test_without_a_source_the_standard_library_is_split_in_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library = tmp_path / "lib"
     library.mkdir()
@@ -139,6 +139,8 @@ def test_without_a_source_the_standard_library_is_split_in_two(
     (library / "notes.txt").write_text("not Python")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
     assert command("text", tmp_path / "out", "--doc-tokens", 32) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("no source is named: the Python standard library, 100 files\n")
     manifests = [
         json.loads((tmp_path / "out" / split / "manifest.json").read_text())
         for split in ("train", "validation")
@@ -239,19 +241,20 @@ def test_of_records_whole_texts_are_for_validation(
     assert "validation_from" not in manifest["source"]
 
 
-@pytest.mark.parametrize("fraction", [0.05, 0.99])
+@pytest.mark.parametrize(("fraction", "size"), [(0.05, 512), (0.99, 64)])
 def test_a_part_that_is_too_small_does_not_refuse_the_remedy(
-    fraction: float, tmp_path: Path
+    fraction: float, size: int, tmp_path: Path
 ) -> None:
     text = tmp_path / "book.txt"
     text.write_text("some words\n" * 1000)
     options = ("--validation-fraction", fraction)
     with pytest.raises(
-        ValueError, match=r"wanted a larger source or shorter documents \(--doc-tok"
+        ValueError,
+        match=rf"wanted a larger source or shorter documents \(--doc-tokens {size}, --val",
     ):
         command("text", text, tmp_path / "out", "--doc-tokens", 1024, *options)
     assert not (tmp_path / "out").exists()
-    assert command("text", text, tmp_path / "out", "--doc-tokens", 64, *options) == 0
+    assert command("text", text, tmp_path / "out", "--doc-tokens", size, *options) == 0
 
 
 def test_of_another_preparation_nothing_is_removed(records: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Outliers and memories of layers, against definitions written out."""
 
 import csv
+import dataclasses
 import json
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.attention import (
     attention_inputs,
     half_life,
+    measure,
     report_layer,
     weight_statistics,
 )
@@ -119,6 +122,16 @@ def test_attention_is_reported_of_a_run(uninterrupted: Run) -> None:
     assert values["evaluation/attention_longest_half_life"] == pytest.approx(max(lives), rel=1e-4)
     for name in ("attention.png", "attention_memory.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kind_without_gates_and_rates_has_no_figure_of_them(
+    uninterrupted: Run, tmp_path: Path
+) -> None:
+    trained = load_trained_model(uninterrupted.path / "small")
+    softmax = dataclasses.replace(trained.config.model, attention=attention_config("softmax")())
+    trained = dataclasses.replace(trained, model=LanguageModel(softmax))
+    measure(trained, Options(), tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["attention.csv", "attention.png"]
 
 
 def test_a_kind_without_matrices_is_refused_before_any_task(

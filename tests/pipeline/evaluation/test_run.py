@@ -96,6 +96,7 @@ def test_a_task_done_is_repeated_only_on_demand(evaluated: Run) -> None:
     journal = evaluated.path / "small" / "logs" / "evaluation.jsonl"
     before, lines = (folder / "positions.csv").stat().st_mtime_ns, journal.read_text()
     result = evaluated.longhaul("evaluate", "small", "--tasks", "positions,bigram")
+    assert result.stdout.startswith("step 30, /")
     assert result.stdout.count("results are already there") == 2
     assert "evaluation/bigram_loss" in result.stdout
     assert (folder / "positions.csv").stat().st_mtime_ns == before
@@ -177,10 +178,20 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     [
         (["evaluate", "small", "--tasks", "positons"], "--tasks: found 'positons'"),
         (["evaluate", "small", "--text", "no"], "--text: found no file no, wanted text in UTF-8"),
-        (["evaluate", "nowhere"], "nowhere: found no config.yaml, wanted a run folder"),
+        (["evaluate", "nowhere"], "nowhere: found no such folder, wanted a run folder"),
+        (["evaluate", "."], ".: found no config.yaml, wanted a run folder"),
+        (["evaluate", "mine"], "mine: found no such folder; the run of this name is runs/mine"),
+        (["evaluate", "small.yaml"], "small.yaml: found a config, wanted a run folder"),
+        (
+            ["evaluate", "small", "--tasks", "bigram,context", "--context", "64"],
+            "--context: found with the task context, wanted --contexts, which it reads",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(evaluated: Run, arguments: list[str], message: str) -> None:
+    mine = evaluated.path / "runs" / "mine"
+    mine.mkdir(parents=True, exist_ok=True)
+    (mine / "config.yaml").touch()
     result = evaluated.longhaul(*arguments, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith(f"longhaul: {message}")

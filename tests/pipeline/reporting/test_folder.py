@@ -237,9 +237,8 @@ def test_what_cannot_be_reported_is_refused(
     store: Store, reported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new, uri = str(tmp_path / "new"), ["--uri", store.uri]
-    assert "found 'nothing', wanted one of 'Default', 'tests'" in refused(
-        ["nothing", new, *uri], capsys
-    )
+    named = refused(["nothing", new, *uri], capsys)
+    assert named.endswith("found 'nothing', wanted one of 'tests'")
     assert "EXPERIMENT 'Default': found no runs, wanted a finished run" in refused(
         ["Default", new, *uri], capsys
     )
@@ -269,6 +268,13 @@ def test_no_finished_run_is_refused(
     line = refused(["tests", str(tmp_path / "new"), "--uri", store.uri], capsys)
     assert "found 1 failed, 1 running, wanted a finished run" in line
     assert not (tmp_path / "new").exists()
+
+
+def test_a_store_without_runs_names_no_experiment(
+    empty_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["x", str(tmp_path / "new"), "--uri", f"sqlite:///{empty_store}"], capsys)
+    assert line.endswith("EXPERIMENT: found 'x', and no experiment has a run")
 
 
 def test_a_report_that_fails_leaves_nothing(
@@ -303,12 +309,12 @@ def test_a_run_that_cannot_be_read_is_named(
     client.set_terminated(bare.info.run_id)
     assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
     shown = "".join(Page((tmp_path / "new" / "index.html").read_text()).texts)
-    assert "Run <b>old: config.yaml is of another version: model.attention.kind" in shown
+    assert "Run <b>old: config.yaml cannot be read here: model.attention.kind" in shown
     table = "evaluation/step-000000004/context.csv"
     assert f"Run older: {table}: row 1: context: found nothing, wanted a value" in shown
     assert "Run bare: config.yaml is not in MLflow" in shown
-    assert "Run large: config.yaml is of another version: model.layers: found 1000000000," in shown
-    assert "Run curious: config.yaml is of another version: name: found '${oc.env:HOME}'" in shown
+    assert "Run large: config.yaml cannot be read here: model.layers: found 1000000000," in shown
+    assert "Run curious: config.yaml cannot be read here: name: found '${oc.env:HOME}'" in shown
     assert os.environ["HOME"] not in shown
     # A table that cannot be read leaves out its figure alone.
     assert [row["run"] for row in rows(tmp_path / "new" / "runs.csv")] == ["older", "whole"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.pipeline.runs.folder import Finished, RunFolder
+from longhaul.pipeline.runs.done import Finished
+from longhaul.pipeline.runs.folder import RunFolder
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -154,17 +154,18 @@ def test_a_finished_run_without_intact_weights_says_so(
 ) -> None:
     shutil.copytree(uninterrupted.path / "small", tmp_path / "small")
     monkeypatch.chdir(uninterrupted.path)
+    lost = "is finished, 15,360 tokens, but found no intact checkpoint of it"
     for checkpoint in (tmp_path / "small" / "checkpoints").iterdir():
         (checkpoint / "state.json").write_text("{}")
     assert main(["train", "small.yaml", f"root={tmp_path}"]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "is finished, 15,360 tokens, but found no intact checkpoint of it" in said
+    assert lost in capsys.readouterr().err.splitlines()[-1]
     for command in (["generate", "--prompt", "x"], ["evaluate"]):  # a failure, not bad input
         assert main([*command, f"{tmp_path}/small"]) == 1
         said = capsys.readouterr().err.splitlines()[-1]
         assert "found only damaged checkpoints, wanted an intact one" in said
-    shutil.rmtree(tmp_path / "small" / "checkpoints")  # a user may have wanted the room
-    assert main(["train", "small.yaml", f"root={tmp_path}"]) == 0
+    shutil.rmtree(tmp_path / "small" / "checkpoints")
+    assert main(["train", "small.yaml", f"root={tmp_path}"]) == 1
+    assert lost in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_training_a_finished_run_says_so(uninterrupted: Run) -> None:
@@ -272,19 +273,30 @@ def test_three_processes_with_two_workers_each_see_the_same_batches(
         torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_damaged_checkpoint_is_set_aside(run: Run) -> None:
-    run.longhaul("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
+def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_before_it(run: Run) -> None:
+    options = ("train", "small.yaml", f"trainer.max_tokens={8 * 512}")
+    run.longhaul(*options)
+    wanted = {name: tensor.clone() for name, tensor in final_weights(run).items()}
     checkpoints = run.path / "small" / "checkpoints"
     newest = max(checkpoints.iterdir())
     (file,) = newest.glob("model-*")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    result = run.longhaul("train", "small.yaml", f"trainer.max_tokens={9 * 512}")
-    assert f"{newest.name}" in result.stderr
-    assert file.name in result.stderr
+    result = run.longhaul(*options)
+    assert f"{newest.name} is damaged: {file.name}" in result.stderr
+    told = "small was finished, but found no intact checkpoint of its last step, 8; training goes "
+    assert f"{told}on from step 4\n" in result.stderr
     assert "resumed at step 4" in result.stdout
-    assert (checkpoints / f"{newest.name}.damaged").is_dir()
+    (checkpoints / f"{newest.name}.damaged").rename(run.path / "aside")
+    found = final_weights(run)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert json.loads((run.path / "small" / "DONE").read_text())["step"] == 8
+    client, (tracked,) = mlflow_runs(run)
+    assert tracked.info.status == "FINISHED"
+    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    assert [metric.step for metric in history] == list(range(1, 9))
+    assert "is finished: 4,096 tokens" in run.longhaul(*options).stdout
 
 
 def test_damaged_checkpoints_alone_do_not_start_the_run_over(run: Run) -> None:

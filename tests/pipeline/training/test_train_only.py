@@ -122,7 +122,7 @@ def test_a_relative_path_is_made_absolute_and_a_checkpoint_will_do(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["trainer.start_from=nowhere"], "trainer.start_from: /.*nowhere: found no config.yaml"),
+        (["trainer.start_from=nowhere"], "trainer.start_from: /.*nowhere: found no such folder"),
         (["model.width=64"], r"trainer.start_from: found model.width \d+ in /.*, wanted 64 as in"),
         (["model.layers=3"], "trainer.start_from: found model.layers 2 in /.*, wanted 3 as in"),
         (["model.attention.degree=4"], "trainer.start_from: found model.attention.degree 2 in /"),
