@@ -56,7 +56,7 @@ class Rotary:
         """Turns per token of every pair, in a sequence of `length` tokens.
 
         Sources: linear interpolation, Chen et al. (2023), arXiv:2306.15595; dynamic NTK as in the
-        evaluation of CoCA (arXiv:2309.08646).
+        evaluation of CoCA (arXiv:2309.08646), which gives no formula: this is its released code's.
         """
         base, scaling = self.base, self.scaling
         if scaling.name == "dynamic_ntk" and length > scaling.context:
@@ -91,7 +91,11 @@ class Rotary:
 def rotate(
     x: Float[Tensor, "*#rows K"], cos: Float[Tensor, "*#rows J"], sin: Float[Tensor, "*#rows J"]
 ) -> Float[Tensor, "*#rows K"]:
-    """Rotate each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases."""
+    """Rotate each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases.
+
+    CoCA pairs coordinates like this. The conformal-sympow paper pairs neighbours, which differs by
+    a permutation of the rows of the projections, and so by nothing that is learned.
+    """
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
     return turned.to(x.dtype)

@@ -97,7 +97,9 @@ class Cartan(VectorGates):
     removes |q_t| again, so that the length of the key is what remains of either.
 
     Sources: the notes on Cartan decomposition, assumptions 1, 2 and 4 and "Prefix-product Sigmoid *
-    Softmax". Norm, and rotations in the full generator too, are ours.
+    Softmax". They do not say how s, gamma and D follow from x, how many there are, or where
+    positions begin (here at 1, which matters where Sigma or D does not commute with rotations): all
+    of that is ours, and so are the norm, and rotations in the full generator too.
     """
 
     scale = 1.0

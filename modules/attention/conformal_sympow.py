@@ -35,7 +35,8 @@ class ConformalSympow(Sympow):
 
     A scaling times a rotation is a conformal map, hence the name. The gate frees capacity of the
     state, and the rotation chooses where in the state a token is stored. gates.py has the other
-    choices of gamma.
+    choices of gamma. Rotations are those of the paper's equation (2); sections 3.2 and 3.3 write
+    them in the other direction, which is a reflection of every plane and learns the same.
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
     """
 

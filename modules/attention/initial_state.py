@@ -10,7 +10,8 @@ class InitialState(nn.Module):
 
     The pivot tokens stand at position 0 of every document. They leave the state
     S_0 = sum_r phi(a_r) b_r^T, which at degree 1 is the low-rank matrix W_a W_b^T. Rotation and
-    decay then act on them as on any other token. Values are initialised to zero.
+    decay then act on them as on any other token. Values are initialised to zero, so that a trained
+    model begins as it is; the source does not say how they begin.
     Source: Quantum-Inspired Linear Attention, "Fine-tuning".
     """
 

@@ -33,6 +33,7 @@ class Retention(PowerAttention):
     """y_t = sum_i gamma_h^(t - i) (q_t . k_i / sqrt(K)) v_i, gamma_h = 1 - 2^(-5 - h), h = 0, 1 ...
 
     where q and k are rotated by their positions. Group norm and swish(W_g x) follow if configured.
+    The norm is torch's: it subtracts the mean, and has a gain and a bias for every channel.
     Source: Sun et al. (2023), arXiv:2307.08621.
     """
 

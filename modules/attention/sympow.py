@@ -69,7 +69,8 @@ class FixedSympowConfig(SympowConfig):
 class RotationRate(InFloat32):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
-    beta_t = 1 rotates by as much as one position does in fixed rotary embeddings.
+    beta_t = 1 rotates by as much as one position does in fixed rotary embeddings. The source does
+    not say how W is initialised; we draw it from N(0, 0.02^2), as GPT-2 does.
     """
 
     def __init__(self, model_dim: int) -> None:
@@ -90,6 +91,7 @@ class Sympow(PowerAttention):
     q_t and k_t are rotated by t theta, unless rotary is none: then tokens differ only in their
     content. Subclasses may set `gate`, which multiplies w_ti by gamma_(i+1) ... gamma_t, and
     `rate`, which makes the rotation mu_t = mu_(t-1) + beta_t theta.
+    The papers have no 1 / sqrt(K) in the power. It cancels in y_t, and keeps weights near 1.
     Source: Symmetric Power Transformers, Buckman, Gelada, Zhang (2024). Without rotation: Conformal
     Transformations for Symmetric Power Transformers (2025), section 2.1.
     """

@@ -12,7 +12,10 @@ from longhaul.pipeline.reporting.runs import Run
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _TAIL = 0.1
-"""Share of the sequences, up to the last, whose training losses are averaged."""
+"""Share of the sequences, up to the last, whose training losses are averaged.
+
+The conformal-sympow paper does not say how the single values of its figure 1 were taken.
+"""
 
 _SEQUENCES = "Mean training loss over the last tenth of the first {:,} sequences of each run."
 

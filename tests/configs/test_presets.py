@@ -119,7 +119,7 @@ def test_the_grid_of_the_conformal_sympow_paper_has_its_recipe() -> None:
         assert (config.optim.name, config.optim.learning_rate) == ("adam", 6e-4)
         assert config.optim.schedule.name == "constant"
         assert config.optim.gradient_clip is None
-        assert config.trainer.precision == "bf16-mixed"
+        assert (config.trainer.precision, config.trainer.devices) == ("bf16-mixed", 8)
         attention = config.model.attention
         assert getattr(attention, "gate_init", "plain") == "plain"
         found.add((attention.kind, getattr(attention, "degree", None), config.data.context))
@@ -180,6 +180,7 @@ def test_the_presets_of_coca_have_its_recipe() -> None:
         assert (model.tied_head, model.embedding_norm) == (False, False)
         assert (run.data.context, run.samples_per_update, run.accumulation) == (512, 256, 2)
         assert (optim.name, optim.beta1, optim.beta2) == ("adamw", 0.9, 0.95)
+        assert (run.trainer.strategy, run.trainer.devices) == ("fsdp", 8)
         budget = run.trainer.max_tokens
         for part, rate in ((0, 1e-7), (0.005, 5.005e-5), (0.01, 1e-4), (0.505, 5.5e-5), (1, 1e-5)):
             factor = learning_rate_factor(optim.schedule, int(part * budget), budget)

@@ -1,6 +1,7 @@
 """Passkey retrieval: a number hidden in a long, repetitive text, asked for at its end.
 
-Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023).
+Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023). It
+does not say what stands between lines, nor how answers are drawn: here line breaks, and greedily.
 """
 
 import csv

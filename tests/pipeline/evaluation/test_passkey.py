@@ -3,7 +3,7 @@
 import csv
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +196,15 @@ def test_bad_arguments_are_one_line_before_any_task(
     assert (result.stdout, result.stderr) == ("", f"longhaul: {message}\n")
 
 
-def test_progress_ends_at_its_total(
+def test_64_tokens_are_asked_for_and_progress_ends_at_its_total(
     uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[int, int]] = []
+    asked: list[int] = []
+
+    def decode(*arguments: Any, num_tokens: int, **options: Any) -> Iterator[Any]:
+        asked.append(num_tokens)
+        return iter(())
 
     def show(self: TokenProgress, done: int) -> None:
         self._done = done
@@ -208,9 +213,10 @@ def test_progress_ends_at_its_total(
     monkeypatch.setattr(TokenProgress, "show", show)
     for name in ("draw_curve", "draw_depths"):
         monkeypatch.setattr(passkey, name, lambda *arguments: None)
-    monkeypatch.setattr(passkey, "decode", lambda *arguments, **options: iter(()))
+    monkeypatch.setattr(passkey, "decode", decode)
     trained = load_trained_model(uninterrupted.path / "small")
     passkey.measure(trained, Options(lengths=(256, 512), prompts=5), tmp_path)
+    assert set(asked) == {64}
     totals = {total for _, total in shown}
     assert next(done for done, _ in shown) == 0
     assert {shown[-1][0]} == totals
