@@ -66,8 +66,14 @@ def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
     # Asked for more than one of them has read, it is left out.
     (figure,) = loss_at_sequences(NamedRuns([short, long], 40))
     assert [row[-2:] for row in figure.rows] == [[40, falling[4]]]
-    assert "Left out since they have read less: 1 runs." in figure.caption
+    assert "Left out: 1 runs, which have read less or diverged." in figure.caption
     assert list(loss_at_sequences(NamedRuns([short, long], 1000))) == []
+
+
+def test_a_diverged_run_has_no_loss_after_it_diverged() -> None:
+    diverged = run("softmax", [5.0] * 3 + [math.nan] * 27)
+    assert training_loss(diverged, 3 * 8) == 5.0
+    assert math.isnan(training_loss(diverged, 30 * 8))
 
 
 def test_the_last_tenth_of_the_sequences_is_averaged() -> None:
