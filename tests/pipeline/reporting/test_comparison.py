@@ -1,5 +1,6 @@
 """Losses at equal sequences, and gaps to softmax, of runs made by hand."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import stdev
@@ -152,3 +153,12 @@ def test_validation_losses_are_compared_after_equal_tokens_only() -> None:
     named = NamedRuns(runs)
     assert set(gaps_to_softmax(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
     assert set(gaps_to_softmax(named, at_sequences(named))) == {one.run_id for one in runs}
+
+
+def test_a_gap_is_not_between_runs_of_different_data() -> None:
+    softmax, other = run("softmax", [5.0]), run("sympow", [6.0])
+    named = NamedRuns([softmax, other])
+    assert gaps_to_softmax(named, at_sequences(named))[other.run_id] == 1.0
+    elsewhere = dataclasses.replace(other, data=Data("other/train", "8" * 64))
+    named = NamedRuns([softmax, elsewhere])
+    assert other.run_id not in gaps_to_softmax(named, at_sequences(named))
