@@ -145,6 +145,8 @@ class ComplexAttention(VectorGates):
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)
         if log_g is not None:
             log_g = log_g.to(cos.dtype).expand(*x.shape[:2], -1, -1)
+            # A head of one pair has no parts.
+            log_g = log_g[..., 0] if self.num_parts == 1 else log_g
         if self.decay:
             log_g = log_decays(x, self.num_heads)
         if self.has_amplitudes:

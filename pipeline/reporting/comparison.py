@@ -35,13 +35,13 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
     runs = [run for run in named.runs if run.run_id in measure.losses]
     if not runs:
         return
-    late = len([run for run in named.runs if run.losses]) - len(runs)
+    missing = len([run for run in named.runs if run.losses]) - len(runs)
     yield Figure(
         name="loss_at_sequences",
         title=f"Training loss after {named.sequences:,} sequences",
         caption=_SEQUENCES.format(named.sequences)
         + " A longer context has read proportionally more tokens."
-        + (f" Left out since they have read less: {late} runs." if late else ""),
+        + (f" Left out: {missing} runs, which have read less or diverged." if missing else ""),
         x_label="training context (tokens)",
         y_label="training loss (nats per token)",
         series=lines(named, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
@@ -160,7 +160,9 @@ def at_the_end(named: NamedRuns) -> Measure:
 
 
 def training_loss(run: Run, sequences: int) -> float:
-    """Mean training loss over the last tenth of so many sequences; NaN if it has read less.
+    """Mean training loss over the last tenth of so many sequences.
+
+    NaN if the run has read less, or if no loss there is finite.
 
     The losses of single updates are noisy. Where no update ends in that tenth, the last one before
     its end counts.
@@ -168,9 +170,10 @@ def training_loss(run: Run, sequences: int) -> float:
     if run.tokens < sequences * run.context:
         return math.nan
     end = sequences * run.context
-    before = [point for point in run.losses if point.tokens <= end and math.isfinite(point.value)]
-    tail = [point.value for point in before if point.tokens > (1 - _TAIL) * end]
-    return fmean(tail or [point.value for point in before[-1:]] or [math.nan])
+    before = [point for point in run.losses if point.tokens <= end]
+    tail = [point for point in before if point.tokens > (1 - _TAIL) * end] or before[-1:]
+    finite = [point.value for point in tail if math.isfinite(point.value)]
+    return fmean(finite) if finite else math.nan
 
 
 def gaps_to_softmax(named: NamedRuns, measure: Measure) -> dict[str, float]:
@@ -235,7 +238,7 @@ def _gap_figure(
 ) -> Iterator[Figure]:
     gaps = gaps_to_softmax(named, measure)
     runs = [run for run in named.runs if run.run_id in gaps]
-    # The runs of the baseline have gaps of 0 and are the line at 0.
+    # The baseline is the line at 0; the table has its runs, and other variants of softmax, too.
     others = [run for run in runs if run.config.model.kinds != ("softmax",)]
     if not others:
         return

@@ -125,3 +125,17 @@ def test_a_small_eigenvalue_forgets_and_overflows_nothing() -> None:
     y, _ = attention(x, keep_state=False)
     alone = torch.cat([attention(one, keep_state=False)[0] for one in x.split(1, dim=1)], 1)
     torch.testing.assert_close(y, alone)
+
+
+@torch.no_grad()
+def test_heads_of_one_pair_have_learned_sizes_too() -> None:
+    attention = build_attention("complex", 4, 2, learned_sizes=True).double()
+    x = torch.randn(1, 9, 4, dtype=torch.float64)
+    whole, _ = attention(x, keep_state=False)
+    outputs, state = [], attention(x[:, :1])[1]
+    for token in x[:, 1:].split(1, dim=1):
+        y, state = attention.step(token, state)
+        outputs.append(y)
+    assert_same(torch.cat(outputs, 1), whole[:, 1:])
+    mixed = torch.einsum("bhti,bihv->bthv", attention.weights(x), attention.values(x))
+    assert_same(attention.read_out(x, mixed), whole)

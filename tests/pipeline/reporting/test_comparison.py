@@ -1,5 +1,6 @@
 """Losses at equal sequences, and gaps to softmax, of runs made by hand."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import stdev
@@ -66,8 +67,14 @@ def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
     # Asked for more than one of them has read, it is left out.
     (figure,) = loss_at_sequences(NamedRuns([short, long], 40))
     assert [row[-2:] for row in figure.rows] == [[40, falling[4]]]
-    assert "Left out since they have read less: 1 runs." in figure.caption
+    assert "Left out: 1 runs, which have read less or diverged." in figure.caption
     assert list(loss_at_sequences(NamedRuns([short, long], 1000))) == []
+
+
+def test_a_diverged_run_has_no_loss_after_it_diverged() -> None:
+    diverged = run("softmax", [5.0] * 3 + [math.nan] * 27)
+    assert training_loss(diverged, 3 * 8) == 5.0
+    assert math.isnan(training_loss(diverged, 30 * 8))
 
 
 def test_the_last_tenth_of_the_sequences_is_averaged() -> None:
@@ -146,3 +153,12 @@ def test_validation_losses_are_compared_after_equal_tokens_only() -> None:
     named = NamedRuns(runs)
     assert set(gaps_to_softmax(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
     assert set(gaps_to_softmax(named, at_sequences(named))) == {one.run_id for one in runs}
+
+
+def test_a_gap_is_not_between_runs_of_different_data() -> None:
+    softmax, other = run("softmax", [5.0]), run("sympow", [6.0])
+    named = NamedRuns([softmax, other])
+    assert gaps_to_softmax(named, at_sequences(named))[other.run_id] == 1.0
+    elsewhere = dataclasses.replace(other, data=Data("other/train", "8" * 64))
+    named = NamedRuns([softmax, elsewhere])
+    assert other.run_id not in gaps_to_softmax(named, at_sequences(named))
