@@ -77,7 +77,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], argparse.Nam
 
 
 # What the loops of reproduction.md would set.
-VARIABLES = {"$kind": "softmax", "$context": "256", "$run": "runs/demo"}
+VARIABLES = {"$context": "256", "$batch": "8", "$run": "runs/demo"}
 
 
 def words_of(line: str) -> list[str]:
