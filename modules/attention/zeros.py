@@ -371,7 +371,8 @@ class NotesZeros(Zeros):
         dtype = torch.promote_types(x.dtype, torch.float32)
         one = x.new_ones(*x.shape[:2], self.num_heads, dtype=dtype)
         if len(self.fading):
-            # The softmax and term_0 of a first token are both 1, and cancel.
+            # The softmax and term_0 of a first token are both 1, and cancel. In notes_row_mean its
+            # s_1 - mean is 0 only up to the rounding of two gated sums.
             one = one * is_later
             return one, {str(order): one for order in self.orders}
         return one, {name: logit(x).sigmoid() for name, logit in self.sigma.items()}
