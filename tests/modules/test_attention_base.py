@@ -122,7 +122,7 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("sympow_gated", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
         ("zeros", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
         ("sympow_gated", {"gate": "none"}, "gate: found 'none', wanted one of data, learned, ret"),
-        ("linear", {"gate": "fixed"}, "gate: found 'fixed', wanted one of none, data, learned"),
+        ("linear", {"gate": "retention"}, "gate: found 'retention', wanted none or data"),
         ("sympow", {"rotary": "learned"}, "rotary: found 'learned', wanted fixed or none"),
         ("linear", {"rotary": "learned"}, "rotary: found 'learned', wanted none or fixed"),
         ("sympow", {"degree": 1}, "degree: found 1"),
