@@ -33,7 +33,11 @@ class ForgetGateConfig(AttentionConfig):
     """The option of variants with forget gates."""
 
     gate_init: str = "long_memory"
-    """plain (gamma = sigmoid(W x), no bias) | long_memory (with one, initially gamma near 1)."""
+    """plain (gamma = sigmoid(W x), no bias) | long_memory (with one, initially gamma near 1).
+
+    Read where a forget gate is learned: with gate data or learned, generator product or full, or
+    ordered true, whichever of these options the kind has.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()

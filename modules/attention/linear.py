@@ -27,7 +27,7 @@ class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
 
     rotary: str = "none"
-    """none | fixed (rotate queries and keys by their positions, before the feature map)."""
+    """none (rotary_base is not read) | fixed (rotate queries and keys, before the feature map)."""
 
     gate: str = "none"
     """none | data (sigmoid(W x), a scalar per head and token)."""
