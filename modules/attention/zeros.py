@@ -392,4 +392,3 @@ class NotesZerosChannels(Channels, NotesZeros):
     """The attention-free form, with the bracket of the notes as the weights of every channel."""
 
     in_float32 = True
-    generate = NotesZeros.generate
