@@ -173,8 +173,8 @@ class Cartan(VectorGates):
 
     def generate(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[tuple[GatedSum], dict[str, Tensor]]:
-        """The gates and value scales, and the carried values at every token.
+    ) -> tuple[tuple[GatedSum, ...], dict[str, Tensor]]:
+        """The gates and value scales in one gated sum, and the carried values at every token.
 
         With gates for N parts of a head, the value scales have one column per coordinate.
         """
@@ -212,5 +212,3 @@ def log_softplus(x: Tensor) -> Tensor:
 
 class CartanChannels(Channels, Cartan):
     """The attention-free form of Cartan; with generator_per "pair", a generator per channel."""
-
-    generate = Cartan.generate

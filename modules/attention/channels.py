@@ -1,6 +1,6 @@
 """The attention-free form of a variant: a rotation per channel instead of products of vectors."""
 
-from abc import abstractmethod
+from collections.abc import Callable
 
 import torch
 from einops import rearrange, repeat
@@ -30,16 +30,12 @@ class Channels(VectorGates):
     splits_values = True
     in_float32 = False  # whether the op gets its operands in at least float32
     rotary: Rotary
+    generate: Callable[..., tuple[tuple[GatedSum, ...], dict[str, Tensor]]]
+    """The variant's method: its gates and scales, and the carried values at every token."""
 
     def __init__(self, config: PowerConfig, model_dim: int, num_heads: int) -> None:
         width = 2 * model_dim // max(num_heads, 1)
         super().__init__(config, model_dim, num_heads, key_dim=1, value_dim=width)
-
-    @abstractmethod
-    def generate(
-        self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[tuple[GatedSum, ...], dict[str, Tensor]]:
-        """The gates and scales of the variant, and the carried values at every token."""
 
     def add_projections(self, config: RotaryConfig) -> None:
         self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
 from longhaul.modules.attention.gates import GateConfig
-from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
+from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOptions
 
 
 @register("conformal_sympow")
 @dataclass(frozen=True, kw_only=True)
-class ConformalSympowConfig(GateConfig, SympowConfig):
+class ConformalSympowConfig(GateConfig, SympowOptions):
     """The options of sympow but rotary, and the gate."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:

@@ -4,7 +4,6 @@ They are computed in at least float32, whatever the dtype of the activations is.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Float64
@@ -34,7 +33,11 @@ class ForgetGateConfig(AttentionConfig):
     """The option of variants with forget gates."""
 
     gate_init: str = "long_memory"
-    """plain (gamma = sigmoid(W x), no bias) | long_memory (with one, initially gamma near 1)."""
+    """plain (gamma = sigmoid(W x), no bias) | long_memory (with one, initially gamma near 1).
+
+    Read where a forget gate is learned: with gate data or learned, generator product or full, or
+    ordered true, whichever of these options the kind has.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,20 +49,18 @@ class ForgetGateConfig(AttentionConfig):
 class GateConfig(ForgetGateConfig):
     """The options of variants that choose among kinds of gates."""
 
-    gates: ClassVar[tuple[str, ...]] = ("data", "learned", "retention", "alibi")
-
     gate: str = "data"
     """data (sigmoid(W x)) | learned (a number per head) | retention, alibi (fixed, per head)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gate not in self.gates:
-            raise ValueError(f"gate: found {self.gate!r}, wanted one of {', '.join(self.gates)}")
+        if self.gate not in ("data", "learned", "retention", "alibi"):
+            raise ValueError(
+                f"gate: found {self.gate!r}, wanted one of data, learned, retention, alibi"
+            )
 
-    def build_gate(self, model_dim: int, num_heads: int) -> nn.Module | None:
-        """A module from x (B, T, D) to log gates (B, T, H), or None without a gate."""
-        if self.gate == "none":
-            return None
+    def build_gate(self, model_dim: int, num_heads: int) -> nn.Module:
+        """A module from x (B, T, D) to log gates (B, T, H)."""
         if self.gate == "data":
             return ForgetGate(model_dim, num_heads, self.gate_init)
         if self.gate == "learned":

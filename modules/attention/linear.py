@@ -1,7 +1,6 @@
 """Linear attention: the product of feature maps replaces the exponential."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.gates import GateConfig
+from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
@@ -18,10 +17,8 @@ from longhaul.modules.rotary import Rotary, rotate
 
 @register("linear")
 @dataclass(frozen=True, kw_only=True)
-class LinearConfig(GateConfig, RotaryConfig, PowerConfig):
+class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """The feature map, how the output is normalised, and whether there are positions and a gate."""
-
-    gates: ClassVar[tuple[str, ...]] = ("none", *GateConfig.gates)
 
     feature_map: str = "elu"
     """elu (elu(x) + 1) | relu | identity: the function applied to queries and keys."""
@@ -30,10 +27,10 @@ class LinearConfig(GateConfig, RotaryConfig, PowerConfig):
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
 
     rotary: str = "none"
-    """none | fixed (rotate queries and keys by their positions, before the feature map)."""
+    """none (rotary_base is not read) | fixed (rotate queries and keys, before the feature map)."""
 
     gate: str = "none"
-    """none | data (sigmoid(W x)) | learned (a number per head) | retention, alibi (fixed)."""
+    """none | data (sigmoid(W x), a scalar per head and token)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,9 +45,10 @@ class LinearConfig(GateConfig, RotaryConfig, PowerConfig):
                 "normalizer: found 'sum' with feature_map identity, whose weights may sum to zero; "
                 "wanted head_norm"
             )
-
         if self.rotary not in ("none", "fixed"):
             raise ValueError(f"rotary: found {self.rotary!r}, wanted none or fixed")
+        if self.gate not in ("none", "data"):
+            raise ValueError(f"gate: found {self.gate!r}, wanted none or data")
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
         return Linear(self, model_dim, num_heads)
@@ -76,7 +74,9 @@ class Linear(PowerAttention):
         self.normalize = config.normalizer == "sum"
         if config.rotary == "fixed":
             self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.gate = config.build_gate(model_dim, num_heads)
+        self.gate = None
+        if config.gate == "data":
+            self.gate = ForgetGate(model_dim, num_heads, config.gate_init)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
         if config.normalizer == "head_norm":
             self.norm = nn.GroupNorm(num_heads, model_dim)

@@ -15,7 +15,7 @@ from longhaul.modules.rotary import Rotary, rotate
 
 
 @dataclass(frozen=True, kw_only=True)
-class SympowConfig(PowerConfig):
+class SympowOptions(PowerConfig):
     """Options that all symmetric-power variants share."""
 
     positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
@@ -48,11 +48,11 @@ class SympowConfig(PowerConfig):
 
 @register("sympow")
 @dataclass(frozen=True, kw_only=True)
-class FixedSympowConfig(SympowConfig):
-    """The options of symmetric-power attention whose rotation rates are not learned."""
+class SympowConfig(SympowOptions):
+    """The options of symmetric-power attention without learned rotation rates."""
 
     rotary: str = "fixed"
-    """fixed (rotate queries and keys by their positions) | none."""
+    """fixed (rotate queries and keys by their positions) | none (longest_document is not read)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,7 +98,7 @@ class Sympow(PowerAttention):
 
     normalize = True
 
-    def __init__(self, config: SympowConfig, model_dim: int, num_heads: int) -> None:
+    def __init__(self, config: SympowOptions, model_dim: int, num_heads: int) -> None:
         super().__init__(config, model_dim, num_heads)
         self.degree = config.degree
         self.rotary = config.build_rotary(self.head_dim)

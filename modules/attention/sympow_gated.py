@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
 from longhaul.modules.attention.gates import GateConfig
-from longhaul.modules.attention.sympow import FixedSympowConfig, Sympow
+from longhaul.modules.attention.sympow import Sympow, SympowConfig
 
 
 @register("sympow_gated")
 @dataclass(frozen=True, kw_only=True)
-class SympowGatedConfig(GateConfig, FixedSympowConfig):
+class SympowGatedConfig(GateConfig, SympowConfig):
     """The options of sympow, and its gate."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:

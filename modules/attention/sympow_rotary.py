@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowConfig
+from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOptions
 
 
 @register("sympow_rotary")
 @dataclass(frozen=True, kw_only=True)
-class SympowRotaryConfig(SympowConfig):
+class SympowRotaryConfig(SympowOptions):
     """The options of sympow but rotary."""
 
     def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:

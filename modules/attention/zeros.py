@@ -27,7 +27,11 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """Whose formula it is, and which terms of the softmax's expansion get gates of their own."""
 
     form: str = "published"
-    """published (arXiv:2602.05230) | notes (mean of logits up to the key) | notes_row_mean."""
+    """published (arXiv:2602.05230) | notes (of the notes on Cartan decomposition) | notes_row_mean.
+
+    notes subtracts from a key's logit the mean of the logits up to that key, as the notes index it;
+    notes_row_mean the mean of all logits up to the query, as published does.
+    """
 
     zeroth: str = "none"
     """none | first_layer: the first layer keeps the mean of the values, times tanh(W_0 x)."""
@@ -371,7 +375,8 @@ class NotesZeros(Zeros):
         dtype = torch.promote_types(x.dtype, torch.float32)
         one = x.new_ones(*x.shape[:2], self.num_heads, dtype=dtype)
         if len(self.fading):
-            # The softmax and term_0 of a first token are both 1, and cancel.
+            # The softmax and term_0 of a first token are both 1, and cancel. In notes_row_mean its
+            # s_1 - mean is 0 only up to the rounding of two gated sums.
             one = one * is_later
             return one, {str(order): one for order in self.orders}
         return one, {name: logit(x).sigmoid() for name, logit in self.sigma.items()}
@@ -387,4 +392,3 @@ class NotesZerosChannels(Channels, NotesZeros):
     """The attention-free form, with the bracket of the notes as the weights of every channel."""
 
     in_float32 = True
-    generate = NotesZeros.generate

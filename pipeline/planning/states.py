@@ -12,7 +12,7 @@ import yaml
 
 from longhaul.configs.presets import find_preset
 from longhaul.modules.attention import AttentionConfig, attention_config
-from longhaul.modules.attention.sympow import Sympow, SympowConfig
+from longhaul.modules.attention.sympow import Sympow, SympowOptions
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.planning.sizes import (
     HALF,
@@ -81,7 +81,7 @@ def _of_degree(model: LanguageModelConfig, degree: int) -> tuple[list[Sympow], i
     """The symmetric-power layers of a model with all of them at this degree, and its parameters."""
 
     def changed(attention: AttentionConfig) -> AttentionConfig:
-        if isinstance(attention, SympowConfig):
+        if isinstance(attention, SympowOptions):
             return dataclasses.replace(attention, degree=degree)
         return attention
 

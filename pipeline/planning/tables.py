@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.modules.attention.sympow import SympowConfig
+from longhaul.modules.attention.sympow import SympowOptions
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.planning.fit import device_option, memory_rows, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import Planner
@@ -46,7 +46,7 @@ def print_plan(
     )
     print("in half precision, without padding and as allocated.\n")
     print_table(_costs(models, contexts))
-    symmetric = [model for model in models if isinstance(model.attention, SympowConfig)]
+    symmetric = [model for model in models if isinstance(model.attention, SympowOptions)]
     if symmetric:
         print("\nThe state of the symmetric-power layers at each degree, beside the weights:\n")
         print_table(states_by_degree(symmetric[0]))

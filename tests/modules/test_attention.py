@@ -59,7 +59,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"rotary": "fixed", "gate": "data"},
         {
             "rotary": "fixed",
-            "gate": "alibi",
+            "gate": "data",
             "feature_map": "identity",
             "normalizer": "head_norm",
         },

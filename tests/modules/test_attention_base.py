@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from longhaul.configs.reference import kind_section
 from longhaul.kernels import symmetric_dim
 from longhaul.modules.attention import (
     Attention,
@@ -122,7 +123,7 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("sympow_gated", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
         ("zeros", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
         ("sympow_gated", {"gate": "none"}, "gate: found 'none', wanted one of data, learned, ret"),
-        ("linear", {"gate": "fixed"}, "gate: found 'fixed', wanted one of none, data, learned"),
+        ("linear", {"gate": "retention"}, "gate: found 'retention', wanted none or data"),
         ("sympow", {"rotary": "learned"}, "rotary: found 'learned', wanted fixed or none"),
         ("linear", {"rotary": "learned"}, "rotary: found 'learned', wanted none or fixed"),
         ("sympow", {"degree": 1}, "degree: found 1"),
@@ -139,6 +140,44 @@ def test_bad_options_are_named(kind: str, options: dict[str, object], message: s
         build_attention(kind, WIDTH, HEADS, **options)
 
 
-def test_width_must_divide_into_heads() -> None:
-    with pytest.raises(ValueError, match="num_heads: found 3"):
-        build_attention("sympow", 16, 3)
+PLAIN, SHORT = {"gate_init": "plain"}, {"longest_document": 50}
+WITHOUT_TURNS = "none (longest_document is not read)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "reads", "ignores", "words"),
+    [
+        ("sympow_gated", PLAIN, {"gate": "data"}, {"gate": "retention"}, "with gate data"),
+        ("conformal_sympow", PLAIN, {"gate": "learned"}, {"gate": "alibi"}, "data or learned"),
+        ("linear", PLAIN, {"gate": "data"}, {"gate": "none"}, "with gate data"),
+        ("cartan", PLAIN, {"generator": "full"}, {"generator": "additive"}, "product or full"),
+        ("cartan", PLAIN, {"generator": "product"}, {"generator": "additive"}, "generator product"),
+        ("zeros", PLAIN, {"ordered": True}, {"ordered": False}, "ordered true"),
+        (
+            "linear",
+            {"rotary_base": 50.0},
+            {"rotary": "fixed"},
+            {"rotary": "none"},
+            "none (rotary_base is not read)",
+        ),
+        ("sympow", SHORT, {"rotary": "fixed"}, {"rotary": "none"}, WITHOUT_TURNS),
+        ("sympow_gated", SHORT, {"rotary": "fixed"}, {"rotary": "none"}, WITHOUT_TURNS),
+        ("softmax", {"rotary_base": 50.0}, {}, {"longest_document": 64}, "null: rotary_base is"),
+    ],
+)
+def test_an_option_is_read_where_the_documentation_says_so(
+    kind: str,
+    option: dict[str, object],
+    reads: dict[str, object],
+    ignores: dict[str, object],
+    words: str,
+) -> None:
+    def outputs(options: dict[str, object]) -> torch.Tensor:
+        torch.manual_seed(0)
+        attention = build_attention(kind, WIDTH, HEADS, **options)
+        outputs: torch.Tensor = attention(torch.randn(1, 8, WIDTH), keep_state=False)[0]
+        return outputs
+
+    assert not torch.equal(outputs(reads | option), outputs(reads))
+    assert torch.equal(outputs(ignores | option), outputs(ignores))
+    assert any(words in key.meaning for key in kind_section(kind).keys)

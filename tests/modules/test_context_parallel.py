@@ -64,7 +64,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "linear": [
         {},
         {"feature_map": "identity", "normalizer": "head_norm"},
-        {"rotary": "fixed", "gate": "alibi"} | LEARNED,
+        {"rotary": "fixed", "gate": "data"} | LEARNED,
     ],
     "retention": [{}, {"swish_gate": True}, LEARNED],
     "sympow": [{}, {"degree": 4} | LEARNED, {"rotary": "none"}],

@@ -200,6 +200,19 @@ def test_rows_of_the_notes_sum_to_what_sigma_0_leaves(second_order: bool) -> Non
     assert (others - sums).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("options", [{}, {"second_order": True}, {"bilinear": False}], ids=str)
+def test_rounding_does_not_reach_a_first_token_whose_weight_is_zero(
+    options: dict[str, object],
+) -> None:
+    attention = build("zeros", form="notes_row_mean", ordered=True, **options)
+    with torch.no_grad():
+        attention.logit.weight.normal_()
+        attention.norm.bias.zero_()
+    outputs = attention.float()(tokens().float(), keep_state=False)[0]
+    assert torch.equal(outputs[:, 0], torch.zeros_like(outputs[:, 0]))
+    assert (outputs[:, 1:].abs().amax(-1) > 0.01).all()
+
+
 def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:
     s, rests = tokens()[..., :HEADS], []
     for size in (1e-2, 5e-3):
