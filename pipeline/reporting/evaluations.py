@@ -147,7 +147,8 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
             curves,
             title="Perplexity of a sliding window",
             caption=f"Tokens scored per run: {column_values(group, 'tokens')}; "
-            f"{protocol(group, 'perplexity')}; bands: standard error over documents.",
+            f"{protocol(group, 'perplexity')}; bands: standard error over these parts of documents "
+            "or, where all is read, over windows as long as the longest.",
             x_label="sliding window (tokens)",
             y_label="perplexity (per token)",
             y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "perplexity",
