@@ -139,7 +139,7 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
         for context in (64, 128)
         for seed, level in ((0, 3.0), (0, 5.0), (1, 8.0))
     ]
-    # Runs of one seed have one id here, and the store has one each.
+    # `run` names runs of one seed alike.
     runs = [dataclasses.replace(one, run_id=str(index)) for index, one in enumerate(runs)]
     named = NamedRuns(runs)
     (table,) = seeds_table(named)
