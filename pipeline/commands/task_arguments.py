@@ -21,7 +21,8 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="texts to measure on instead of validation shards",
+        help="texts to measure on instead of validation shards; stands after RUN, or RUN would "
+        "be read as one of them",
     )
     parser.add_argument(
         "--contexts",

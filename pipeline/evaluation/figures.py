@@ -31,7 +31,7 @@ LEAST_SPAN = 0.05
 """Nats that an axis of losses covers at least, so that noise does not look like a difference."""
 
 ERROR_BARS = "mean ± standard error"
-"""Label of means over documents with error bars."""
+"""Label of means over windows, or over first tokens of documents, with error bars."""
 
 _CHARACTERS_PER_INCH = 16
 _LEGEND_LINE_INCHES = 0.16

@@ -55,6 +55,11 @@ class Options:
     lm_eval_tasks: tuple[str, ...] = ("longhaul_pairs",)
     """Names of lm_eval's tasks; by default the one that longhaul brings."""
 
+    @property
+    def bos(self) -> str:
+        """Whether that id is in front, as tables have it: yes or no."""
+        return "no" if self.no_bos else "yes"
+
 
 @dataclass(frozen=True)
 class TaskResult:

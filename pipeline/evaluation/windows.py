@@ -1,7 +1,7 @@
 """Windows of tokens to measure on, and a model's losses on them in bounded memory."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -66,7 +66,7 @@ class CutWindows:
 
 
 def validation_batches(
-    config: RunConfig, train: Manifest, context_key: str = "data.context"
+    config: RunConfig, train: Manifest, context_key: str = "data.context", *, every: int = 1
 ) -> BatchLoader:
     """All validation samples of a run, in batches.
 
@@ -74,6 +74,7 @@ def validation_batches(
         config: of the run.
         train: manifest of the training shards.
         context_key: that data.context was given with.
+        every: read only the first of each so many samples.
 
     Raises:
         ValueError: there are none, or they are not where the config says.
@@ -84,7 +85,8 @@ def validation_batches(
     with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train, data.validation_manifest)
     windows_per_document(read.manifest, data.context, context_key)
-    return read.loader(config.trainer.micro_batch)
+    # The first of so many ranks has these samples.
+    return read.loader(config.trainer.micro_batch, rank=0, world_size=every)
 
 
 def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWindows | BatchLoader:
@@ -107,9 +109,14 @@ def read_documents(
     trained: TrainedModel, options: Options, length: int
 ) -> list[Int[Tensor, "length"]]:
     """All windows of a length in memory, so that they can be read in more than one way."""
+    return _targets(read_windows(trained, options, length))
+
+
+def _targets(batches: Iterable[Batch]) -> list[Int[Tensor, "T"]]:
+    """The windows of batches, without those that only fill a batch up."""
     return [
         target
-        for batch in read_windows(trained, options, length)
+        for batch in batches
         for target, index in zip(batch["target"], batch["index"], strict=True)
         if index >= 0
     ]
@@ -125,13 +132,13 @@ def read_beginnings(
     """
     if options.text:
         return [tokens[:length] for tokens in _read_texts(trained, options, length)]
-    data = trained.config.data
+    config = with_context(trained.config, length)
+    data = config.data
     assert data.validation_manifest is not None  # or `check` would have refused
     each = load_manifest(data.validation_manifest).document_tokens // length
     data = dataclasses.replace(data, validation_tokens=each * data.validation_tokens)
-    config = dataclasses.replace(trained.config, data=data)
-    windows = read_documents(dataclasses.replace(trained, config=config), options, length)
-    return windows[::each]
+    config = dataclasses.replace(config, data=data)
+    return _targets(validation_batches(config, trained.manifest, every=each))
 
 
 def _read_texts(trained: TrainedModel, options: Options, least: int) -> list[Int[Tensor, "T"]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -112,7 +112,7 @@ def seeds_table(named: NamedRuns) -> Iterator[Table]:
         row: list[str | int | float] = [*setting]
         row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
         for pair in zip(found, gaps, strict=True):
-            for values in (one.get(setting, []) for one in pair):
+            for values in (list(one.get(setting, {}).values()) for one in pair):
                 row += [fmean(values) if values else math.nan, standard_error(values)]
         rows.append(row)
     yield Table(
@@ -211,12 +211,13 @@ def lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[
         x, y = [x for _, x, _ in own], [y for _, _, y in own]
         series.append(Series(label, look, x, y, run.is_finished, line=""))
         if run.is_finished and len(set(x)) > 1:
-            at: dict[float, list[float]] = defaultdict(list)
-            for _, where, value in own:
-                at[where].append(value)
-            xs = sorted(at)
-            means = [fmean(at[one]) for one in xs]
-            errors = [standard_error(at[one]) for one in xs]
+            xs = sorted(set(x))
+            at = [
+                list(_by_seed((run, value) for run, where, value in own if where == one).values())
+                for one in xs
+            ]
+            means = [fmean(values) for values in at]
+            errors = [standard_error(values) for values in at]
             band = None
             if any(map(math.isfinite, errors)):
                 pairs = list(zip(means, errors, strict=True))
@@ -263,13 +264,21 @@ def _gap_figure(
 
 def _by_setting(
     named: NamedRuns, values: Mapping[str, float]
-) -> dict[tuple[str, int], list[float]]:
-    """The values of finished runs, by variant and context."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+) -> dict[tuple[str, int], dict[int, float]]:
+    """The values of finished runs by seed, by variant and context."""
+    found: dict[tuple[str, int], list[tuple[Run, float]]] = defaultdict(list)
     for run in named.runs:
         if run.is_finished and run.run_id in values:
-            found[named.variant(run), run.context].append(values[run.run_id])
-    return dict(found)
+            found[named.variant(run), run.context].append((run, values[run.run_id]))
+    return {setting: _by_seed(pairs) for setting, pairs in found.items()}
+
+
+def _by_seed(values: Iterable[tuple[Run, float]]) -> dict[int, float]:
+    """The mean of each seed, so that a seed run twice counts once."""
+    found: dict[int, list[float]] = defaultdict(list)
+    for run, value in values:
+        found[_seed(run)].append(value)
+    return {seed: fmean(of_seed) for seed, of_seed in found.items()}
 
 
 def _pair(run: Run) -> tuple[str | int, ...]:

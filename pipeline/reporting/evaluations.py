@@ -19,6 +19,7 @@ from longhaul.pipeline.reporting.groups import (
     column_values,
     groups,
     passkeys,
+    protocol,
 )
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
@@ -38,7 +39,7 @@ _LINE_STYLES = ("--", "-.", ":")
 class _Curve(NamedTuple):
     """A run's columns by their names in the CSV; the first is x in the figure, the last is y."""
 
-    columns: Mapping[str, Sequence[int] | Sequence[float]]
+    columns: Mapping[str, Sequence[Any]]
     band: tuple[Sequence[float], Sequence[float]] | None = None
 
     @property
@@ -73,7 +74,7 @@ def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
             title="Loss at a position",
             reference=_bigram_line(group),
             caption=f"Means over {' or '.join(f'{width:,}' for width in widths)} positions each; "
-            f"bands: standard error over documents. {_windows(group, curves)}",
+            f"bands: standard error over windows. {_windows(group, curves)}",
             x_label="position in the context (tokens)",
             y_label="loss (nats per token)",
             x_axis="position",
@@ -100,7 +101,7 @@ def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
             curves,
             title="Mean loss up to a position",
             reference=_bigram_line(group),
-            caption="Mean over all positions up to x; bands: standard error over documents. "
+            caption="Mean over all positions up to x; bands: standard error over windows. "
             f"{_windows(group, curves)}",
             x_label="position in the context (tokens)",
             y_label="mean loss (nats per token)",
@@ -127,7 +128,7 @@ def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
             [_with_errors(one, "context", "loss_nats") for one in group.members],
             title="Loss in windows of each length",
             caption=f"Tokens per run: {column_values(group, 'tokens')}, the same for all lengths; "
-            "bands: standard error over documents.",
+            "bands: standard error over windows as long as the longest.",
             x_label="window (tokens)",
             y_label="loss (nats per token)",
         )
@@ -136,7 +137,8 @@ def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
 def perplexity(named: NamedRuns) -> Iterator[Figure]:
     """Figure 4 of CoCA."""
     for group in groups(named, "perplexity"):
-        curves = [_with_errors(one, "window", "stride", "perplexity") for one in group.members]
+        names = ["stride", "document_tokens", "bos", "perplexity"]
+        curves = [_with_errors(one, "window", *names) for one in group.members]
         values = [value for curve in curves for value in curve.y]
         yield _figure(
             named,
@@ -144,8 +146,9 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
             "perplexity",
             curves,
             title="Perplexity of a sliding window",
-            caption=f"Stride: {column_values(group, 'stride')} tokens; tokens scored per run: "
-            f"{column_values(group, 'tokens')}; bands: standard error over documents.",
+            caption=f"Tokens scored per run: {column_values(group, 'tokens')}; "
+            f"{protocol(group, 'perplexity')}; bands: standard error over these parts of documents "
+            "or, where all is read, over windows as long as the longest.",
             x_label="sliding window (tokens)",
             y_label="perplexity (per token)",
             y_axis="log" if max(values) > _LOG_AXIS_RATIO * min(values) else "perplexity",
@@ -161,8 +164,11 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
             right, prompts = zip(*counts.values(), strict=True)
             shares = [r / p for r, p in zip(right, prompts, strict=True)]
             low, high = zip(*itertools.starmap(wilson_interval, counts.values()), strict=True)
-            columns = {"length": list(counts), "right": right, "prompts": prompts, "share": shares}
-            curves.append(_Curve(columns, (low, high)))
+            columns = {"length": list(counts), "right": right, "prompts": prompts}
+            # All rows of a table are of the same options.
+            for name in ("depths", "bos"):
+                columns[name] = [one.evaluated.rows[0][name]] * len(counts)
+            curves.append(_Curve(columns | {"share": shares}, (low, high)))
         num_prompts = sorted({count for curve in curves for count in curve.columns["prompts"]})
         yield _figure(
             named,
@@ -170,7 +176,8 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
             "passkey",
             curves,
             title="Passkeys retrieved",
-            caption=f"Prompts per length: {', '.join(map(str, num_prompts))}; bands: Wilson 95 %.",
+            caption=f"Prompts per length: {', '.join(map(str, num_prompts))}; "
+            f"{protocol(group, 'passkey')}; bands: Wilson 95 %.",
             x_label="length of the prompt (tokens)",
             y_label="passkeys retrieved (share)",
             y_axis="share",
@@ -223,7 +230,8 @@ def scores(named: NamedRuns) -> Iterator[Figure]:
                     curves,
                     title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
                     caption="Before the softmax: mean over heads and layers; bands: from the least "
-                    f"to the most of them. Layers: {_layers(group, is_low)}.",
+                    f"to the most of them. Layers: {_layers(group, is_low)}; "
+                    f"{protocol(group, 'scores')}.",
                     x_label="position of the key (tokens)",
                     y_label="score",
                     y_axis="score",
@@ -245,7 +253,8 @@ def _score_curve(one: EvaluatedRun, is_low: bool, is_end: bool) -> _Curve:
     low = [min(row["least_of_heads"] for row in by_key[key]) for key in keys]
     high = [max(row["most_of_heads"] for row in by_key[key]) for key in keys]
     mean = [fmean(row["score"] for row in by_key[key]) for key in keys]
-    columns = {"key": keys, "least": low, "most": high, "score": mean}
+    bos = [rows[0]["bos"]] * len(keys)
+    columns = {"key": keys, "least": low, "most": high, "bos": bos, "score": mean}
     return _Curve(columns, (low, high))
 
 
@@ -345,7 +354,7 @@ def _with_errors(one: EvaluatedRun, x: str, *others: str) -> _Curve:
 def _band(
     y: Sequence[float], errors: Sequence[float]
 ) -> tuple[Sequence[float], Sequence[float]] | None:
-    """The lower and upper bounds of y; None where there are no errors, as of one document."""
+    """The lower and upper bounds of y; None where there are no errors, as of one window."""
     if not all(map(math.isfinite, errors)):
         return None
     pairs = list(zip(y, errors, strict=True))

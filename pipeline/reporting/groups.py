@@ -11,6 +11,18 @@ from longhaul.pipeline.reporting.variants import NamedRuns
 SETTING = ("run", "variant", "step", "positions")
 """The first columns of tables of results."""
 
+_BOS = "beginning-of-sequence id in front"
+_PROTOCOLS = {
+    "perplexity": {
+        "stride": "stride in tokens",
+        "document_tokens": "first tokens read of each document",
+        "bos": _BOS,
+    },
+    "passkey": {"depths": "depths of keys", "bos": _BOS},
+    "scores": {"bos": _BOS},
+}
+"""The columns of options in the tables of tasks, and what captions call them."""
+
 
 class EvaluatedRun(NamedTuple):
     """A run, and its results of one task."""
@@ -62,9 +74,18 @@ def setting(named: NamedRuns, one: EvaluatedRun) -> Row:
 
 
 def column_values(group: Group, column: str) -> str:
-    """All values of a column of whole numbers, as text."""
+    """All values of a column of whole numbers or words, as text: numbers first."""
     values = {row[column] for one in group.members for row in one.evaluated.rows}
-    return ", ".join(f"{value:,}" for value in sorted(values))
+    numbers = sorted(value for value in values if isinstance(value, int))
+    words = sorted(value for value in values if isinstance(value, str))
+    return ", ".join([*(f"{number:,}" for number in numbers), *words])
+
+
+def protocol(group: Group, task: str) -> str:
+    """The options that decide what the task's results are of, and are not in their label."""
+    return "; ".join(
+        f"{name}: {column_values(group, column)}" for column, name in _PROTOCOLS[task].items()
+    )
 
 
 def passkeys(one: EvaluatedRun) -> dict[int, tuple[int, int]]:

@@ -8,9 +8,9 @@ from longhaul.pipeline.reporting.drawing import Row, Table
 from longhaul.pipeline.reporting.groups import (
     SETTING,
     EvaluatedRun,
-    column_values,
     groups,
     passkeys,
+    protocol,
     setting,
 )
 from longhaul.pipeline.reporting.variants import NamedRuns
@@ -70,7 +70,8 @@ def score_tables(named: NamedRuns) -> Iterator[Table]:
             name=group.name("scores"),
             title=f"Largest attention scores before the softmax, {group.where}",
             caption="Absolute scores of all tokens for all before them, in all heads; the last "
-            "column is the largest over that of the run where it is least",
+            "column is the largest over that of the run where it is least; "
+            f"{protocol(group, 'scores')}",
             columns=[
                 *SETTING,
                 "tokens",
@@ -123,9 +124,9 @@ def lm_eval_tables(named: NamedRuns) -> Iterator[Table]:
 
 def ntk_tables(named: NamedRuns) -> Iterator[Table]:
     """Tables 4 and 5 of CoCA, if any run was read with scaled positions."""
-    for task, title, read in (
-        ("perplexity", "Perplexity of a sliding window", _perplexities),
-        ("passkey", "Passkeys retrieved (%)", _percentages),
+    for task, what, title, read in (
+        ("perplexity", "window", "Perplexity of a sliding window", _perplexities),
+        ("passkey", "prompt", "Passkeys retrieved (%)", _percentages),
     ):
         for group in groups(named, task):
             if not any(one.scaling for one in group.members):
@@ -135,12 +136,7 @@ def ntk_tables(named: NamedRuns) -> Iterator[Table]:
             yield Table(
                 name=group.name(f"ntk_{task}"),
                 title=f"{title}, {group.where}",
-                caption="Columns are lengths of the "
-                + (
-                    f"window, tokens; stride: {column_values(group, 'stride')}"
-                    if task == "perplexity"
-                    else "prompt, tokens"
-                ),
+                caption=f"Columns are lengths of the {what} in tokens; {protocol(group, task)}",
                 columns=[*SETTING, *map(str, lengths)],
                 rows=[
                     [

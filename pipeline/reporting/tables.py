@@ -3,11 +3,14 @@
 import csv
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from longhaul.datamodules.untrusted import Count, Positive, one_line, parse_row, shown
 
 _MOST_ROWS = 4_000_000
+
+_Bos = Literal["yes", "no", "unknown"]
+"""Whether the beginning-of-sequence id is in front; earlier tables do not say."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class _Perplexity:
     perplexity: float
     tokens: Count = 0
     standard_error: float = math.nan
+    document_tokens: Positive | Literal["all", "unknown"] = "unknown"
+    bos: _Bos = "unknown"
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class _Passkey:
     length: Positive
     prompts: Positive
     right: Count
+    depths: Literal["grid", "random", "unknown"] = "unknown"
+    bos: _Bos = "unknown"
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class _Scores:
     least_of_heads: float
     most_of_heads: float
     largest: float
+    bos: _Bos = "unknown"
 
 
 # The column of each count of right answers that says how many there are at most.
@@ -98,7 +106,7 @@ have; others may follow. All but loss_in_bins, of the task positions, are named 
 
 
 def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
-    """The rows of a table: its columns as numbers, others as text.
+    """The rows of a table: its columns as its schema has them, others as text.
 
     Raises:
         ValueError: the table has something else; the row and the column are named.

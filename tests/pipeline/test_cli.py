@@ -33,6 +33,13 @@ def test_help_of_a_command_is_its_own(capsys: Output) -> None:
     assert "DST" in shown[0]
 
 
+def test_the_help_of_evaluate_says_where_texts_stand(capsys: Output) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["evaluate", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stands after RUN, or RUN would be read as one of them" in shown
+
+
 def test_version(capsys: Output) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"longhaul {longhaul.__version__}\n"

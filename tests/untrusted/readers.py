@@ -310,8 +310,8 @@ def read_results(folder: Folder) -> None:
 TABLE_TEXTS = {
     "positions": "position,loss_nats,mean_up_to_here,samples\n1,5.0,5.0,8\n2,4.0,4.5,8\n",
     "context": "context,tokens,loss_nats\n64,1024,5.0\n128,1024,4.0\n",
-    "perplexity": "window,stride,documents,tokens,loss_nats,perplexity\n64,16,2,1024,1,20.0\n",
-    "passkey": "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n512,0.5,4,2,0.5\n",
+    "perplexity": "window,stride,perplexity,document_tokens,bos\n64,16,20.0,8192,no\n",
+    "passkey": "length,prompts,right,depths,bos\n256,4,4,grid,yes\n512,4,2,grid,yes\n",
     "recall": "pairs,queries,right,chance\n4,16,16,0.25\n8,16,12,0.125\n",
     "attention": (
         "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation\n"
@@ -334,7 +334,9 @@ def read_tables(folder: Folder) -> None:
     for task in TABLES:
         text = (folder / f"{task}.csv").read_bytes().decode()
         for row in read_table(task, text, f"{task}.csv"):
-            assert all(isinstance(row[key], int | float) for key in TABLES[task].__annotations__)
+            assert all(
+                isinstance(row[key], int | float | str) for key in TABLES[task].__annotations__
+            )
 
 
 def write_run(folder: Folder) -> None:

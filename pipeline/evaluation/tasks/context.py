@@ -69,12 +69,12 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 sums += [read.double().sum(dim=1).tolist()]
             of_windows = [loss for batch in trained.ranks.gather(sums) for loss in batch]
             each = max(contexts) // context
-            of_documents = [
+            of_longest = [
                 sum(of_windows[first : first + each]) / max(contexts)
                 for first in range(0, len(of_windows), each)
             ]
-            losses[context] = sum(of_documents) / len(of_documents)
-            errors[context] = standard_error(of_documents)
+            losses[context] = sum(of_longest) / len(of_longest)
+            errors[context] = standard_error(of_longest)
     table, picture = folder / "context.csv", folder / "context.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)

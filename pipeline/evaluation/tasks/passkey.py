@@ -210,7 +210,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             answers = ask(list(trained.ranks.share(prompts)), answer)
             scores |= score(prompts, trained.ranks.gather(answers))
     table = folder / "passkey.csv"
-    write_table(table, scores)
+    write_table(table, scores, options)
     curve, depths = folder / "passkey.png", folder / "passkey_depth.png"
     title = f"{trained.config.name}, {label(trained, options)}"
     draw_curve(curve, scores, title, trained.positions.context)
@@ -233,14 +233,15 @@ def by_length(scores: dict[tuple[int, float], list[bool]]) -> dict[int, tuple[in
     return sums
 
 
-def write_table(path: Path, scores: dict[tuple[int, float], list[bool]]) -> None:
-    """CSV with a row for each length and depth."""
+def write_table(path: Path, scores: dict[tuple[int, float], list[bool]], options: Options) -> None:
+    """CSV with a row for each length and depth, which names the options of the prompts."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["length", "depth", "prompts", "right", "accuracy"])
+        writer.writerow(["length", "depth", "prompts", "right", "accuracy", "depths", "bos"])
         for (length, depth), answers in sorted(scores.items()):
-            accuracy = f"{sum(answers) / len(answers):.4f}"
-            writer.writerow([length, depth, len(answers), sum(answers), accuracy])
+            right = sum(answers)
+            row = [length, depth, len(answers), right, f"{right / len(answers):.4f}"]
+            writer.writerow([*row, options.depths, options.bos])
 
 
 def draw_curve(

@@ -152,11 +152,12 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         names = ["window", "stride", "documents", "tokens", "loss_nats", "perplexity"]
-        writer.writerow([*names, "standard_error"])
+        writer.writerow([*names, "standard_error", "document_tokens", "bos"])
         for window, loss in losses.items():
             tokens = scored * len(documents)
             row = [window, stride, len(documents), tokens, f"{loss:.6f}", f"{math.exp(loss):.6f}"]
-            writer.writerow([*row, f"{errors[window]:.6f}"])
+            read = options.document_tokens or "all"
+            writer.writerow([*row, f"{errors[window]:.6f}", read, options.bos])
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         values = [math.exp(loss) for loss in losses.values()]
         bars = [value * errors[window] for window, value in zip(losses, values, strict=True)]

@@ -51,7 +51,9 @@ def bin_width(T: int) -> int:
 class PositionLoss(Metric):
     """Mean cross-entropy at each of T positions, up to each, and in N bins of them, in nats.
 
-    Standard errors are over samples, which are the documents. Sums are float64, exact across ranks.
+    Standard errors are over samples, which are windows. Those of one document are correlated, so
+    where windows are shorter than documents, the errors are too small. Sums are float64, exact
+    across ranks.
     """
 
     full_state_update = False
@@ -180,7 +182,7 @@ def draw(
 ) -> None:
     """PNG of the loss at each position, and of the mean loss up to positions 1, 2, 4, ...
 
-    Bars are two standard errors over documents long, to each side.
+    Bars are two standard errors over windows long, to each side.
     """
     with figure(path, title) as axes:
         shown = shown_positions(metric.context, _DOTS)

@@ -98,12 +98,13 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     table, picture, end = (folder / name for name in ("scores.csv", "scores.png", "scores_end.png"))
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["layer", "key", "score", "least_of_heads", "most_of_heads", "largest"])
+        names = ["layer", "key", "score", "least_of_heads", "most_of_heads", "largest"]
+        writer.writerow([*names, "bos"])
         for layer, *columns in layers:
             for key, row in enumerate(
                 zip(*(one.tolist() for one in columns), strict=True), start=1
             ):
-                writer.writerow([layer, key, *(f"{score:.6g}" for score in row)])
+                writer.writerow([layer, key, *(f"{score:.6g}" for score in row), options.bos])
     title = f"{trained.config.name}, {label(trained, options)}"
     draw(picture, layers, title, 1)
     draw(end, layers, title, enlarged_from(context))

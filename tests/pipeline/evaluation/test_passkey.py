@@ -133,7 +133,7 @@ def test_accuracy_is_the_share_that_a_stub_answers_right(tmp_path: Path) -> None
     assert by_length(found) == {256: (10, 10), 512: (4, 10)}
     assert found[512, 0.75] == [True, True]
     assert found[512, 0.5] == [False, False]
-    write_table(tmp_path / "p.csv", found)
+    write_table(tmp_path / "p.csv", found, Options())
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert [(r["length"], r["depth"], r["prompts"], r["right"]) for r in rows[-2:]] == [
         ("512", "0.75", "2", "2"),
@@ -162,6 +162,7 @@ def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
     assert [(int(row["length"]), float(row["depth"])) for row in rows] == [
         (length, depth) for length in (256, 300) for depth in PASSKEY_DEPTHS
     ]
+    assert {(row["depths"], row["bos"]) for row in rows} == {("grid", "yes")}
     values = json.loads((folder / "results.json").read_text())
     assert {name for name in values if "passkey" in name} == {
         "evaluation/passkey_000256",
@@ -176,6 +177,7 @@ def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
     (prompt,) = make_prompts(tokenizer, 256, 1, "random")
     assert (row["length"], row["prompts"]) == ("256", "1")
     assert float(row["depth"]) == prompt.depth
+    assert (row["depths"], row["bos"]) == ("random", "no")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_contexts_and_perplexity_are_measured_on_a_run(uninterrupted: Run) -> No
     windows = list(csv.DictReader((folder / "perplexity.csv").open()))
     assert float(rows[-1]["standard_error"]) == float(windows[-1]["standard_error"]) > 0
     assert [int(row["window"]) for row in windows] == [32, 64, 128]
+    assert {row["document_tokens"] for row in windows} == {"all"}
     for row in windows:
         value = values[f"evaluation/perplexity_{int(row['window']):06d}"]
         assert value == pytest.approx(math.exp(float(row["loss_nats"])), rel=1e-5)
@@ -135,6 +136,7 @@ def test_the_first_tokens_of_each_text_are_read(uninterrupted: Run, tmp_path: Pa
         scored = 96 if bos else 95
         for row in csv.DictReader((folder / "perplexity.csv").open()):
             assert (row["documents"], row["tokens"]) == ("2", str(2 * scored))
+            assert (row["document_tokens"], row["bos"]) == ("96", "yes" if bos else "no")
             losses = [
                 sliding_loss(
                     trained.model,

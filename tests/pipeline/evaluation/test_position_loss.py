@@ -1,4 +1,4 @@
-"""Losses at positions, in bins and up to positions, against plain loops over documents."""
+"""Losses at positions, in bins and up to positions, against plain loops over windows."""
 
 import math
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ def measured(losses: Tensor) -> PositionLoss:
 
 
 def assert_means(
-    found: tuple[Tensor, Tensor], of_documents: Sequence[Sequence[float]], documents: int
+    found: tuple[Tensor, Tensor], of_windows: Sequence[Sequence[float]], windows: int
 ) -> None:
-    """The means over documents of some quantities, and their standard errors."""
+    """The means over windows of some quantities, and their standard errors."""
     mean, error = found
-    assert len(mean) == len(error) == len(of_documents)
-    for index, values in enumerate(of_documents):
+    assert len(mean) == len(error) == len(of_windows)
+    for index, values in enumerate(of_windows):
         assert mean[index].item() == pytest.approx(fmean(values), abs=1e-9)
-        wanted = stdev(values) / math.sqrt(documents)
+        wanted = stdev(values) / math.sqrt(windows)
         assert error[index].item() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_losses_and_errors_are_those_of_documents() -> None:
+def test_losses_and_errors_are_those_of_windows() -> None:
     losses = torch.randn(7, 250, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    losses[:, 245] += 3  # a document's neighbouring losses have more in common than their mean
+    losses[:, 245] += 3  # a window's neighbouring losses have more in common than their mean
     metric = measured(losses)
     rows = losses.tolist()
     assert_means(metric.by_position(), [[row[t] for row in rows] for t in range(250)], 7)

@@ -72,9 +72,9 @@ def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:
         for name in ("loss_nats", "standard_error", "samples"):
             assert of_bin[name] == row[name]
     assert (folder / "loss_in_bins.png").read_bytes().startswith(b"\x89PNG")
-    of_documents = torch.stack(losses).double().mean(1)
+    of_windows = torch.stack(losses).double().mean(1)
     results = json.loads((folder / "results.json").read_text())
-    error = of_documents.std().item() / math.sqrt(6)
+    error = of_windows.std().item() / math.sqrt(6)
     assert results["evaluation/loss_standard_error"] == pytest.approx(error, abs=1e-5)
     assert float(rows[-1]["standard_error_up_to_here"]) == pytest.approx(error, abs=1e-5)
     assert results["evaluation/loss"] == pytest.approx(wanted.mean().item(), abs=1e-5)

@@ -66,6 +66,7 @@ def test_a_softmax_of_the_scores_is_the_weights(
     assert [(row["layer"], row["key"]) for row in rows] == [
         (layer, str(key)) for layer in "12" for key in range(1, 65)
     ]
+    assert {row["bos"] for row in rows} == {"no" if no_bos else "yes"}
     batch = next(iter(scores.read_windows(trained, options, 64)))
     tokens = batch["target" if no_bos else "input"][:1]
     x = attention_inputs(trained.model, tokens)[1]

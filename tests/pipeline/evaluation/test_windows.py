@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from longhaul.datamodules.stream import PADDING_INDEX, TokenWindows, Windows
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
@@ -74,9 +75,24 @@ def test_windows_of_texts_follow_each_other_and_leave_rests_out() -> None:
     assert torch.cat([batch["index"] for batch in batches]).tolist() == [0, 1, 2]
 
 
-def test_beginnings_of_documents_are_their_first_tokens(uninterrupted: Run, tmp_path: Path) -> None:
+def test_beginnings_of_documents_are_their_first_tokens(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained = load_trained_model(uninterrupted.path / "small")
-    found = read_beginnings(trained, Options(), 256)
+    here = dataclasses.replace(trained.config.data, workers=0)
+    trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=here))
+    read: list[int] = []
+    read_samples = TokenWindows.__getitems__
+
+    def count(self: TokenWindows, indices: Sequence[int]) -> Windows:
+        read.extend(index for index in indices if index != PADDING_INDEX)
+        return read_samples(self, indices)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenWindows, "__getitems__", count)
+        found = read_beginnings(trained, Options(), 256)
+    # The first of the four windows of each document, and no other.
+    assert read == [0, 4]
     whole = dataclasses.replace(trained.config.data, validation_tokens=2048)
     config = dataclasses.replace(trained.config, data=whole)
     windows = read_documents(dataclasses.replace(trained, config=config), Options(), 1024)

@@ -28,15 +28,17 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store.evaluate(softmax, "step-000000004-context-256", "loss_in_bins", BINS)
     store.evaluate(softmax, "step-000000004", "scores", scores(60.0))
     store.evaluate(softmax, "step-000000004-dynamic_ntk-4", "scores", scores(4.0))
-    for label, perplexities in (
-        ("step-000000004", (20.0, 900.5)),
-        ("step-000000004-dynamic_ntk-4", (21.0, 25.25)),
+    for label, perplexities, options in (
+        ("step-000000004", (20.0, 900.5), "all,yes"),
+        ("step-000000004-dynamic_ntk-4", (21.0, 25.25), "512,no"),
     ):
-        lines = ["window,stride,documents,tokens,loss_nats,perplexity"]
-        lines += [f"{w},16,2,1024,1,{p}" for w, p in zip((64, 256), perplexities, strict=True)]
+        lines = ["window,stride,documents,tokens,loss_nats,perplexity,document_tokens,bos"]
+        for window, value in zip((64, 256), perplexities, strict=True):
+            lines.append(f"{window},16,2,1024,1,{value},{options}")
         store.evaluate(softmax, label, "perplexity", "\n".join(lines))
-    passkeys = "length,depth,prompts,right,accuracy\n256,0.0,4,4,1.0\n256,0.5,4,2,0.5\n"
-    store.evaluate(softmax, "step-000000004", "passkey", passkeys + "512,0.0,4,0,0.0\n")
+    passkeys = "length,depth,prompts,right,accuracy,depths,bos\n256,0.0,4,4,1.0,grid,yes\n"
+    passkeys += "256,0.5,4,2,0.5,grid,yes\n512,0.0,4,0,0.0,grid,yes\n"
+    store.evaluate(softmax, "step-000000004", "passkey", passkeys)
     windows = "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n128,4.25,256,0.5\n"
     store.evaluate(flagship, "step-000000004", "context", windows)
     recalled = "pairs,queries,right,chance\n4,20,15,0.05\n8,40,4,0.05\n"

@@ -133,6 +133,25 @@ def test_lines_have_bands_of_standard_errors_over_seeds() -> None:
     assert line.band == ([1.0, 1.0], [1.5, 1.5])
 
 
+def test_a_seed_that_was_run_twice_counts_once() -> None:
+    runs = [
+        run("linear", [level] * 4, context=context, seed=seed)
+        for context in (64, 128)
+        for seed, level in ((0, 3.0), (0, 5.0), (1, 8.0))
+    ]
+    # `run` names runs of one seed alike.
+    runs = [dataclasses.replace(one, run_id=str(index)) for index, one in enumerate(runs)]
+    named = NamedRuns(runs)
+    (table,) = seeds_table(named)
+    for row in (dict(zip(table.columns, cells, strict=True)) for cells in table.rows):
+        assert (row["seeds"], row["training loss"]) == (2, 6.0)
+        assert row["error of training loss"] == pytest.approx(2.0)
+    (figure,) = loss_at_sequences(named)
+    points, line = figure.series
+    assert len(points.x) == 6
+    assert (list(line.y), line.band) == ([6.0, 6.0], ([4.0, 4.0], [8.0, 8.0]))
+
+
 def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
     fast, slow = "optim.learning_rate=0.01", "optim.learning_rate=0.001"
     runs = [

@@ -172,6 +172,26 @@ def test_passkeys_are_summed_over_depths(reported: Path) -> None:
     assert [float(row["share"]) for row in found] == [0.75, 0.0]
 
 
+def test_captions_and_tables_say_under_which_options_results_were_measured(reported: Path) -> None:
+    shown = " ".join("".join(Page((reported / "index.html").read_text()).texts).split())
+    bos = "beginning-of-sequence id in front"
+    perplexity = (
+        f"stride in tokens: 16; first tokens read of each document: 512, all; {bos}: no, yes"
+    )
+    # Of the figure, and of the table of scalings.
+    assert shown.count(perplexity) == 2
+    assert shown.count(f"depths of keys: grid; {bos}: yes") == 1
+    # Four figures of each scaling and the table; these tables were written before they said it.
+    assert shown.count(f"{bos}: unknown") == 9
+    found = rows(reported / "perplexity_000064.csv")
+    assert [(row["positions"], row["document_tokens"], row["bos"]) for row in found[::2]] == [
+        ("", "all", "yes"),
+        ("dynamic_ntk-4", "512", "no"),
+    ]
+    found = rows(reported / "passkey_000064.csv")
+    assert {(row["depths"], row["bos"]) for row in found} == {("grid", "yes")}
+
+
 def test_recall_is_drawn_like_passkeys(reported: Path) -> None:
     found = rows(reported / "recall_000064.csv")
     cells = [(row["run"], int(row["pairs"]), float(row["share"])) for row in found]

@@ -33,6 +33,11 @@ def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
         ("positions", f"{POSITIONS}{'x' * 200_000},2,3,4\n", "found no CSV: field larger"),
         ("context", "context,loss_nats\n64,2.5\n", "row 1: tokens: found nothing, wanted a value"),
         ("perplexity", "window,stride,perplexity\n64,0,2\n", "row 1: stride: found '0', wanted gr"),
+        (
+            "perplexity",
+            "window,stride,perplexity,bos\n64,1,2,maybe\n",
+            "row 1: bos: found 'maybe', wanted 'yes', 'no' or 'unknown'",
+        ),
         ("passkey", PASSKEY, "found no rows"),
         ("passkey", f"{PASSKEY}256,0,0,0,0\n", "row 1: prompts: found '0', wanted greater"),
         ("passkey", f"{PASSKEY}256,0,4,5,1\n", "row 1: right: found 5, wanted at most prompts = 4"),
