@@ -63,8 +63,8 @@ def power_attention(
         chunk_size: tokens per chunk of the chunked form; None chooses it by cost. It changes
             speed and memory, never the result.
         form: "attention" (quadratic), "chunked" (linear), "recurrent" (one token at a time) or
-            "auto" (by cost). Results agree to rounding, where no forgotten key matters: a key counts
-            as forgotten once gates have faded it by 2^-64, although at degree 8 its weight may then
+            "auto" (by cost). Results agree to rounding, where no forgotten key matters: a key is
+            forgotten once gates have faded it by 2^-64, although at degree 8 its weight may then
             still be the largest if its score is 256 times the others' (at degree 6, 1,600 times;
             forms that carry a state forget it later). A state holds keys to the power of degree
             in float32: above degree 4, forms that read one want coordinates of keys, and their
