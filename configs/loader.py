@@ -311,7 +311,7 @@ def _check(
         path = f"{prefix}{key}"
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
-            all_known = f"wanted one of {', '.join(known)}" if known else "there is none here"
+            all_known = f"wanted one of {', '.join(known)}" if known else f"{prefix[:-1]} has none"
             hint = f"the nearest known one is {prefix}{near[0]}" if near else all_known
             raise ConfigError(f"{path}: unknown key, {hint}")
         nested = variants.get(path, hints[key])

@@ -219,9 +219,10 @@ class Attention(nn.Module):
         """Raise ValueError where the variant does not support this scaling of positions."""
         supported = ("none",) if self.rotary is None else self.config.positions
         if scaling.name not in supported:
+            rotated = "with" if self.rotary else "without"
             raise ValueError(
                 f"positions: found {scaling.name!r} for attention of kind {self.config.kind}, "
-                f"wanted {' or '.join(supported)}"
+                f"wanted {' or '.join(supported)} for one {rotated} rotary positions"
             )
 
     def set_positions(self, scaling: PositionScaling) -> None:

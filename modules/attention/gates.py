@@ -30,14 +30,14 @@ class ScalarPerHead(InFloat32):
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetGateConfig(AttentionConfig):
-    """The option of variants with forget gates."""
+    """The option of variants with forget gates.
+
+    A gate is learned with gate data or learned, generator product or full, or ordered true,
+    whichever of these options the kind has.
+    """
 
     gate_init: str = "long_memory"
-    """plain (gamma = sigmoid(W x), no bias) | long_memory (with one, initially gamma near 1).
-
-    Read where a forget gate is learned: with gate data or learned, generator product or full, or
-    ordered true, whichever of these options the kind has.
-    """
+    """plain (sigmoid(W x), no bias) | long_memory (a bias, gamma near 1); if a gate is learned."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -24,14 +24,15 @@ from longhaul.modules.rotary import Rotary, rotate
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
 class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
-    """Whose formula it is, and which terms of the softmax's expansion get gates of their own."""
+    """Whose formula it is, and which terms of the softmax's expansion get gates of their own.
+
+    Form notes is that of the notes on Cartan decomposition. It subtracts from a key's logit the
+    mean of the logits up to that key, as the notes index it; notes_row_mean subtracts the mean of
+    all logits up to the query, as published does.
+    """
 
     form: str = "published"
-    """published (arXiv:2602.05230) | notes (of the notes on Cartan decomposition) | notes_row_mean.
-
-    notes subtracts from a key's logit the mean of the logits up to that key, as the notes index it;
-    notes_row_mean the mean of all logits up to the query, as published does.
-    """
+    """published (arXiv:2602.05230) | notes (mean of logits up to the key) | notes_row_mean."""
 
     zeroth: str = "none"
     """none | first_layer: the first layer keeps the mean of the values, times tanh(W_0 x)."""

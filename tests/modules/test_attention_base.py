@@ -141,18 +141,19 @@ def test_bad_options_are_named(kind: str, options: dict[str, object], message: s
 
 
 PLAIN, SHORT = {"gate_init": "plain"}, {"longest_document": 50}
+LEARNED = "; if a gate is learned"
 WITHOUT_TURNS = "none (longest_document is not read)"
 
 
 @pytest.mark.parametrize(
     ("kind", "option", "reads", "ignores", "words"),
     [
-        ("sympow_gated", PLAIN, {"gate": "data"}, {"gate": "retention"}, "with gate data"),
-        ("conformal_sympow", PLAIN, {"gate": "learned"}, {"gate": "alibi"}, "data or learned"),
-        ("linear", PLAIN, {"gate": "data"}, {"gate": "none"}, "with gate data"),
-        ("cartan", PLAIN, {"generator": "full"}, {"generator": "additive"}, "product or full"),
-        ("cartan", PLAIN, {"generator": "product"}, {"generator": "additive"}, "generator product"),
-        ("zeros", PLAIN, {"ordered": True}, {"ordered": False}, "ordered true"),
+        ("sympow_gated", PLAIN, {"gate": "data"}, {"gate": "retention"}, LEARNED),
+        ("conformal_sympow", PLAIN, {"gate": "learned"}, {"gate": "alibi"}, LEARNED),
+        ("linear", PLAIN, {"gate": "data"}, {"gate": "none"}, LEARNED),
+        ("cartan", PLAIN, {"generator": "full"}, {"generator": "additive"}, LEARNED),
+        ("cartan", PLAIN, {"generator": "product"}, {"generator": "additive"}, LEARNED),
+        ("zeros", PLAIN, {"ordered": True}, {"ordered": False}, LEARNED),
         (
             "linear",
             {"rotary_base": 50.0},
