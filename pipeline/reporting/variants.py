@@ -47,11 +47,21 @@ class NamedRuns:
         runs: at least one of them finished.
         sequences: after how many training losses are compared; None means the most that all
             finished runs have read.
+
+    Raises:
+        ValueError: no run has read so many sequences.
     """
 
     def __init__(self, runs: Sequence[Run], sequences: int | None = None) -> None:
         read = [run.tokens // run.context for run in runs if run.is_finished and run.losses]
-        self.sequences = min(read, default=0) if sequences is None else sequences
+        of_all = min(read, default=0)
+        most = max(run.tokens // run.context for run in runs)
+        if sequences is not None and sequences > most:
+            raise ValueError(
+                f"--sequences: found {sequences}, wanted at most {most}, which one run has read, "
+                f"or {of_all}, which all finished runs have"
+            )
+        self.sequences = of_all if sequences is None else sequences
         names = name_variants([run.config for run in runs], [run.data for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
         kinds = (_kind(run.config) for run in runs)

@@ -68,7 +68,9 @@ def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
     (figure,) = loss_at_sequences(NamedRuns([short, long], 40))
     assert [row[-2:] for row in figure.rows] == [[40, falling[4]]]
     assert "Left out: 1 runs, which have read less or diverged." in figure.caption
-    assert list(loss_at_sequences(NamedRuns([short, long], 1000))) == []
+    wanted = "--sequences: found 65, wanted at most 64, which one run has read, or 16, which all"
+    with pytest.raises(ValueError, match=wanted):
+        NamedRuns([short, long], 65)
 
 
 def test_a_diverged_run_has_no_loss_after_it_diverged() -> None:
