@@ -303,7 +303,7 @@ def _figure(
     scalings = sorted(every - {""}) if len(every) > 1 else []
     series, rows = [], list[Row]()
     for one, curve in zip(group.members, curves, strict=True):
-        line = "-"
+        line = "-" if scalings else None
         if one.scaling in scalings:
             line = _LINE_STYLES[scalings.index(one.scaling) % len(_LINE_STYLES)]
         series.append(

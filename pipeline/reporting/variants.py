@@ -25,6 +25,7 @@ _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spik
 
 _DIGEST_CHARACTERS = 8  # of the hash of data, where a name is not enough
 
+_LINES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 
 
@@ -34,10 +35,11 @@ LEADING_COLUMNS = ("run", "run_id", "status", "variant", "training_context")
 
 @dataclass(frozen=True)
 class Look:
-    """Colour and marker of a variant."""
+    """Colour, marker and line style of a variant."""
 
     colour: str
     marker: str
+    line: str
 
 
 class NamedRuns:
@@ -64,7 +66,7 @@ class NamedRuns:
         self.sequences = of_all if sequences is None else sequences
         names = name_variants([run.config for run in runs], [run.data for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
-        kinds = (_kind(run.config) for run in runs)
+        kinds = ("+".join(run.config.model.kinds) for run in runs)
         self._looks = looks(dict(zip(names, kinds, strict=True)))
         self.runs = sorted(
             runs, key=lambda run: (self.label(run), run.context, run.name, run.run_id)
@@ -117,8 +119,9 @@ def name_variants(configs: Sequence[RunConfig], data: Sequence[Data]) -> list[st
 def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
     """A look for each variant, given its kind; both take turns in alphabetical order.
 
-    A kind has one colour, and its variants differ in their markers. Variants of a single kind would
-    all look alike so, and have a colour each.
+    A kind has one colour, also with several degrees. Its variants, and kinds with the same colour
+    where there are more kinds than colours, differ in their markers and line styles. Variants of a
+    single kind have a colour each.
     """
     has_one = len(set(kinds.values())) == 1
     families = sorted(kinds) if has_one else sorted(set(kinds.values()))
@@ -126,14 +129,15 @@ def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
     for name in sorted(kinds):
         members[families.index(name if has_one else kinds[name])].append(name)
     found = {}
-    markers_taken = [0] * len(COLOURS)
+    taken = [0] * len(COLOURS)
     for index, names in sorted(members.items()):
         colour = index % len(COLOURS)
         for name in names:
             # From another marker on for each colour, so that print without colour shows it too.
-            marker = _MARKERS[(colour + markers_taken[colour]) % len(_MARKERS)]
-            found[name] = Look(COLOURS[colour], marker)
-            markers_taken[colour] += 1
+            marker = _MARKERS[(colour + taken[colour]) % len(_MARKERS)]
+            line = _LINES[taken[colour] % len(_LINES)]
+            found[name] = Look(COLOURS[colour], marker, line)
+            taken[colour] += 1
     return found
 
 

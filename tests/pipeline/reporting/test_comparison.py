@@ -154,6 +154,15 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
     assert (list(line.y), line.band) == ([6.0, 6.0], ([4.0, 4.0], [8.0, 8.0]))
 
 
+def test_degrees_of_a_kind_have_its_colour() -> None:
+    degrees = [run("sympow", [3.0], f"model.attention.degree={p}") for p in (2, 4)]
+    named = NamedRuns([*degrees, run("softmax", [3.0]), run("linear", [3.0])])
+    two, four = map(named.look, degrees)
+    assert len({named.look(one).colour for one in named.runs}) == 3
+    assert two.colour == four.colour
+    assert two.line != four.line
+
+
 def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
     fast, slow = "optim.learning_rate=0.01", "optim.learning_rate=0.001"
     runs = [

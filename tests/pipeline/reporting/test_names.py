@@ -62,6 +62,10 @@ def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
     colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in "ah"}
     assert all(len(own) == 1 for own in colours.values())
     assert len(set(found.values())) == len(kinds)
+    # Beside the marker, the line tells those of one colour apart: here of the kinds a and h.
+    shared = [look for name, look in found.items() if name[0] in "ah"]
+    assert len({look.colour for look in shared}) == 1
+    assert len({look.line for look in shared[:3]}) == 3
     assert len({look.colour for look in looks(dict.fromkeys("xyz", "a")).values()}) == 3
 
 
