@@ -1,5 +1,6 @@
 """The name, colour and marker of each run, the same in all figures."""
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,8 @@ class NamedRuns:
 def name_variants(configs: Sequence[RunConfig], data: Sequence[Data]) -> list[str]:
     """Each run's kind and degree, and the settings in which it differs from others of that kind.
 
+    A setting at its default is not named, unless another one that differs has the same last name.
+
     Where not all runs are trained on the same data, every name tells which, since losses on
     different data cannot be compared, also those of different kinds.
     """
@@ -105,11 +108,17 @@ def name_variants(configs: Sequence[RunConfig], data: Sequence[Data]) -> list[st
     kinds = [_kind(config) for config in configs]
     options = [_options(config) for config in configs]
     names = []
-    for kind, own, trained_on in zip(kinds, options, data, strict=True):
-        same_kind = [other for name, other in zip(kinds, options, strict=True) if name == kind]
+    for config, kind, own, trained_on in zip(configs, kinds, options, data, strict=True):
+        same_kind = [other for one, other in zip(kinds, options, strict=True) if one == kind]
         keys = dict.fromkeys(key for other in same_kind for key in other)
         differing = [key for key in keys if len({str(other.get(key)) for other in same_kind}) > 1]
-        parts = [f"{key.rpartition('.')[2]}={_shown(own.get(key))}" for key in differing]
+        uses = Counter(key.rpartition(".")[2] for key in differing)
+        usual = _defaults(config)
+        parts = [
+            f"{name}={_shown(own.get(key))}"
+            for key, name in ((key, key.rpartition(".")[2]) for key in differing)
+            if uses[name] > 1 or key not in usual or own[key] != usual[key]
+        ]
         if len(data_names) > 1:
             parts.insert(0, f"data={data_names[trained_on.sha256]}")
         names.append(", ".join([kind, *parts]))
@@ -165,6 +174,21 @@ def _options(config: RunConfig) -> dict[str, Any]:
         for key, value in values.items()
         if key.startswith(_DECISIVE) and not key.endswith(_INDIFFERENT)
     }
+
+
+def _defaults(config: Any, prefix: str = "") -> dict[str, Any]:
+    """The default of each setting of a config that has one, by its key as in `flatten`."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        key, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= _defaults(value, f"{key}.")
+        elif isinstance(value, dict):
+            for name, entry in value.items():
+                found |= _defaults(entry, f"{key}.{name}.")
+        elif field.default is not dataclasses.MISSING:
+            found[key] = field.default
+    return found
 
 
 def _shown(value: Any) -> str:
