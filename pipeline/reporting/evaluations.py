@@ -229,11 +229,11 @@ def scores(named: NamedRuns) -> Iterator[Figure]:
                     "_".join(filter(None, parts)),
                     curves,
                     title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
-                    caption="Before the softmax: mean over heads and layers; bands: from the least "
-                    f"to the most of them. Layers: {_layers(group, is_low)}; "
+                    caption="Mean over heads and layers; bands: from the least to the most of "
+                    f"them. Layers: {_layers(group, is_low)}; "
                     f"{protocol(group, 'scores')}.",
                     x_label="position of the key (tokens)",
-                    y_label="score",
+                    y_label="attention score before the softmax",
                     y_axis="score",
                     x_axis="position",
                     is_over_tokens=False,

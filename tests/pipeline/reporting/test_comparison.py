@@ -7,7 +7,10 @@ from statistics import stdev
 
 import pytest
 from logged_runs import small_config
+from matplotlib.figure import Figure as FigureOfMatplotlib
 
+from longhaul.pipeline.evaluation.labels import Label
+from longhaul.pipeline.reporting import drawing, evaluations
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
@@ -17,7 +20,7 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Point, Run
+from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run
 from longhaul.pipeline.reporting.variants import NamedRuns
 
 UPDATE = 512
@@ -161,6 +164,25 @@ def test_degrees_of_a_kind_have_its_colour() -> None:
     assert len({named.look(one).colour for one in named.runs}) == 3
     assert two.colour == four.colour
     assert two.line != four.line
+
+
+def test_scores_of_two_variants_of_a_kind_have_lines_of_their_own() -> None:
+    rows = [
+        {"layer": 1, "key": key, "score": 1.0, "least_of_heads": 0.0, "most_of_heads": 2.0}
+        | {"largest": 2.0, "bos": "no"}
+        for key in (1, 2)
+    ]
+    measured = {"scores": [Evaluated(Label(1, None, "", ""), rows)], "bigram": []}
+    of_kinds = [run("coca", [3.0]), run("coca", [3.0], "model.biases=true"), run("linear", [3.0])]
+    named = NamedRuns([dataclasses.replace(one, evaluations=measured) for one in of_kinds])
+    figure = next(evaluations.scores(named))
+    assert figure.y_label == "attention score before the softmax"
+    axes = FigureOfMatplotlib().subplots()
+    for series in figure.series[:2]:
+        drawing._plot(axes, series)
+    plain, with_biases = axes.lines
+    assert plain.get_color() == with_biases.get_color()
+    assert (plain.get_linestyle(), with_biases.get_linestyle()) == ("-", "--")
 
 
 def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
