@@ -44,8 +44,8 @@ class Series:
     is_finished: bool = True
     """Whether its run is finished; otherwise markers are hollow and lines are thin."""
 
-    line: str = "-"
-    """matplotlib's name of the line style; empty draws points only."""
+    line: str | None = None
+    """matplotlib's name of the line style; None: that of the look; empty: points only."""
 
     band: tuple[Sequence[float], Sequence[float]] | None = None
     """Lower and upper bounds of y."""
@@ -150,7 +150,7 @@ def _plot(axes: "Axes", one: Series) -> None:
     axes.plot(
         one.x,
         one.y,
-        linestyle=one.line or "none",
+        linestyle=(one.look.line if one.line is None else one.line) or "none",
         color=one.look.colour,
         linewidth=1.2 if one.is_finished else 0.7,
         marker=one.look.marker,

@@ -229,11 +229,11 @@ def scores(named: NamedRuns) -> Iterator[Figure]:
                     "_".join(filter(None, parts)),
                     curves,
                     title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
-                    caption="Before the softmax: mean over heads and layers; bands: from the least "
-                    f"to the most of them. Layers: {_layers(group, is_low)}; "
+                    caption="Mean over heads and layers; bands: from the least to the most of "
+                    f"them. Layers: {_layers(group, is_low)}; "
                     f"{protocol(group, 'scores')}.",
                     x_label="position of the key (tokens)",
-                    y_label="score",
+                    y_label="attention score before the softmax",
                     y_axis="score",
                     x_axis="position",
                     is_over_tokens=False,
@@ -303,7 +303,7 @@ def _figure(
     scalings = sorted(every - {""}) if len(every) > 1 else []
     series, rows = [], list[Row]()
     for one, curve in zip(group.members, curves, strict=True):
-        line = "-"
+        line = "-" if scalings else None
         if one.scaling in scalings:
             line = _LINE_STYLES[scalings.index(one.scaling) % len(_LINE_STYLES)]
         series.append(

@@ -18,12 +18,15 @@ _POSITIONS = (
     "the documents' length, such as 4 times the training context"
 )
 _SCORES = "longhaul evaluate RUN --tasks scores --context N, of a softmax kind"
-_NO_PAIR = "no finished run has a softmax run of its seed, context and data"
+_NO_PAIR = (
+    "no finished run of another kind has a softmax run of its seed, context and data that has read "
+    "as much"
+)
 
 _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Training loss at equal sequences": (
         comparison.loss_at_sequences,
-        "no run logged an update, or none has read so many sequences",
+        "no finished run logged an update, or the losses there are not finite",
     ),
     "Gap to softmax at equal sequences": (comparison.gap_at_sequences, _NO_PAIR),
     "Loss against training context": (comparison.loss_against_context, "no run was validated"),
@@ -79,8 +82,8 @@ def report(
         The files written.
 
     Raises:
-        ValueError: there is no such store or experiment, no run has finished, or the destination
-            holds something.
+        ValueError: there is no such store or experiment, no run has finished, none has read so many
+            sequences, or the destination holds something.
         RuntimeError: MLflow cannot be reached.
         OSError: the folder could not be written.
     """

@@ -59,5 +59,8 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture(scope="module")
 def reported(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reports") / "new" / "report"
+    left_by_a_killed_one = folder.with_name(".report.unfinished")
+    left_by_a_killed_one.mkdir(parents=True)
+    (left_by_a_killed_one / "old.png").touch()
     assert main(["report", "tests", str(folder), "--uri", store.uri]) == 0
     return folder

@@ -7,7 +7,10 @@ from statistics import stdev
 
 import pytest
 from logged_runs import small_config
+from matplotlib.figure import Figure as FigureOfMatplotlib
 
+from longhaul.pipeline.evaluation.labels import Label
+from longhaul.pipeline.reporting import drawing, evaluations
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
@@ -17,7 +20,7 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Point, Run
+from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run
 from longhaul.pipeline.reporting.variants import NamedRuns
 
 UPDATE = 512
@@ -68,7 +71,9 @@ def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
     (figure,) = loss_at_sequences(NamedRuns([short, long], 40))
     assert [row[-2:] for row in figure.rows] == [[40, falling[4]]]
     assert "Left out: 1 runs, which have read less or diverged." in figure.caption
-    assert list(loss_at_sequences(NamedRuns([short, long], 1000))) == []
+    wanted = "--sequences: found 65, wanted at most 64, which one run has read, or 16, which all"
+    with pytest.raises(ValueError, match=wanted):
+        NamedRuns([short, long], 65)
 
 
 def test_a_diverged_run_has_no_loss_after_it_diverged() -> None:
@@ -150,6 +155,34 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
     points, line = figure.series
     assert len(points.x) == 6
     assert (list(line.y), line.band) == ([6.0, 6.0], ([4.0, 4.0], [8.0, 8.0]))
+
+
+def test_degrees_of_a_kind_have_its_colour() -> None:
+    degrees = [run("sympow", [3.0], f"model.attention.degree={p}") for p in (2, 4)]
+    named = NamedRuns([*degrees, run("softmax", [3.0]), run("linear", [3.0])])
+    two, four = map(named.look, degrees)
+    assert len({named.look(one).colour for one in named.runs}) == 3
+    assert two.colour == four.colour
+    assert two.line != four.line
+
+
+def test_scores_of_two_variants_of_a_kind_have_lines_of_their_own() -> None:
+    rows = [
+        {"layer": 1, "key": key, "score": 1.0, "least_of_heads": 0.0, "most_of_heads": 2.0}
+        | {"largest": 2.0, "bos": "no"}
+        for key in (1, 2)
+    ]
+    measured = {"scores": [Evaluated(Label(1, None, "", ""), rows)], "bigram": []}
+    of_kinds = [run("coca", [3.0]), run("coca", [3.0], "model.biases=true"), run("linear", [3.0])]
+    named = NamedRuns([dataclasses.replace(one, evaluations=measured) for one in of_kinds])
+    figure = next(evaluations.scores(named))
+    assert figure.y_label == "attention score before the softmax"
+    axes = FigureOfMatplotlib().subplots()
+    for series in figure.series[:2]:
+        drawing._plot(axes, series)
+    plain, with_biases = axes.lines
+    assert plain.get_color() == with_biases.get_color()
+    assert (plain.get_linestyle(), with_biases.get_linestyle()) == ("-", "--")
 
 
 def test_the_best_softmax_of_a_context_is_the_baseline() -> None:

@@ -269,6 +269,9 @@ def test_what_cannot_be_reported_is_refused(
     assert "--sequences: found 0, wanted 1 or more" in refused(
         ["tests", new, *uri, "--sequences", "0"], capsys
     )
+    assert "--sequences: found 33, wanted at most 32" in refused(
+        ["tests", new, *uri, "--sequences", "33"], capsys
+    )
     missing = tmp_path / "none.db"
     assert f"--uri: found no file {missing}" in refused(
         ["tests", new, "--uri", f"sqlite:///{missing}"], capsys

@@ -37,6 +37,26 @@ def test_variants_are_named_by_what_they_differ_in() -> None:
     assert len(set(many.values())) == 70
 
 
+def test_options_at_their_default_are_not_in_names() -> None:
+    softmax, biases = "model.attention.kind=softmax", "model.biases=true"
+    neox = (biases, "model.embedding_norm=false", "optim.learning_rate=0.001")
+    every = [config(softmax, "optim.learning_rate=6e-4"), config(softmax, *neox), config(softmax)]
+    assert name_variants(every, [Data("gpt2/train", "a" * 64)] * len(every)) == [
+        "softmax",
+        "softmax, embedding_norm=False, biases=True, learning_rate=0.001",
+        "softmax, learning_rate=0.002",
+    ]
+    # Two settings of one last name are both named, or these two would look alike.
+    layer = 'model.layer_attention={"0":{kind: linear, rotary_base: 500.0}}'
+    other = 'model.layer_attention={"0":{kind: linear}}'
+    mixed = [config(softmax, layer), config(softmax, other, "model.attention.rotary_base=500")]
+    names = name_variants(mixed, [Data("gpt2/train", "a" * 64)] * len(mixed))
+    assert [name.partition(", ")[2] for name in names] == [
+        "rotary_base=10000, rotary_base=500",
+        "rotary_base=500, rotary_base=10000",
+    ]
+
+
 def test_data_are_told_apart_by_their_hash_and_not_by_their_path() -> None:
     here, elsewhere = "data.manifest=data/mine/train", "data.manifest=../../data/mine/train"
     softmax = "model.attention.kind=softmax"
@@ -62,6 +82,10 @@ def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
     colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in "ah"}
     assert all(len(own) == 1 for own in colours.values())
     assert len(set(found.values())) == len(kinds)
+    # Beside the marker, the line tells those of one colour apart: here of the kinds a and h.
+    shared = [look for name, look in found.items() if name[0] in "ah"]
+    assert len({look.colour for look in shared}) == 1
+    assert len({look.line for look in shared[:3]}) == 3
     assert len({look.colour for look in looks(dict.fromkeys("xyz", "a")).values()}) == 3
 
 
