@@ -373,6 +373,8 @@ def test_tables_that_cannot_be_read_are_one_line_each(
     ):
         assert f"<li>Run damaged[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
     assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
+    pair = "no finished run of another kind has a softmax run of its seed, context and data"
+    assert f"Gap to softmax at equal sequences: {pair} that has read as much" in left_out
     assert "--tasks positions --context N, with N tokens in a window" in left_out
     assert "Perplexity of a sliding window" not in left_out
     assert len(rows(tmp_path / "new" / "runs.csv")) == 1
