@@ -21,11 +21,15 @@ SHARED = ("positions", "context", "perplexity", "passkey", "recall")
 LENGTHS = ("--contexts", "32,64", "--stride", "16", "--lengths", "256", "--prompts", "5")
 
 
-def _tables(folder: Path) -> dict[str, list[list[float]]]:
+def _tables(folder: Path) -> dict[str, list[list[float | str]]]:
     return {
-        file.stem: [list(map(float, row)) for row in list(csv.reader(file.open()))[1:]]
+        file.stem: [list(map(_number_or_word, row)) for row in list(csv.reader(file.open()))[1:]]
         for file in sorted(folder.glob("*.csv"))
     }
+
+
+def _number_or_word(cell: str) -> float | str:
+    return cell if cell.isalpha() else float(cell)
 
 
 def test_a_share_is_every_other_piece() -> None:
