@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int32
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.modules.attention.base import Attention, AttentionConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
-from longhaul.modules.attention.gates import alibi_slopes
+from longhaul.modules.attention.parts.gates import alibi_slopes
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 # Without a GPU the bias is written out, for a block of this many queries at a time.
 _QUERIES_AT_ONCE = 1024
+# Flex attention skips blocks of so many queries and keys, by its own default.
+_MASK_BLOCK = 128
 
 
 @register("alibi")
@@ -132,6 +134,31 @@ def _compiled_flex() -> Any:
 
 @lru_cache(maxsize=8)
 def _causal(T: int, S: int, device: torch.device) -> "BlockMask":
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The last T of S tokens attend to themselves and to all before.
 
-    return create_block_mask(lambda b, h, t, i: t + (S - T) >= i, None, None, T, S, device=device)
+    From the blocks that are masked, because create_block_mask would write the mask out: T x S.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    row = torch.arange(0, T, _MASK_BLOCK, device=device)  # the first query of each block
+    column = torch.arange(0, S, _MASK_BLOCK, device=device)
+    first = (row + (S - T))[:, None]
+    last = (row + _MASK_BLOCK).clamp(max=T)[:, None] + (S - T - 1)
+    is_full_block = (row + _MASK_BLOCK <= T)[:, None]
+    whole = (column + (_MASK_BLOCK - 1) <= first) & is_full_block
+    partial = (column <= last) & ~whole
+    return BlockMask.from_kv_blocks(
+        *_listed(partial),
+        *_listed(whole),
+        BLOCK_SIZE=_MASK_BLOCK,
+        mask_mod=lambda b, h, t, i: t + (S - T) >= i,
+        seq_lengths=(T, S),
+    )
+
+
+def _listed(
+    blocks: Bool[Tensor, "R C"],
+) -> tuple[Int32[Tensor, "1 1 R"], Int32[Tensor, "1 1 R C"]]:
+    """How many blocks of each row are in the set, and the columns, theirs first."""
+    columns = blocks.int().argsort(dim=1, descending=True, stable=True)
+    return blocks.sum(dim=1, dtype=torch.int32)[None, None], columns.int()[None, None]

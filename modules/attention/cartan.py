@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.channels import Channels
-from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
-from longhaul.modules.attention.key_softmax import key_softmax
+from longhaul.modules.attention.parts.channels import Channels
+from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
+from longhaul.modules.attention.parts.key_softmax import key_softmax
+from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
-from longhaul.modules.attention.vector_gates import VectorGates
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 

@@ -21,8 +21,11 @@ from longhaul.kernels import (
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import Attention, AttentionConfig
-from longhaul.modules.attention.context_parallel import PowerOptions, context_parallel_attention
-from longhaul.modules.attention.initial_state import InitialState
+from longhaul.modules.attention.parts.context_parallel import (
+    PowerOptions,
+    context_parallel_attention,
+)
+from longhaul.modules.attention.parts.initial_state import InitialState
 from longhaul.modules.documents import Documents
 
 

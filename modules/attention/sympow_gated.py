@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longhaul.modules.attention.base import Attention, register
-from longhaul.modules.attention.gates import GateConfig
+from longhaul.modules.attention.parts.gates import GateConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
 
 

@@ -36,4 +36,4 @@ def _explained(error: Exception, file: Path) -> str:
 
 def _is_variant(name: str, beside: Path) -> bool:
     """Whether code is that of a variant: what it calls in base.py says less of its error."""
-    return Path(name).parent == beside.parent and name not in (base.__file__, __file__)
+    return beside.parent in Path(name).parents and name not in (base.__file__, __file__)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
-from longhaul.modules.attention.channels import Channels
-from longhaul.modules.attention.deviation_logit import DeviationLogit
-from longhaul.modules.attention.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
-from longhaul.modules.attention.key_softmax import key_softmax
+from longhaul.modules.attention.parts.channels import Channels
+from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
+from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
+from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
@@ -93,7 +93,6 @@ class Zeros(PowerAttention):
 
     scale = 1.0
     logits_per_head = 1
-    has_row_mean = True  # the mean in terms is that of s_1 .. s_t, not of s_1 .. s_i
     rotary: Rotary
 
     def __init__(
@@ -106,6 +105,8 @@ class Zeros(PowerAttention):
         value_dim: int | None = None,
     ) -> None:
         super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+        # Whether the mean in terms is that of s_1 .. s_t, or of s_1 .. s_i.
+        self.has_row_mean = config.form != "notes"
         self.orders = (0, 1, 2) if config.second_order else (0, 1)
         self.add_projections(config)
         self.add_logit()
@@ -341,18 +342,6 @@ class NotesZeros(Zeros):
     follow from x: s is as in their generators, and sigma, which they multiply like gates, is one.
     Source: the notes on Cartan decomposition, "ZeroS Non-causal" and "ZeroS Causal".
     """
-
-    def __init__(
-        self,
-        config: ZerosConfig,
-        model_dim: int,
-        num_heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> None:
-        self.has_row_mean = config.form == "notes_row_mean"
-        super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
 
     def add_logit(self) -> None:
         self.logit = ScalarPerHead(self.model_dim, self.num_heads)

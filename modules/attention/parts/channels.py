@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.modules.attention.base import RotaryConfig
+from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
-from longhaul.modules.attention.vector_gates import VectorGates
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary, rotate
 

@@ -24,7 +24,10 @@ from torch.utils.checkpoint import checkpoint
 from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
 from longhaul.modules.attention import attention_config, build_attention, registered_variants
-from longhaul.modules.attention.context_parallel import PowerOptions, context_parallel_attention
+from longhaul.modules.attention.parts.context_parallel import (
+    PowerOptions,
+    context_parallel_attention,
+)
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig

@@ -3,7 +3,7 @@
 import torch
 
 from longhaul.kernels import power_attention
-from longhaul.modules.attention.key_softmax import key_softmax
+from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.documents import Documents
 
 NOTHING = torch.full((1, 1), -torch.inf, dtype=torch.float64)
