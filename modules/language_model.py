@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import LinearCrossEntropyOptions
 
 from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.block import Block
+from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 
-# Rows of logits computed at a time where no gradient is needed: 1,024 x 50,304 float32 are 206 MB.
-_ROWS_AT_ONCE = 1024
 # Every layer is looked at before anything runs.
 _MOST_LAYERS = 1024
 
@@ -172,19 +170,12 @@ class Head(nn.Module):
     ) -> Tensor:
         """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
         weight = self._holder[0].weight
-        # autocast does not know the chunked path of linear_cross_entropy, so cast here.
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
         if target is None:
             return F.linear(hidden, weight).float()
-        options = LinearCrossEntropyOptions()
-        if hidden.dtype.itemsize > 2:
-            return F.linear_cross_entropy(hidden, weight, target, options=options)
-        # A mean in 16 bits would have three digits, and so would the scale of the gradients.
-        losses = F.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
-        return losses.float().mean()
+        device = hidden.device.type
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
+        return linear_cross_entropy(hidden, weight, target, dtype)
 
 
 class LanguageModel(nn.Module):
@@ -280,8 +271,8 @@ class LanguageModel(nn.Module):
         losses = [
             F.cross_entropy(self.head(rows), wanted, reduction="none")
             for rows, wanted in zip(
-                hidden.flatten(0, 1).split(_ROWS_AT_ONCE),
-                target.flatten().split(_ROWS_AT_ONCE),
+                hidden.flatten(0, 1).split(ROWS_AT_ONCE),
+                target.flatten().split(ROWS_AT_ONCE),
                 strict=True,
             )
         ]
@@ -341,9 +332,9 @@ class LanguageModel(nn.Module):
         """Number of parameters; an embedding that is also the unembedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, T: int) -> int:
+    def flops_per_token(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token at context T; training takes three times as many."""
-        return self.weight_flops() + self.mixing_flops(T)
+        return self.weight_flops() + self.mixing_flops(T, backend)
 
     def weight_flops(self) -> int:
         """Forward FLOPs per token of all products with weights: projections, MLPs, unembedding."""

@@ -5,8 +5,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
-import torch
-from jaxtyping import Int
+import torch.distributed as dist
+from jaxtyping import Float, Int
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
@@ -80,7 +80,7 @@ class Pretraining(LightningModule):
         self.progress = Progress()
         self.last_update: Update | None = None
         self._micro_step = 0
-        self._loss_sum = torch.zeros(())
+        self._loss_sum: Tensor | None = None
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.optim)
@@ -92,14 +92,17 @@ class Pretraining(LightningModule):
         with self._parallelism.accumulating(is_last):
             loss = self.model.loss(tokens, target) / self.accumulation
             self.manual_backward(loss)
-        self._loss_sum = self._loss_sum.to(loss.device) + loss.detach()
+        # No zero to begin with: it would have to be copied to the device, which first finishes the
+        # whole backward pass.
+        own = loss.detach()
+        self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
         self._micro_step += 1
         if is_last:
-            self.last_update = self._update(context=batch["target"].shape[1])
+            self.last_update = self._update(self._loss_sum, context=batch["target"].shape[1])
             self._micro_step = 0
-            self._loss_sum = torch.zeros(())
+            self._loss_sum = None
 
-    def _update(self, context: int) -> Update:
+    def _update(self, loss_sum: Tensor, context: int) -> Update:
         """Make a step unless the loss is bad or the norm not finite, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
@@ -107,7 +110,7 @@ class Pretraining(LightningModule):
         (optimizer,) = self.trainer.optimizers
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = float(self.trainer.strategy.reduce(self._loss_sum, reduce_op="mean"))
+        loss = _mean_over_ranks(loss_sum)
         reason = reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)
         norm, applied = self._parallelism.update(
             optimizer,
@@ -137,3 +140,11 @@ class Pretraining(LightningModule):
     @property
     def _parallelism(self) -> Parallelism:
         return cast(Parallelism, self.trainer.strategy)
+
+
+def _mean_over_ranks(value: Float[Tensor, ""]) -> float:
+    """As the strategy's reduce, but without the barrier before it, for which the device waits."""
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value = value / dist.get_world_size()
+    return float(value)

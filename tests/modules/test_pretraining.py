@@ -4,6 +4,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from longhaul.modules import pretraining
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
@@ -192,3 +194,14 @@ def test_parameters_not_trained_are_frozen_without_moments() -> None:
 def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=f"optim.{field}: found"):
         OptimConfig(tokens_per_update=1, **options)  # type: ignore[arg-type]
+
+
+def test_the_mean_loss_needs_no_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a barrier, the host would wait for the device once more."""
+    ranks = SimpleNamespace(
+        is_initialized=lambda: True,
+        get_world_size=lambda: 2,
+        all_reduce=lambda value: value.add_(3.0),  # the other rank's
+    )
+    monkeypatch.setattr(pretraining, "dist", ranks)
+    assert pretraining._mean_over_ranks(torch.tensor(1.0)) == 2.0
