@@ -9,8 +9,6 @@ Layout is batch first and time second: q is (B, T, H, K). A state is (B, G, P, V
 
 from __future__ import annotations
 
-from math import ceil, comb
-
 # Smaller denominators are replaced by this one: a query with no matching key reads 0, not 0/0.
 DENOMINATOR_FLOOR = 1e-30
 # Higher degrees raise scores that do occur to powers outside of float32's range, such as 1e-5^8 or
@@ -34,19 +32,28 @@ def tile_width(degree: int) -> int:
 def padded_width(width: int, degree: int) -> int:
     """Key width after padding with zeros to whole tiles."""
     tile = tile_width(degree)
-    return ceil(width / tile) * tile
+    return -(-width // tile) * tile
 
 
 def state_features(width: int, degree: int) -> int:
     """Rows P of the state as stored: one tile of features per multiset of `degree` tiles."""
     tile = tile_width(degree)
     tiles = padded_width(width, degree) // tile
-    return comb(tiles + degree - 1, degree) * int(tile**degree)
+    return _multisets(tiles, degree) * int(tile**degree)
 
 
 def symmetric_dim(width: int, degree: int) -> int:
     """Mathematical dimension C(K + p − 1, p) of the symmetric power."""
-    return comb(width + degree - 1, degree)
+    return _multisets(width, degree)
+
+
+def _multisets(kinds: int, size: int) -> int:
+    """C(kinds + size − 1, size): multisets of `size` elements of so many kinds."""
+    count = 1
+    # Not math.comb, which torch.compile cannot trace where it treats a width as a symbol.
+    for n in range(size):
+        count = count * (kinds + n) // (n + 1)
+    return count
 
 
 def check_degree(degree: int) -> None:

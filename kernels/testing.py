@@ -57,7 +57,8 @@ def compare(
     epsilon = torch.finfo(dtype or actual.dtype).eps
     definition_error = (definition.double() - oracle).abs().max().item()
     definition_error *= torch.finfo(actual.dtype).eps / torch.finfo(definition.dtype).eps
-    allowed = min(multiple * max(definition_error, epsilon * size), _LOOSEST * size)
+    share = min(multiple * max(definition_error / (size or 1.0), epsilon), _LOOSEST)
+    allowed = share * size
     error = (actual.double() - oracle).abs()
     worst = error.argmax()
     largest = error.flatten()[worst].item()
@@ -71,7 +72,7 @@ def compare(
             f"({largest / max(abs(wanted), 1e-300):.3g} of it), allowed {allowed:.3g}"
         )
     norm_error = error.norm().item() / (oracle.norm().item() or 1.0)
-    return Comparison(largest / (size or 1.0), allowed / (size or 1.0), norm_error, fault)
+    return Comparison(largest / (size or 1.0), share, norm_error, fault)
 
 
 def assert_close(

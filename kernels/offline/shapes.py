@@ -17,7 +17,7 @@ from longhaul.kernels.shapes import state_features
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One call: T is two chunks, B is 2, with 8 query heads and 4 key heads.
+    """One call: T is two chunks, B is 2, with 8 query heads or more and 4 key heads.
 
     The backward pass splits the key heads in two halves. Triton compiles the same kernels for 2 as
     for 4 heads, but others for 1.
@@ -31,11 +31,14 @@ class Shape:
     plain: bool = False  # neither gates nor a denominator
     packed: bool = False  # two documents of odd lengths, with initial and final states
     chunk_size: int = 128  # tokens
+    inplace: bool = False  # a step that writes over its state
+    heads: int = 8  # query heads
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        marks = " plain" * self.plain + " packed" * self.packed
+        marks = " plain" * self.plain + " packed" * self.packed + " in place" * self.inplace
+        marks += f" H{self.heads}" * (self.heads != 8)
         return f"{self.form} p{self.degree} K{self.K} V{self.V} {dtype}{marks}"
 
 
@@ -67,14 +70,29 @@ SHAPES = (
     Shape(form="step", degree=4, K=16, V=64),
     Shape(form="step", degree=2, K=64, V=64, dtype=torch.float16),
     Shape(form="step", degree=2, K=64, V=64, dtype=torch.float32),
+    Shape(form="step", degree=1, K=64, V=64, dtype=torch.float32, inplace=True),
+    Shape(form="step", degree=1, K=256, V=256, inplace=True),
+    Shape(form="step", degree=2, K=64, V=64, inplace=True),
+    Shape(form="step", degree=2, K=128, V=128, inplace=True, heads=32),
+    Shape(form="step", degree=4, K=16, V=64, inplace=True),
 )
 
 
 def launch(shape: Shape) -> None:
-    """Run the launchers of one shape, forward and backward, on tensors of zeros."""
+    """Run the launchers of one shape with every configuration, on tensors of zeros."""
     # Imported here, as compiling other kernels must work even if these cannot be imported.
+    from longhaul.kernels.power.triton.launch import configuration
+    from longhaul.kernels.power.triton.tile_sizes import MOST_CANDIDATES
+
+    for index in range(MOST_CANDIDATES):
+        with configuration(index):
+            launch_once(shape)
+
+
+def launch_once(shape: Shape) -> None:
+    """Run the launchers of one shape, forward and backward, with the chip's configurations."""
     power = importlib.import_module("longhaul.kernels.power.triton")
-    B, T, H, G = 2, 2 * shape.chunk_size, 8, 4
+    B, T, H, G = 2, 2 * shape.chunk_size, shape.heads, 4
     if shape.packed:
         B, T = 1, T + 1
     P = state_features(shape.K, shape.degree)
@@ -96,7 +114,7 @@ def launch(shape: Shape) -> None:
             degree=shape.degree,
             scale=scale,
             normalize=not shape.plain,
-            inplace=False,
+            inplace=shape.inplace,
         )
         return
     call = PowerCall(
@@ -105,7 +123,7 @@ def launch(shape: Shape) -> None:
         normalize=not shape.plain,
         output_final_state=shape.packed,
         form=shape.form,
-        chunk_size=shape.chunk_size,
+        chunk_size=T if shape.form == "attention" else shape.chunk_size,
     )
     q, k, v = tokens(B, T, H, shape.K), tokens(B, T, G, shape.K), tokens(B, T, G, shape.V)
     log_g = None if shape.plain else gate(B, T, G)

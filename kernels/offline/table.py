@@ -21,6 +21,11 @@ from longhaul.kernels.offline.shapes import Shape, launch
 MAY_SPILL: dict[str, int] = {
     # On this older chip ptxas has fewer ways around a full register file.
     "* / sm_80": 64,
+    # No configuration was chosen for these chips, whose kernels only have to compile and to fit.
+    "* / sm_86": 256,
+    "* / sm_89": 256,
+    "* / sm_120": 256,
+    "* / gfx942": 1024,
     # Here ptxas spills a few registers to fit another block per multiprocessor.
     "* / sm_100": 32,
     # Products of three parts hold both operands twice. Fast runs use bfloat16.

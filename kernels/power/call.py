@@ -17,7 +17,7 @@ class PowerCall:
     normalize: bool
     output_final_state: bool
     form: Literal["attention", "chunked"]
-    chunk_size: int  # tokens; the attention form ignores it
+    chunk_size: int  # tokens; in the attention form those of the longest sequence
 
 
 class Forward(NamedTuple):

@@ -43,17 +43,23 @@ def power_flops(
 ) -> int:
     """Useful floating-point operations of a forward pass, per head, a multiply-add counted as two.
 
-    Chunked: 4 P V for the state (update and read-out) with the mathematical P, and 2 C (K + V)
-    inside the chunk, per token. Attention: the causal half of 2 T (K + V) per token.
+    Chunked: 4 P V per token for the state (update and read-out) with the mathematical P, and
+    2 (K + V) for each pair of a token with itself or an earlier one of its chunk. Attention: the
+    same pairs of the whole sequence, without a state; recurrent: chunks of one token.
     """
     if form == "attention":
-        return T * (T + 1) * (K + V)
-    state = 4 * symmetric_dim(K, degree) * V
+        return _pairs(T) * 2 * (K + V)
     if form == "recurrent":
-        return T * (state + 2 * (K + V))
-    if chunk_size is None:
+        chunk_size = 1
+    elif chunk_size is None:
         chunk_size = choose_chunk_size(T, K, V, degree)
-    return T * (state + 2 * min(chunk_size, T) * (K + V))
+    pairs = T // chunk_size * _pairs(chunk_size) + _pairs(T % chunk_size)
+    return T * 4 * symmetric_dim(K, degree) * V + pairs * 2 * (K + V)
+
+
+def _pairs(T: int) -> int:
+    """Pairs of T tokens, each with itself and with every earlier one."""
+    return T * (T + 1) // 2
 
 
 def power_backward_flops(
@@ -74,11 +80,6 @@ def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     Forward is one product of 2 P V per token. Backward is two, dv and dφ(k): dS is only scaled.
     """
     return T * 2 * symmetric_dim(K, degree) * V
-
-
-def mixing_flops(T: int, K: int, V: int, degree: int) -> int:
-    """Useful FLOPs per token and head, forward, of the form that `form="auto"` chooses."""
-    return power_flops(T, K, V, degree, choose_form(T, K, V, degree)) // T
 
 
 def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:

@@ -6,7 +6,7 @@ absent result is an empty tensor of shape (0,); callers and backends use None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from itertools import pairwise
 from types import ModuleType
@@ -32,7 +32,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
 )
 _SETTINGS = (
-    "int degree, float scale, bool normalize, bool output_final_state, str form, int chunk_size,"
+    "int degree, float scale, bool normalize, bool output_final_state, str form, SymInt chunk_size,"
     " str backend"
 )
 _FORWARD = f"({_INPUTS}, *, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -90,6 +90,16 @@ def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if x is None else x
 
 
+def _in_dtypes_of(
+    inputs: Iterable[Tensor | None], grads: Iterable[Tensor | None], like: Tensor
+) -> tuple[Tensor, ...]:
+    """Each gradient in the dtype of its input: a backend computes those of states in float32."""
+    return tuple(
+        like.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
+        for x, grad in zip(inputs, grads, strict=False)  # not of cu_seqlens, the last input
+    )
+
+
 @torch.library.custom_op(f"{_NAMESPACE}::power_forward", mutates_args=(), schema=_FORWARD)
 def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
     """The results of a backend's `forward`: out, kv, norm, inverse, is_live."""
@@ -115,7 +125,7 @@ def power_backward(
     saved = Saved(*(*inputs, out, final_kv, final_norm, inverse, is_live))
     with torch.autocast(q.device.type, enabled=False):
         grads = _implementation(backend).backward(call, saved, *tensors[12:], tuple(needs))
-    return tuple(_or_empty(x, q) for x in grads)
+    return _in_dtypes_of(inputs, grads, q)
 
 
 @power_forward.register_fake
@@ -240,7 +250,7 @@ def power_state_backward(
             state_call(degree, chunk_size), SavedState(*tensors[:8]), *tensors[8:]
         )
     wanted = (x if need else None for x, need in zip(grads, needs, strict=True))
-    return tuple(_or_empty(x, tensors[0]) for x in wanted)
+    return _in_dtypes_of(tensors, wanted, tensors[0])
 
 
 @power_state.register_fake

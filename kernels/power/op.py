@@ -112,13 +112,19 @@ def power_attention(
         return out, after if output_final_state else None
 
     longest = T if cu_seqlens is None else _longest(cu_seqlens, T)
+    if form == "auto":
+        form = choose_form(longest, K, V, degree, resolved)
+    if form == "attention":
+        chunk_size = longest
+    elif chunk_size is None:
+        chunk_size = choose_chunk_size(longest, K, V, degree, resolved)
     call = PowerCall(
         degree=degree,
         scale=scale,
         normalize=normalize,
         output_final_state=output_final_state,
-        form=choose_form(longest, K, V, degree, resolved) if form == "auto" else form,
-        chunk_size=chunk_size or choose_chunk_size(longest, K, V, degree, resolved),
+        form=form,
+        chunk_size=chunk_size,
     )
     if resolved == "triton":
         resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)

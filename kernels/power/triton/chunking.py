@@ -6,7 +6,7 @@ looks up its chunk in a table, so that no kernel depends on whether a call is pa
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -53,12 +53,20 @@ def cut(B: int, T: int, size: int, cu_seqlens: Tensor | None, device: torch.devi
     return Chunks(torch.stack(columns, dim=1), torch.stack((first, counts), dim=1), size)
 
 
-@lru_cache(maxsize=32)
+# Tables are kept for good, here and wherever a launcher caches one: a captured CUDA graph, or a
+# kernel that still runs on another stream, reads a table that nothing in Python refers to. They are
+# copied from the CPU, so that they are there for every stream; a capture, which forbids the copy,
+# finds them if the call has run before. 48 bytes for each chunk of each length that occurs.
+@cache
 def _cut_rows(B: int, T: int, size: int, device: torch.device) -> Chunks:
     count = triton.cdiv(T, size)
-    rows = [(b, b, n * size, min((n + 1) * size, T), 0, T) for b in range(B) for n in range(count)]
-    sequences = [(b * count, count) for b in range(B)]
-    return Chunks(torch.tensor(rows, device=device), torch.tensor(sequences, device=device), size)
+    batch = torch.arange(B).repeat_interleave(count)
+    start = torch.arange(0, T, size).repeat(B)
+    end = (start + size).clamp_(max=T)
+    table = torch.stack((batch, batch, start, end, batch * 0, batch * 0 + T), dim=1)
+    first = torch.arange(B) * count
+    sequences = torch.stack((first, torch.full_like(first, count)), dim=1)
+    return Chunks(table.to(device), sequences.to(device), size)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.power.triton.powers import sum_of_products
 
 _BLOCK_ROWS = 32
 
@@ -57,7 +58,7 @@ def _power_bwd_delta_kernel(
     out_off = batch * stride_out_b + t * stride_out_t + h * stride_out_h
     dout = tl.load(dout_ptr + dout_off[:, None] + v, mask=mask, other=0.0).to(tl.float32)
     out = tl.load(out_ptr + out_off[:, None] + v, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(dout * out, axis=1)
+    delta = sum_of_products(dout, out, 1)
     row += batch * T * H
     if is_live_ptr is None:
         tl.store(row_sums_ptr + row, delta, mask=row_mask)

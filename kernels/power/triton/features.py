@@ -6,7 +6,7 @@ loop works for every degree. Rows are padded to whole blocks with tiles beyond K
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from itertools import combinations_with_replacement
 from math import factorial, prod
 from typing import NamedTuple
@@ -39,7 +39,7 @@ class Slots(NamedTuple):
     num_blocks: int  # per_slot / at_once
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: see chunking.py
 def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> Tiles:
     """The tiles for key width K. Degree 1 needs no table."""
     P = state_features(K, degree)
@@ -64,7 +64,7 @@ def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> T
     )
 
 
-@lru_cache(maxsize=64)
+@cache  # for good: see chunking.py
 def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool) -> Slots:
     """For every tile of x, the features that contain it, as `slot_gradient` reads them.
 

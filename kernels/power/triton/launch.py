@@ -1,9 +1,10 @@
-"""What all launchers share: dtypes and precision of matrix products, layouts, autotuning."""
+"""What all launchers share: dtypes and precision of matrix products, layouts, configurations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +25,33 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def chip() -> str:
+    """The chip that kernels are compiled for: "sm_90", "gfx942", or "interpreter"."""
+    if is_interpreted():
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+
+
+def chip_of(device: torch.device) -> str:
+    """What `chip` is on a GPU, without Triton's driver, which needs a C compiler to start."""
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(found.gcnArchName).partition(":")[0]
+    return f"sm_{found.major}{found.minor}"
+
+
 def operands_of(q: Tensor) -> Operands:
     """Keep bfloat16, use TF32 for float16, and three TF32 products for float32.
 
     TF32 represents every float16 number, while powers of float16 scores would overflow in float16.
-    Three TF32 products are within a few roundings of IEEE float32, in a fraction of its time.
+    Three TF32 products are within a few roundings of IEEE float32, in a fraction of its time. AMD's
+    chips and the interpreter have no TF32.
     """
+    has_tf32 = chip().startswith("sm_")
     if q.dtype == torch.bfloat16:
-        return Operands(tl.bfloat16, "tf32")
-    if is_interpreted() or triton.runtime.driver.active.get_current_target().backend == "hip":
+        return Operands(tl.bfloat16, "tf32" if has_tf32 else "ieee")
+    if not has_tf32:
         return Operands(tl.float32, "ieee")
     return Operands(tl.float32, "tf32" if q.dtype == torch.float16 else "tf32x3")
 
@@ -47,7 +66,24 @@ def block_of(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-Configs = tuple[triton.Config, ...]
+class Candidates(NamedTuple):
+    """Configurations that a kernel can run with, and which of them it runs with on each chip.
+
+    The choice is fixed in the code. If each process timed them for itself, ranks, nodes and resumed
+    runs could choose apart, and their results would differ in the last bits.
+    """
+
+    configs: tuple[triton.Config, ...]
+    chosen: Mapping[str, int] = MappingProxyType({})  # index by chip, as `chip` names it; else 0
+
+    def on(self, chip: str) -> int:
+        """The index of the configuration that runs on a chip."""
+        return self.chosen.get(chip, 0)
+
+
+def candidates(*configs: triton.Config, **chosen: int) -> Candidates:
+    """Candidates, with the indices of the chips on which the first does not run."""
+    return Candidates(configs, MappingProxyType(chosen))
 
 
 def config(num_warps: int, num_stages: int, **sizes: int) -> triton.Config:
@@ -55,28 +91,35 @@ def config(num_warps: int, num_stages: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=num_warps, num_stages=num_stages)
 
 
+# Of the process and not of a thread, as autograd runs backward passes in threads of its own.
+_forced: int | None = None
+
+
+@contextmanager
+def configuration(index: int) -> Iterator[None]:
+    """Run candidate `index` of every kernel, or its last one: to check or time it.
+
+    It holds in all threads of the process, one index at a time.
+    """
+    global _forced
+    before, _forced = _forced, index
+    try:
+        yield
+    finally:
+        _forced = before
+
+
 def launch(
     kernel: Any,
     grid: Callable[[dict[str, Any]], tuple[int, ...]],
-    configs: Configs,
+    candidates: Candidates,
     *args: Any,
     **meta: Any,
 ) -> None:
-    """Run a kernel with the fastest of a few configurations.
-
-    Triton's autotuner finds it once for each set of compile-time constants and stores it on disk.
-    The interpreter cannot tune and uses the first.
-    """
-    if is_interpreted():
-        kernel[grid(meta | configs[0].kwargs)](*args, **meta, **configs[0].all_kwargs())
-    else:
-        _autotuned(kernel, configs)[grid](*args, **meta)
-
-
-@lru_cache(maxsize=256)
-def _autotuned(kernel: Any, configs: Configs) -> Any:
-    # The key omits sizes of the data, so that a new sequence length needs no new search. It also
-    # omits DOT, which cannot be written to a file and follows from the dtypes of the tensors.
-    chosen = {"DOT", *configs[0].kwargs}
-    key = [p.name for p in kernel.params if p.is_constexpr and p.name not in chosen]
-    return triton.autotune(configs=list(configs), key=key, cache_results=True)(kernel)
+    """Run a kernel with the configuration of the chip."""
+    index = _forced
+    if index is None:
+        # Asking the driver for the chip takes microseconds, of which a launch has few.
+        index = candidates.on(chip()) if candidates.chosen else 0
+    config = candidates.configs[min(index, len(candidates.configs) - 1)]
+    kernel[grid(meta | config.kwargs)](*args, **meta, **config.all_kwargs())

@@ -10,7 +10,7 @@ from torch import Tensor
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.triton.features import features, tiles_of
 from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
@@ -78,7 +78,9 @@ def take_step(
         BLOCK_V=block_v,
         HAS_GATES=log_g is not None,
         NORMALIZE=normalize,
-        num_warps=4,
+        IN_PLACE=inplace,
+        # In place a block of the state is wide: 128 values do not fit in the registers of 4 warps.
+        num_warps=8 if block_v > 64 else 4,
     )
     if inplace and kv is not state.kv:
         state.kv.copy_(kv)
@@ -95,6 +97,7 @@ def _power_fwd_step_kernel(
     NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, NORMALIZE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // G).to(tl.int64)
     g = (tl.program_id(0) % G).to(tl.int64)
@@ -122,6 +125,9 @@ def _power_fwd_step_kernel(
         kv_mask = (f < P)[:, None] & v_mask[None, :]
         kv = gate * tl.load(kv_ptr + kv_off, mask=kv_mask, other=0.0)
         norm = gate * tl.load(norm_ptr + state_off + f, mask=f < P, other=0.0)
+        if IN_PLACE:
+            # Several warps may load the same entry, and one of them overwrites it below.
+            tl.debug_barrier()
         phi_k = features(
             k_ptr, one, one < 1, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, False
         ).to(tl.float32)
@@ -132,11 +138,11 @@ def _power_fwd_step_kernel(
         for repeat in tl.static_range(REPEAT):
             # A loop over heads avoids a product of heads × features × values.
             one_q = tl.sum(tl.where((r == repeat)[:, None], phi_q, 0.0), axis=0)
-            read = tl.sum(one_q[:, None] * kv, axis=0)
+            read = sum_of_products(one_q[:, None], kv, 0)
             acc += tl.where((r == repeat)[:, None], read[None, :], 0.0)
         tl.store(new_kv_ptr + kv_off, kv + phi_k[:, None] * value[None, :], mask=kv_mask)
         if NORMALIZE:
-            den += tl.sum(phi_q * norm[None, :], axis=1)
+            den += sum_of_products(phi_q, norm[None, :], 1)
             if DEGREE > 1:
                 tile = block * AT_ONCE + tl.arange(0, AT_ONCE)
                 multiplicity = tl.load(tiles_ptr + tile * (DEGREE + 1) + DEGREE).to(tl.float32)
@@ -151,7 +157,7 @@ def _power_fwd_step_kernel(
         other=0.0,
     ).to(tl.float32)
     k = tl.load(k_ptr + kk, mask=kk < K, other=0.0).to(tl.float32)
-    own = power(scale * tl.sum(q * k[None, :], axis=1), DEGREE)
+    own = power(scale * sum_of_products(q, k[None, :], 1), DEGREE)
     acc = acc * state_scale + own[:, None] * value[None, :]
     if NORMALIZE:
         den = den * state_scale + own
@@ -160,7 +166,7 @@ def _power_fwd_step_kernel(
         if DEGREE == 1:
             size = tl.abs(den)
         else:
-            bound = power(scale * scale * tl.sum(q * q, axis=1), DEGREE // 2)
+            bound = power(scale * scale * sum_of_products(q, q, 1), DEGREE // 2)
             floor = tl.maximum(floor, rounding * bound * tl.sqrt(norm_square))
         acc /= tl.where(size >= floor, den, floor)[:, None]
     out_off = (b * G + g) * REPEAT + r.to(tl.int64)

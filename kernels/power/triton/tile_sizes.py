@@ -1,8 +1,8 @@
-"""The tile sizes of all kernels that multiply matrices, and the configurations to tune for each.
+"""The tile sizes of all kernels that multiply matrices: the candidates of each, and its choice.
 
-Not yet timed on a GPU. They were chosen by what compiles for sm_80, sm_90 and sm_100 with no more
-spills than kernels/offline/table.py lists, and the autotuner in launch.py chooses among them. The
-interpreter runs the first of the chunked form's.
+Not yet timed on a GPU. Candidates are what compiles for the chips of kernels/offline with no more
+spills than kernels/offline/table.py lists. The first one runs, also in the interpreter, except on
+chips that are named beside the candidates, as in `candidates(..., sm_90=1)`.
 """
 
 from __future__ import annotations
@@ -12,60 +12,62 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.triton.launch import Configs, config, is_interpreted
+from longhaul.kernels.power.triton.launch import Candidates, candidates, config, is_interpreted
 
 
-class ChunkedConfigs(NamedTuple):
-    """Configurations of one kernel of the chunked form."""
+class ChunkedCandidates(NamedTuple):
+    """Candidates of one kernel of the chunked form."""
 
-    narrow: Configs  # bfloat16, few features and values at a time
-    wide: Configs  # bfloat16, more of either
-    float32: Configs  # float16 too: its products have TF32 operands
+    narrow: Candidates  # bfloat16, few features and values at a time
+    wide: Candidates  # bfloat16, more of either
+    float32: Candidates  # float16 too: its products have TF32 operands
 
-    def of(self, dtype: torch.dtype, *, is_narrow: bool) -> Configs:
+    def of(self, dtype: torch.dtype, *, is_narrow: bool) -> Candidates:
         if dtype != torch.bfloat16:
             return self.float32
         return self.narrow if is_narrow else self.wide
 
 
-STATE = ChunkedConfigs(
-    narrow=(config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64)),
-    wide=(config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32)),
-    float32=(config(8, 2, BLOCK_T=32),),
+STATE = ChunkedCandidates(
+    narrow=candidates(config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64)),
+    wide=candidates(config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32)),
+    float32=candidates(config(8, 2, BLOCK_T=32)),
 )
-READ = ChunkedConfigs(
-    narrow=(config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64)),
-    wide=(config(8, 2, BLOCK_T=64, BLOCK_N=32),),
-    float32=(config(8, 2, BLOCK_T=32, BLOCK_N=16),),
+READ = ChunkedCandidates(
+    narrow=candidates(config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64)),
+    wide=candidates(config(8, 2, BLOCK_T=64, BLOCK_N=32)),
+    float32=candidates(config(8, 2, BLOCK_T=32, BLOCK_N=16)),
 )
-QUERY_GRADIENT = ChunkedConfigs(
-    narrow=(config(8, 2, BLOCK_T=128, BLOCK_N=32), config(4, 2, BLOCK_T=64, BLOCK_N=32)),
-    wide=(config(8, 2, BLOCK_T=64, BLOCK_N=32),),
-    float32=(config(4, 2, BLOCK_T=32, BLOCK_N=16),),
+QUERY_GRADIENT = ChunkedCandidates(
+    narrow=candidates(config(8, 2, BLOCK_T=128, BLOCK_N=32), config(4, 2, BLOCK_T=64, BLOCK_N=32)),
+    wide=candidates(config(8, 2, BLOCK_T=64, BLOCK_N=32)),
+    float32=candidates(config(4, 2, BLOCK_T=32, BLOCK_N=16)),
 )
-KEY_GRADIENT = ChunkedConfigs(
-    narrow=(config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32)),
-    wide=(config(8, 2, BLOCK_N=64, BLOCK_T=32),),
-    float32=(config(8, 1, BLOCK_N=32, BLOCK_T=32),),
+KEY_GRADIENT = ChunkedCandidates(
+    narrow=candidates(config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32)),
+    wide=candidates(config(8, 2, BLOCK_N=64, BLOCK_T=32)),
+    float32=candidates(config(8, 1, BLOCK_N=32, BLOCK_T=32)),
 )
 
 
 class Blocks(NamedTuple):
-    """Block sizes of queries and keys, and the configurations to tune.
+    """Block sizes of queries and keys, and the candidates.
 
-    The autotuner does not change the two sizes, because tables of blocks and of decays depend on
-    them. BLOCK_D is the smaller block where decays form a matrix, which needs many registers.
+    All candidates share the two sizes, because tables of blocks and of decays depend on them.
+    BLOCK_D is the smaller block where decays form a matrix, which needs many registers.
     """
 
     queries: int
     keys: int
-    configs: Configs
+    candidates: Candidates
 
 
-def blocks(queries: int, keys: int, diagonal: int, *warps_and_stages: tuple[int, int]) -> Blocks:
-    """Blocks with one configuration for each pair (warps, stages)."""
+def blocks(
+    queries: int, keys: int, diagonal: int, *warps_and_stages: tuple[int, int], **chosen: int
+) -> Blocks:
+    """Blocks with one candidate for each pair (warps, stages)."""
     configs = (config(warps, stages, BLOCK_D=diagonal) for warps, stages in warps_and_stages)
-    return Blocks(queries, keys, tuple(configs))
+    return Blocks(queries, keys, candidates(*configs, **chosen))
 
 
 class AttentionBlocks(NamedTuple):
@@ -138,3 +140,45 @@ ATTENTION_KEY_GRADIENT = AttentionBlocks(
     ),
     interpreted=blocks(16, 32, 16, (4, 1)),
 )
+
+
+def every_candidates() -> dict[str, Candidates]:
+    """All candidates, by the kernel and the calls that they are for."""
+    chunked = {
+        "state": STATE,
+        "read-out": READ,
+        "query gradient": QUERY_GRADIENT,
+        "key and value gradients": KEY_GRADIENT,
+    }
+    attention = {
+        "attention": ATTENTION_FORWARD,
+        "attention, query gradient": ATTENTION_QUERY_GRADIENT,
+        "attention, key and value gradients": ATTENTION_KEY_GRADIENT,
+    }
+    found = {
+        f"{kernel}, {calls}": one
+        for kernel, kinds in chunked.items()
+        for calls, one in kinds._asdict().items()
+    }
+    return found | {
+        f"{kernel}, {dtype}, K and V up to {width}": one.candidates
+        for kernel, kinds in attention.items()
+        for dtype in ("bfloat16", "float16", "float32")
+        for width, one in zip((64, 128, 256), getattr(kinds, dtype), strict=True)
+    }
+
+
+# The largest number of candidates: every candidate of every kernel runs under one of
+# `configuration(0)`, …, `configuration(MOST_CANDIDATES - 1)`.
+MOST_CANDIDATES = max(len(one.configs) for one in every_candidates().values())
+
+
+def choices(chip: str) -> dict[str, str]:
+    """The configuration of every kernel on a chip in words, by the kernel and its calls."""
+    found = {}
+    for name, one in every_candidates().items():
+        settings = one.configs[one.on(chip)].all_kwargs()
+        del settings["num_ctas"]  # always 1
+        words = " ".join(f"{key}={value}" for key, value in settings.items())
+        found[name] = f"{words} (candidate {one.on(chip)} of {len(one.configs)})"
+    return found

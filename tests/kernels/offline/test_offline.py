@@ -4,6 +4,7 @@ kernels may be interpreted under pytest."""
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ triton = pytest.importorskip("triton", reason="there is no Triton for this platf
 
 import triton.language as tl  # noqa: E402
 
-CHIPS = ("sm_80", "sm_90", "sm_100", "gfx942")
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 @triton.jit
@@ -35,13 +36,6 @@ def _matmul_kernel(a_ptr, b_ptr, c_ptr, T, BLOCK: tl.constexpr):
         b = tl.load(b_ptr + (t + row) * BLOCK + column)
         total = tl.dot(a, b, total)
     tl.store(c_ptr + row * BLOCK + column, total.to(c_ptr.dtype.element_ty))
-
-
-@triton.autotune([triton.Config({"BLOCK_T": size}) for size in (128, 256)], key=["T"])
-@triton.jit
-def _tuned_kernel(x_ptr, y_ptr, T, stride, BLOCK_T: tl.constexpr):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    tl.store(y_ptr + t, tl.load(x_ptr + t * stride, mask=t < T, other=0.0), mask=t < T)
 
 
 def double(T: int, stride: int) -> None:
@@ -66,18 +60,24 @@ def too_much_shared_memory() -> None:
     _matmul_kernel[(1,)](a, a, a, 2048, BLOCK=128, num_warps=8, num_stages=4)
 
 
-def tuned() -> None:
-    x = torch.zeros(512)
-    _tuned_kernel[(4,)](x, x, 512, 1)
+def shape(name: str) -> None:
+    from longhaul.kernels.offline.shapes import SHAPES, launch
+
+    (found,) = (one for one in SHAPES if one.name == name)
+    launch(found)
 
 
 # Shapes of `make test` and `make test-all` for each chip; `make soak` compiles all for all chips.
 SHAPES_OF = {
-    "test": {"sm_90": ("attention p2 K64 V64", "step p2 K64 V64")},
+    "test": {"sm_90": ("attention p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place")},
     "test-all": {
-        "sm_80": ("chunked p2 K64 V64",),
-        "sm_90": ("chunked p2 K64 V64",),
-        "sm_100": ("attention p2 K64 V64",),
+        "sm_80": ("chunked p2 K64 V64 bfloat16",),
+        "sm_86": ("step p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
+        "sm_89": ("attention p2 K64 V64 bfloat16",),
+        "sm_90": ("chunked p2 K64 V64 bfloat16",),
+        "sm_100": ("attention p2 K64 V64 bfloat16",),
+        "sm_120": ("attention p2 K64 V64 bfloat16",),
+        "gfx942": ("chunked p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
     },
 }
 
@@ -86,7 +86,8 @@ LAUNCHERS = {
     "matmul": lambda: matmul(num_warps=8, num_stages=2),
     "spill": lambda: matmul(num_warps=4, num_stages=2, maxnreg=64),
     "too_much_shared_memory": too_much_shared_memory,
-    "tuned": tuned,
+    "in place": lambda: shape("step p1 K64 V64 float32 in place"),
+    "three candidates": lambda: shape("attention p1 K64 V64 bfloat16 plain"),
 }
 
 
@@ -114,9 +115,7 @@ def table(suite: str) -> None:
 
     by_name = {shape.name: shape for shape in SHAPES}
     tasks = [
-        (by_name[f"{name} bfloat16"], target)
-        for target, names in SHAPES_OF[suite].items()
-        for name in names
+        (by_name[name], target) for target, names in SHAPES_OF[suite].items() for name in names
     ]
     if found := print_table(tasks, folders=False):
         sys.exit("\n".join(found))
@@ -154,9 +153,9 @@ def test_a_launch_compiles_once_for_each_specialisation_and_runs_nothing() -> No
 @pytest.mark.wide
 def test_matrix_products_use_the_units_of_each_chip() -> None:
     found = {kernel["target"]: kernel for kernel in records("matmul", *CHIPS)}
-    units = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
-    for target, unit in units.items():
-        kernel = found[target]
+    units = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "v_mfma"}
+    for target in CHIPS:
+        kernel, unit = found[target], units.get(target, "mma.sync")
         assert kernel["products"].split()[1:] == [unit]
         assert kernel["faults"] == []
         assert 16 < kernel["registers"] <= 512
@@ -182,9 +181,25 @@ def test_more_shared_memory_than_the_chip_has_is_refused() -> None:
 
 
 @pytest.mark.wide
-def test_every_configuration_of_an_autotuned_kernel_is_compiled() -> None:
-    configs = [kernel["config"] for kernel in records("tuned", "sm_90")]
-    assert configs == ["warps=4 stages=3 BLOCK_T=128", "warps=4 stages=3 BLOCK_T=256"]
+def test_every_candidate_of_a_kernel_is_compiled() -> None:
+    found = records("three candidates", "sm_90")
+    forward = [x["config"] for x in found if x["kernel"] == "_power_fwd_attention_kernel"]
+    assert [x.split(" K=")[0] for x in forward] == [
+        "warps=4 stages=3", "warps=8 stages=3", "warps=8 stages=2"
+    ]  # fmt: skip
+
+
+@pytest.mark.wide
+def test_a_step_in_place_waits_for_all_loads_of_the_state_before_it_writes() -> None:
+    """The compiler loads the norm in two layouts, so that several warps load the same entry."""
+    (kernel,) = records("in place", "sm_90")
+    (path,) = Path(kernel["folder"]).glob("*.ttgir")
+    lines = path.read_text().splitlines()
+    loads = [n for n, x in enumerate(lines) if re.search(r"%(kv|norm)(_\d+)? = tt.load", x)]
+    stores = [n for n, x in enumerate(lines) if "tt.store" in x]
+    barriers = [n for n, x in enumerate(lines) if re.search(r"\b(ttg|gpu)\.barrier\b", x)]
+    assert len(loads) == 3
+    assert any(max(loads) < n < min(stores) for n in barriers)
 
 
 @pytest.mark.wide

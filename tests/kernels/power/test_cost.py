@@ -7,7 +7,6 @@ from longhaul.kernels.power.cost import (
     choose_chunk_size,
     choose_form,
     chunked_cost,
-    mixing_flops,
     power_flops,
 )
 
@@ -15,13 +14,16 @@ from longhaul.kernels.power.cost import (
 def test_flops_by_hand() -> None:
     # The 3 queries have 1, 2 and 3 keys: 6 pairs, each 2 K for its score and 2 V for its value.
     assert power_flops(3, 5, 7, 2, "attention") == 6 * 2 * (5 + 7)
-    # 15 features at K = 5: update and read-out of a 15 × 7 state, and chunks of 2 tokens.
-    assert power_flops(10, 5, 7, 2, "chunked", 2) == 10 * (4 * 15 * 7 + 2 * 2 * (5 + 7))
+    # 15 features at K = 5: update and read-out of a 15 × 7 state. Chunks of 4, 4 and 2 tokens have
+    # 10, 10 and 3 pairs: a token meets itself and what comes before it, as in the attention form.
+    assert power_flops(10, 5, 7, 2, "chunked", 4) == 10 * 4 * 15 * 7 + 23 * 2 * (5 + 7)
     assert power_flops(10, 5, 7, 2, "recurrent") == 10 * (4 * 15 * 7 + 2 * (5 + 7))
 
 
 def test_a_chunk_is_never_longer_than_the_sequence() -> None:
+    state = 10 * 4 * 15 * 7
     assert power_flops(10, 5, 7, 2, "chunked", 64) == power_flops(10, 5, 7, 2, "chunked", 10)
+    assert power_flops(10, 5, 7, 2, "chunked", 64) == state + power_flops(10, 5, 7, 2, "attention")
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -48,10 +50,13 @@ def test_high_degrees_always_choose_attention() -> None:
 
 
 def test_cost_per_token_stops_growing_with_the_length() -> None:
-    assert mixing_flops(2**16, 64, 64, 2) == mixing_flops(2**20, 64, 64, 2)
-    assert mixing_flops(512, 64, 64, 2) == 513 * 128
+    def per_token(T: int) -> float:
+        return power_flops(T, 64, 64, 2, choose_form(T, 64, 64, 2)) / T
+
+    assert per_token(2**16) == per_token(2**20)
+    assert per_token(512) == 513 * 128
     C = choose_chunk_size(2**16, 64, 64, 2)
-    assert mixing_flops(2**16, 64, 64, 2) == 4 * 2080 * 64 + 2 * C * 128
+    assert per_token(2**16) == 4 * 2080 * 64 + (C + 1) * 128
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -1,8 +1,10 @@
 """The custom ops under torch.compile, checkpointing, autograd and FLOP counters."""
 
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +37,7 @@ def call(
     is_packed: bool = False,
     is_continued: bool = False,
     dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Arguments of `longhaul::power_forward`."""
@@ -42,8 +45,8 @@ def call(
     S, P = len(OFFSETS) - 1 if is_packed else B, state_features(K, 2)
     q, k, v = torch.randn(B, T, H, K), torch.randn(B, T, G, K), torch.randn(B, T, G, V)
     log_g = logsigmoid(torch.randn(B, T, G)) if is_gated else None
-    kv = torch.randn(S, G, P, V) if is_continued else None
-    norm = torch.rand(S, G, P) if is_continued else None
+    kv = torch.randn(S, G, P, V, dtype=state_dtype) if is_continued else None
+    norm = torch.rand(S, G, P, dtype=state_dtype) if is_continued else None
     leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
     others = [x if x is None else x.requires_grad_() for x in (log_g, kv, norm)]
     offsets = torch.tensor(OFFSETS) if is_packed else None
@@ -123,6 +126,17 @@ def test_fake_tensors_give_the_shapes_of_real_ones(how: dict[str, Any]) -> None:
     assert [(x.shape, x.dtype, x.stride()) for x in actual] == [
         (x.shape, x.dtype, x.stride()) for x in wanted
     ]
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None,
+    reason="needs Triton's interpreter",
+)
+def test_gradients_of_tritons_kernels_have_the_dtypes_that_fake_tensors_promise() -> None:
+    how = {"is_continued": True, "state_dtype": torch.bfloat16, "backend": "triton"}
+    inputs, settings = backward_call(how | {"form": "attention", "chunk_size": T})
+    found = [x.dtype for x in library.power_backward(*inputs, **settings)]
+    assert found == [x.dtype for x in inputs[:6] if x is not None]
 
 
 def test_the_op_runs_on_meta() -> None:
@@ -268,6 +282,14 @@ def test_compiled_for_any_length_it_equals_eager() -> None:
         torch.testing.assert_close(results_of(compiled, mixer, x), wanted)
         counts.append(counter.frame_count)
     assert counts == counts[:1] * 3
+
+
+@pytest.mark.usefixtures("fresh_compiler", "unchecked")
+def test_widths_may_be_symbols_of_the_compiler() -> None:
+    compiled = torch.compile(power_attention, fullgraph=True, dynamic=True, backend="eager")
+    for width in (8, 12):
+        q, k, v = torch.randn(3, 1, T, 2, width).unbind(0)
+        assert torch.equal(compiled(q, k, v)[0], power_attention(q, k, v)[0])
 
 
 @pytest.mark.wide

@@ -74,7 +74,7 @@ def _query_gradient(
     launch(
         _power_bwd_attention_query_kernel,
         lambda _: (queries.num * H,),
-        block.configs,
+        block.candidates,
         q,
         k,
         v,

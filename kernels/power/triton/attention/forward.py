@@ -6,7 +6,7 @@ largest |z|, eq. (17). So no power overflows, and a pair of tokens needs no expo
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from longhaul.kernels.power.triton.launch import (
     operands_of,
     with_dense_rows,
 )
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, rounded_weights
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_FORWARD, Blocks
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
 
@@ -65,7 +65,7 @@ def attention_forward(
     launch(
         _power_fwd_attention_kernel,
         lambda _: (queries.num * H,),
-        block.configs,
+        block.candidates,
         q,
         k,
         v,
@@ -120,9 +120,10 @@ def longest_first(
     return _sorted(cut(B, T, size, cu_seqlens, device))
 
 
-@lru_cache(maxsize=32)
+@cache  # as the table that it sorts: see chunking.py
 def _rows_longest_first(B: int, T: int, size: int, device: torch.device) -> Chunks:
-    return _sorted(cut(B, T, size, None, device))
+    rows = _sorted(cut(B, T, size, None, torch.device("cpu")))
+    return rows._replace(table=rows.table.to(device), sequences=rows.sequences.to(device))
 
 
 def _sorted(chunks: Chunks) -> Chunks:
@@ -148,8 +149,10 @@ def _power_fwd_roots_kernel(
     first = (batch * G + tl.program_id(1)) * T + start
     i = tl.arange(0, BLOCK)
     mask = i < (end - start)
-    last = (end - start - 1) * (end > start)
-    high_e, low_e = tl.load(high_ptr + first + last), tl.load(low_ptr + first + last)
+    last = first + end - start - 1
+    # The table of a packed call may end with empty blocks, at the end of all gates.
+    high_e = tl.load(high_ptr + last, mask=start < end, other=0.0)
+    low_e = tl.load(low_ptr + last, mask=start < end, other=0.0)
     high = tl.load(high_ptr + first + i, mask=mask, other=0.0)
     low = tl.load(low_ptr + first + i, mask=mask, other=0.0)
     tl.store(to_end_ptr + first + i, decay_root(high_e - high, low_e - low, DEGREE), mask=mask)
@@ -202,6 +205,7 @@ def _add_block(acc, total, unit, z, factor, v, DEGREE: tl.constexpr, HAS_TOTAL: 
         acc *= rescale[:, None]
         total *= rescale
         unit = new_unit
+    w = rounded_weights(w, DOT, PRECISION)
     if HAS_TOTAL:
         total += tl.sum(w, axis=1)
     acc += tl.dot(w.to(DOT), v, input_precision=PRECISION)

@@ -15,7 +15,7 @@ from longhaul.kernels.power.triton.attention.forward import (
 )
 from longhaul.kernels.power.triton.chunking import Gates, cut, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.launch import launch
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_KEY_GRADIENT
 
 
@@ -60,7 +60,7 @@ def attention_key_gradients(
     launch(
         _power_bwd_attention_key_kernel,
         lambda _: (keys.num * G,),
-        block.configs,
+        block.candidates,
         q,
         k,
         v,
@@ -271,7 +271,7 @@ def _power_bwd_attention_key_kernel(
         # Load the keys again, since keeping them would take registers from the loops. The store
         # above stops the compiler from merging both loads.
         k = load_rows(k_ptr, stride_k_t, length, BLOCK_N, K, BLOCK_K, False)
-        k_dk = tl.sum(k.to(tl.float32) * dk, axis=1)
+        k_dk = sum_of_products(k.to(tl.float32), dk, 1)
         tl.store(k_dk_ptr + gate_off + start + n, k_dk, mask=n < length)
     c = tl.arange(0, BLOCK_V)
     tl.store(

@@ -8,6 +8,7 @@ from torch import Tensor
 from longhaul.kernels.power.call import Grads, PowerCall, Saved
 from longhaul.kernels.power.triton.chunked.forward import (
     chunks_of,
+    has_later_chunks,
     no_states,
     read_dtype,
     states_before_chunks,
@@ -112,7 +113,7 @@ def _backward_of_heads(
     gates = None if saved.log_g is None else sum_gates(saved.log_g, chunks)
     has_initial, has_final = saved.kv is not None, dkv is not None or dnorm is not None
     has_norm = call.normalize or dnorm is not None
-    has_states = has_initial or has_final or chunks.size < T
+    has_states = has_initial or has_final or has_later_chunks(call, chunks, T)
 
     states = dstates = no_states(q)
     products = k.new_zeros(chunks.num, G, dtype=torch.float64)
@@ -162,7 +163,7 @@ def _state_gradients(
     parts = chunk_states(
         Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, saved.k.shape[2],
         operands_of(saved.q), degree=call.degree, factor=call.scale**call.degree, to_end=False,
-        has_norm=has_norm,
+        has_norm=has_norm, needs_all=saved.kv is not None,
     )  # fmt: skip
     rest = (gates, chunks, tiles, saved.k.shape[1], call.degree)
     products = parts.kv.new_zeros(parts.kv.shape[:2], dtype=torch.float64)

@@ -16,9 +16,14 @@ from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
 
 
 def chunks_of(call: PowerCall, q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
+    """The chunks of a call. In the attention form each sequence is one chunk."""
     B, T = q.shape[:2]
-    size = T if call.form == "attention" else min(call.chunk_size, T)
-    return cut(B, T, size, cu_seqlens, q.device)
+    return cut(B, T, min(call.chunk_size, T), cu_seqlens, q.device)
+
+
+def has_later_chunks(call: PowerCall, chunks: Chunks, T: int) -> bool:
+    """Whether a chunk may follow another in its sequence, whose state it then reads."""
+    return call.form == "chunked" and chunks.size < T
 
 
 def read_dtype(q: Tensor) -> torch.dtype:
@@ -50,6 +55,7 @@ def states_before_chunks(
     parts = chunk_states(
         Tokens(k, v, None, None), gates, chunks, tiles, k.shape[2], operands_of(k),
         degree=call.degree, factor=1.0, to_end=True, has_norm=has_norm,
+        needs_all=final[0] is not None,
     )  # fmt: skip
     rest = (gates, chunks, tiles, k.shape[1], call.degree)
     kv, _ = scan(parts.kv, read_dtype(k), initial[0], final[0], *rest, is_reverse=False)
@@ -86,7 +92,7 @@ def chunked_forward(
         S = chunks.sequences.shape[0]
         final_kv = q.new_empty(S, G, tiles.P, V, dtype=torch.float32)
         final_norm = q.new_empty(S, G, tiles.P, dtype=torch.float32)
-    if kv is None and final_kv is None and chunks.size >= q.shape[1]:
+    if kv is None and final_kv is None and not has_later_chunks(call, chunks, q.shape[1]):
         states = no_states(q)
     else:
         states = states_before_chunks(

@@ -25,7 +25,7 @@ from longhaul.kernels.power.triton.features import (
     times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import KEY_GRADIENT
 
 
@@ -52,7 +52,7 @@ def key_gradient(
     """Fill dk, dv, eq. (14), and k·dk (B, G, T), from dS after each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
-    configs = KEY_GRADIENT.of(q.dtype, is_narrow=max(K, V) <= 64)
+    candidates = KEY_GRADIENT.of(q.dtype, is_narrow=max(K, V) <= 64)
     unused = dstates.kv
     common = (
         q,
@@ -87,7 +87,7 @@ def key_gradient(
         launch(
             _power_bwd_value_kernel,
             grid,
-            configs,
+            candidates,
             *common,
             dv,
             chunks.table,
@@ -104,7 +104,7 @@ def key_gradient(
         launch(
             _power_bwd_key_kernel,
             grid,
-            configs,
+            candidates,
             *common,
             dstates.norm,
             dk,
@@ -370,5 +370,5 @@ def _power_bwd_key_kernel(
         mask=n_mask[:, None] & (kk < K)[None, :],
     )
     if HAS_PRODUCT:
-        product = tl.sum(k.to(tl.float32) * acc, axis=1)
+        product = sum_of_products(k.to(tl.float32), acc, 1)
         tl.store(k_dk_ptr + gate_off + before + n, product, mask=n_mask)

@@ -17,7 +17,7 @@ from longhaul.kernels.power.triton.features import (
     times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, rounded_weights, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import READ
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
@@ -147,7 +147,7 @@ def _power_fwd_read_kernel(
             else:
                 matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
                 product = times_matrix(q, matrix, DOT, PRECISION)
-                den = tl.sum(product * q.to(tl.float32), axis=1)
+                den = sum_of_products(product, q.to(tl.float32), 1)
                 norm_square = tl.sum(matrix * matrix)
     for block in range(0, tl.where(has_state, NUM_BLOCKS, 0)):
         phi = features(
@@ -192,6 +192,7 @@ def _power_fwd_read_kernel(
             low = tl.load(low_ptr + gate_off + first + n)
             decay *= exp2_flushed((first_high - high) + (first_low - low))
         weight = power(score, DEGREE) * decay[None, :]
+        weight = rounded_weights(weight, DOT, PRECISION)
         acc = tl.dot(weight.to(DOT), value, acc, input_precision=PRECISION)
         if NORMALIZE:
             den += tl.sum(weight, axis=1)
@@ -225,6 +226,7 @@ def _power_fwd_read_kernel(
                 (t_high[:, None] - high[None, :]) + (t_low[:, None] - low[None, :])
             )
         weight = tl.where(t[:, None] >= (first + n)[None, :], weight, 0.0)
+        weight = rounded_weights(weight, DOT, PRECISION)
         acc = tl.dot(weight.to(DOT), value, acc, input_precision=PRECISION)
         if NORMALIZE:
             den += tl.sum(weight, axis=1)
@@ -237,7 +239,7 @@ def _power_fwd_read_kernel(
             size = tl.abs(den)
         else:
             q32 = q.to(tl.float32) * scale
-            bound = power(tl.sum(q32 * q32, axis=1), DEGREE // 2) * tl.sqrt(norm_square)
+            bound = power(sum_of_products(q32, q32, 1), DEGREE // 2) * tl.sqrt(norm_square)
             if HAS_GATES:
                 bound *= exp2_flushed(t_high + t_low)
             floor = tl.maximum(floor, rounding * bound)

@@ -21,6 +21,7 @@ from longhaul.kernels.power.triton.features import (
     times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
+from longhaul.kernels.power.triton.powers import sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import STATE
 
 
@@ -52,12 +53,16 @@ def chunk_states(
     factor: float,
     to_end: bool,
     has_norm: bool,
+    needs_all: bool,
 ) -> States:
     """The sums that every chunk adds to a state, float32, times `factor`.
 
     With `to_end` every token decays to the end of its chunk, eq. (9), and the weight of the norm is
     1. Otherwise the decay is from the start of the chunk to the token, eq. (13), and the weights
     include inverse and −delta.
+
+    Without `needs_all` the sums of each sequence's last chunk, or of its first if not `to_end`, are
+    left uninitialised: only the state after the sequence, or before it, would include them.
     """
     x, y = tokens.x, tokens.y
     T, K, V = x.shape[1], x.shape[3], y.shape[3]
@@ -102,6 +107,7 @@ def chunk_states(
         HAS_DELTA=tokens.delta is not None,
         HAS_NORM=has_norm and degree > 2,
         TO_END=to_end,
+        NEEDS_ALL=needs_all,
         DOT=operands.dtype,
         PRECISION=operands.precision,
     )
@@ -129,6 +135,7 @@ def chunk_states(
             HAS_INVERSE=tokens.inverse is not None,
             HAS_DELTA=tokens.delta is not None,
             TO_END=to_end,
+            NEEDS_ALL=needs_all,
             DOT=operands.dtype,
             PRECISION=operands.precision,
             num_warps=4 if K <= 64 else 8,
@@ -158,17 +165,33 @@ def _weight(
 
 
 @triton.jit
+def _is_unread(
+    start, end, sequence_start, sequence_end, TO_END: tl.constexpr, NEEDS_ALL: tl.constexpr
+):
+    """Whether nothing reads the sum of a chunk, or the chunk is empty."""
+    if NEEDS_ALL:
+        return start >= end
+    elif TO_END:  # noqa: RET505
+        return end >= sequence_end
+    else:
+        return (start >= end) | (start <= sequence_start)
+
+
+@triton.jit
 def _power_fwd_norm_kernel(
     x_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, norm_ptr, chunks_ptr,
     stride_xb, stride_xt, stride_xh, T, G, K, P, factor,
     REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr,
-    HAS_DELTA: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DELTA: tl.constexpr, TO_END: tl.constexpr, NEEDS_ALL: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Σ_t weight_t x_t at degree 1; at degree 2 one half of the symmetric Σ_t weight_t x_t x_tᵀ.
     chunk = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
-    _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
+    _, batch, start, end, sequence_start, sequence_end = load_chunk(chunks_ptr, chunk)
+    if _is_unread(start, end, sequence_start, sequence_end, TO_END, NEEDS_ALL):
+        return
     length = (end - start).to(tl.int32)
     t = tl.arange(0, BLOCK_T)
     kk = tl.arange(0, BLOCK_K)
@@ -217,13 +240,16 @@ def _power_fwd_state_kernel(
     NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
     HAS_GATES: tl.constexpr, HAS_INVERSE: tl.constexpr, HAS_DELTA: tl.constexpr,
-    HAS_NORM: tl.constexpr, TO_END: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_NORM: tl.constexpr, TO_END: tl.constexpr, NEEDS_ALL: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Blocks of features vary fastest, because they read the same tokens from cache.
     block = tl.program_id(0) % NUM_BLOCKS
     chunk = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     g = tl.program_id(2).to(tl.int64)
-    _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
+    _, batch, start, end, sequence_start, sequence_end = load_chunk(chunks_ptr, chunk)
+    if _is_unread(start, end, sequence_start, sequence_end, TO_END, NEEDS_ALL):
+        return
     length = (end - start).to(tl.int32)
     t = tl.arange(0, BLOCK_T)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -259,7 +285,7 @@ def _power_fwd_state_kernel(
                     weight *= -tl.load(
                         delta_ptr + row_off + (first + t) * (G * REPEAT), mask=mask, other=0.0
                     )
-                norm += tl.sum(phi.to(tl.float32) * weight[None, :], axis=1)
+                norm += sum_of_products(phi.to(tl.float32), weight[None, :], 1)
     f = block * BLOCK_F + tl.arange(0, BLOCK_F)
     out_off = (chunk * G + g) * P
     tl.store(
@@ -378,7 +404,9 @@ def _power_fwd_scan_kernel(
             )
             product = tl.sum(running * multiplicity[:, None] * state.to(tl.float32))
             tl.store(products_ptr + (chunk * G + g) * row_blocks + row_block, product)
-        part = tl.load(parts_ptr + chunk_off + off, mask=mask, other=0.0)
+        # Without a final state nothing has computed the last part.
+        is_read = HAS_FINAL | (step + 1 < count)
+        part = tl.load(parts_ptr + chunk_off + off, mask=mask & is_read, other=0.0)
         tl.store(read_ptr + chunk_off + off, running.to(read_ptr.dtype.element_ty), mask=mask)
         if HAS_GATES:
             _, batch, _, end, _, _ = load_chunk(chunks_ptr, chunk)

@@ -1,0 +1,127 @@
+"""Which calls are executed, on which chip, with which of the candidates of their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from longhaul.kernels.verify.cases import Case
+
+_TARGETS = ("sm_90", "sm_80")
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One call, forward and backward, with all kernels that it launches."""
+
+    case: Case
+    form: str = "chunked"  # or "attention", "step"
+    target: str = "sm_90"
+    candidate: int = 0
+    chunk_size: int = 64
+
+    @property
+    def name(self) -> str:
+        case = self.case
+        words = [self.form, case.name, case.dtype, self.target, f"candidate {self.candidate}"]
+        return ", ".join(words)
+
+
+# Two chunks and a bit, in which no size divides another.
+_ONE_HEAD = Case(name="p2 K64", T=150, H=1, G=1)
+# The second is one chunk or more: tables of chunks then have rows that no document needs.
+_DOCUMENTS = (0, 1, 65)
+_CONTINUED = Case(
+    name="packed, continued, two groups",
+    T=90,
+    H=4,
+    G=2,
+    K=32,
+    V=32,
+    documents=_DOCUMENTS,
+    is_continued=True,
+)
+
+
+def _chunked() -> Iterator[tuple[Case, int]]:
+    """Cases of the chunked form, and how many candidates their kernels have in bfloat16."""
+    # Long enough for every stage of the pipelines of loads: chunks have four blocks.
+    yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
+    yield _ONE_HEAD, 2
+    yield _CONTINUED, 2
+    yield replace(_ONE_HEAD, name="p2 K16", K=16, V=16), 2
+    yield replace(_ONE_HEAD, name="p2 K128", K=128, V=128), 2
+    yield replace(_ONE_HEAD, name="p1 K64", degree=1), 2
+    yield replace(_ONE_HEAD, name="p1 K128, a sum", degree=1, K=128, V=128, normalize=False), 2
+    yield replace(_ONE_HEAD, name="p4 K16", degree=4, K=16, V=16, T=70), 2
+    yield replace(_ONE_HEAD, name="p4 K32", degree=4, K=32, V=32, T=20), 2
+    yield replace(_ONE_HEAD, name="p2, a sum without gates", normalize=False, gates="none", T=90), 1
+    yield replace(_ONE_HEAD, name="odd widths", T=33, H=3, G=3, K=20, V=17), 1
+    yield replace(_ONE_HEAD, name="gates of 0 and 1", T=90, gates="hard"), 1
+    yield replace(_ONE_HEAD, name="wide strides", T=70, H=2, content="wide"), 1
+    yield replace(_CONTINUED, name="one token", T=1, documents=()), 1
+
+
+def _attention() -> Iterator[tuple[Case, int]]:
+    yield _ONE_HEAD, 3
+    yield replace(_ONE_HEAD, name="p2 K64, long", T=300, H=2), 3
+    yield replace(_ONE_HEAD, name="p2 K128", K=128, V=128), 1
+    yield replace(_ONE_HEAD, name="p1 K64", degree=1), 1
+    yield replace(_ONE_HEAD, name="p4 K64", degree=4), 1
+    yield replace(_ONE_HEAD, name="p6 K64", degree=6), 1
+    yield replace(_ONE_HEAD, name="p8 K64", degree=8), 1
+    yield replace(_ONE_HEAD, name="packed, two groups", H=4, G=2, documents=_DOCUMENTS), 1
+    yield replace(_ONE_HEAD, name="p2, a sum without gates", normalize=False, gates="none"), 1
+    yield replace(_ONE_HEAD, name="odd widths", T=33, H=3, G=3, K=20, V=17), 1
+
+
+def _steps() -> Iterator[Case]:
+    three = replace(_CONTINUED, documents=(), T=3, B=2, forms=("step",))
+    yield replace(three, name="p2 K64", K=64, V=64)
+    yield replace(three, name="p2 K128", K=128, V=128)
+    yield replace(three, name="p1 K64", degree=1, K=64, V=64)
+    yield replace(three, name="p4 K16", degree=4, K=16, V=64)
+
+
+def all_runs() -> list[Run]:
+    """bfloat16 on sm_90 first."""
+    found = []
+    for dtype in _DTYPES:
+        for target in _TARGETS:
+            for form, cases in (("chunked", _chunked()), ("attention", _attention())):
+                for case, num_candidates in cases:
+                    long = case.name.endswith("long chunks")
+                    for candidate in range(num_candidates if dtype == "bfloat16" else 1):
+                        run = Run(
+                            case=replace(case, dtype=dtype),
+                            form=form,
+                            target=target,
+                            candidate=candidate,
+                            chunk_size=256 if long else 64,
+                        )
+                        found.append(run)
+            for case in _steps():
+                found.append(Run(case=replace(case, dtype=dtype), form="step", target=target))
+    return found
+
+
+# What `make test` and `make test-all` execute; `make soak` executes everything.
+SUITES = {
+    "test": ("chunked, p2 K64, bfloat16, sm_90, candidate 0",),
+    "wide": (
+        "chunked, packed, continued, two groups, bfloat16, sm_90, candidate 1",
+        "chunked, p4 K16, bfloat16, sm_90, candidate 0",
+        "attention, packed, two groups, bfloat16, sm_90, candidate 0",
+        "step, p2 K64, bfloat16, sm_90, candidate 0",
+        "chunked, p2, a sum without gates, float32, sm_80, candidate 0",
+    ),
+}
+
+
+def runs_of(suite: str) -> list[Run]:
+    everything = all_runs()
+    if suite not in SUITES:
+        return everything
+    by_name = {run.name: run for run in everything}
+    return [by_name[name] for name in SUITES[suite]]
