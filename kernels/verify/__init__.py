@@ -1,1 +1,4 @@
-"""Checks and timings of the kernels on a GPU: `python -m longhaul.kernels.verify`."""
+"""Checks of every kernel against float64, and times of the op and its peers.
+
+`longhaul verify` runs them (pipeline/verification).
+"""

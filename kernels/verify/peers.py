@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
@@ -51,8 +53,15 @@ class Timed(NamedTuple):
     leaves: list[Tensor]
 
 
-# Chunk sizes in tokens that `retention` is timed with: we compare with its fastest.
+# Chunk sizes in tokens that `retention` is timed with, as its README calls it and compiled, as its
+# own benchmark does: we compare with its fastest. It runs its Triton kernels unless the package
+# vidrial is installed; `retention_kernels` tells which.
 RETENTION_CHUNKS = (256, 512, 1024)
+_RETENTION = re.compile(r"retention(?P<compiled>, compiled)?, chunk (?P<chunk>\d+)")
+
+# The backend that SDPA is restricted to.
+_SDPA = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
+SDPA = tuple(_SDPA)
 
 
 def own_backend(device: torch.device) -> Literal["torch", "triton"]:
@@ -63,13 +72,13 @@ def own_backend(device: torch.device) -> Literal["torch", "triton"]:
 def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:
     """One forward pass, ready for a backward pass.
 
-    `implementation` is "longhaul", "sdpa flash", "chunk_simple_gla" or "retention, chunk C", where
-    C is a number of tokens.
+    `implementation` is "longhaul", "sdpa flash", "sdpa cudnn", "chunk_simple_gla", "retention,
+    chunk C" or "retention, compiled, chunk C", where C is a number of tokens.
 
     Raises: ImportError where the peer is not installed.
     """
     q, k, v, log_g = shape.inputs(device)
-    if implementation == "sdpa flash":
+    if implementation in _SDPA:
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         q, k, v = leaves
         return Timed(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), leaves)
@@ -92,18 +101,25 @@ def training_call(implementation: str, shape: Shape, device: torch.device) -> Ti
     if implementation == "chunk_simple_gla":
         chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
         return Timed(lambda: chunk_simple_gla(q, k, v, log_g)[0], leaves)
+    found = _RETENTION.fullmatch(implementation)
+    assert found is not None, implementation
     power_retention = import_module("retention").power_retention
-    chunk_size = min(int(implementation.removeprefix("retention, chunk ")), shape.T)
+    if found["compiled"]:
+        power_retention = torch.compile(power_retention)
+    chunk_size = min(int(found["chunk"]), shape.T)
     return Timed(
         lambda: power_retention(q, k, v, log_g, deg=shape.degree, chunk_size=chunk_size), leaves
     )
 
 
+def retention_kernels() -> str:
+    """Which kernels `retention` runs: it prefers those in CUDA, where their package is there."""
+    return "CUDA (vidrial)" if find_spec("vidrial") else "Triton"
+
+
 def chosen_kernels(implementation: str) -> AbstractContextManager[None]:
-    """Restricts SDPA to its flash backend, which raises where it cannot run."""
-    return (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if implementation == "sdpa flash" else nullcontext()
-    )
+    """Restricts SDPA to the backend of its name, which raises where it cannot run."""
+    return sdpa_kernel(_SDPA[implementation]) if implementation in _SDPA else nullcontext()
 
 
 def decoding_call(
@@ -111,7 +127,8 @@ def decoding_call(
 ) -> Callable[[], None]:
     """One token for each of `num_states` layers, whose states together exceed the GPU's cache.
 
-    "sdpa flash" reads the keys and values of all T tokens, "longhaul" reads one state per layer.
+    SDPA reads the keys and values of all T tokens, "longhaul" reads one state per layer and writes
+    a new one, as generation does, and "longhaul, in place" writes into the one that it reads.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -119,7 +136,7 @@ def decoding_call(
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
     B, T, H, K = shape.B, shape.T, shape.H, shape.K
-    if implementation == "sdpa flash":
+    if implementation in _SDPA:
         q = randn(B, H, 1, K)
         caches = [(randn(B, H, T, K), randn(B, H, T, K)) for _ in range(num_states)]
 
@@ -139,13 +156,23 @@ def decoding_call(
     log_g = logsigmoid(randn(B, 1, H, dtype=torch.float32) + 5)
 
     backend = own_backend(device)
+    inplace = implementation == "longhaul, in place"
 
     def step() -> None:
         with torch.no_grad():
             for state in states:
                 power_attention_step(
                     state, q, k, v, log_g,
-                    degree=shape.degree, normalize=shape.normalize, inplace=True, backend=backend,
+                    degree=shape.degree, normalize=shape.normalize, inplace=inplace,
+                    backend=backend,
                 )  # fmt: skip
 
     return step
+
+
+def decoding_bytes(implementation: str, shape: Shape) -> int:
+    """Bytes that one token of one layer has to move: keys and values once, or a state twice."""
+    rows = shape.B * shape.H
+    if implementation in _SDPA:
+        return 2 * rows * shape.T * shape.K * shape.dtype.itemsize
+    return 2 * rows * state_features(shape.K, shape.degree) * (shape.K + 1) * 4

@@ -1,0 +1,112 @@
+"""Every measurement, in lists: what is asked first comes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from longhaul.kernels.verify.benchmark import Compilation, Task
+from longhaul.kernels.verify.candidates import MOST_CANDIDATES
+from longhaul.kernels.verify.peers import RETENTION_CHUNKS, SDPA, Shape
+
+HEADLINE = "degree 2, K 64"
+DEGREE_1 = "degree 1, K 64"
+NARROW = "degree 2, K 32"
+ATTENTION = "attention form"
+DECODING = "decoding"
+
+# The configurations that each peer's autotuner tries are compiled by so many processes.
+_PARTS = {"retention": 12, "chunk_simple_gla": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of all measurements; tests on a CPU use smaller ones."""
+
+    tokens: int = 65_536
+    attention_tokens: int = 8192
+    crossover_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
+    heads: int = 8
+    widths: tuple[int, int] = (64, 32)
+    decoding_batch: int = 8
+    matmul: int = 8192
+
+    @property
+    def headline(self) -> Shape:
+        return Shape(T=self.tokens, H=self.heads, K=self.widths[0])
+
+    @property
+    def rows(self) -> dict[str, Shape]:
+        """The shapes that are timed for training."""
+        return {
+            HEADLINE: self.headline,
+            DEGREE_1: replace(self.headline, degree=1, normalize=False),
+            NARROW: replace(self.headline, K=self.widths[1]),
+            ATTENTION: replace(self.headline, T=self.attention_tokens, form="attention"),
+        }
+
+
+def headline_tasks(sizes: Sizes) -> list[Task]:
+    """The time of the op as training calls it, and what it is compared with."""
+    return [
+        *_training(HEADLINE, sizes.headline, "longhaul", "sdpa flash"),
+        Task(what="matmul", row="matmul", implementation="torch", size=sizes.matmul),
+    ]
+
+
+def op_tasks(sizes: Sizes) -> list[Task]:
+    """The op at other shapes and lengths, in parts, by configuration, and one token at a time."""
+    rows = sizes.rows
+    tasks = [Task(what="profile", row=row, shape=shape) for row, shape in rows.items()]
+    tasks += _training(HEADLINE, rows.pop(HEADLINE), "sdpa cudnn")
+    for row, shape in rows.items():
+        tasks += _training(row, shape, "longhaul", *SDPA)
+    decoded = replace(sizes.headline, B=sizes.decoding_batch)
+    tasks += [
+        Task(what="decoding", row=DECODING, implementation=implementation, shape=decoded)
+        for implementation in ("longhaul", "longhaul, in place", *SDPA)
+    ]
+    for T in sizes.crossover_tokens:
+        shape = replace(sizes.headline, T=T, form="auto")
+        short = _training(f"T {T}", shape, "longhaul", *SDPA)
+        tasks += [replace(task, with_graph=True) for task in short]
+    tasks.append(Task(what="copy", row="copy", implementation="torch", size=sizes.matmul))
+    for row, shape in sizes.rows.items():
+        for index in range(MOST_CANDIDATES):
+            label = f"{row}, candidate {index}"
+            tasks.append(Task(what="profile", row=label, shape=shape, candidate=index))
+    return tasks
+
+
+def peer_tasks(sizes: Sizes) -> list[Task]:
+    """Other projects' kernels for the same operation. Their autotuners try many configurations."""
+    retention = [f"retention, chunk {C}" for C in RETENTION_CHUNKS]
+    retention += [f"retention, compiled, chunk {C}" for C in RETENTION_CHUNKS]
+    rows = sizes.rows
+    return [
+        *_training(DEGREE_1, rows[DEGREE_1], "chunk_simple_gla"),
+        *_training(HEADLINE, rows[HEADLINE], *retention),
+    ]
+
+
+def package_of(task: Task) -> str | None:
+    """The module that a peer is imported from; None for what PyTorch and this project bring."""
+    if task.implementation.startswith("retention"):
+        return "retention"
+    return "fla" if task.implementation == "chunk_simple_gla" else None
+
+
+def compilations_of(task: Task) -> list[Compilation]:
+    """What several processes compile before a peer is timed."""
+    name = task.implementation.partition(",")[0]
+    parts = _PARTS.get(name, 0)
+    if name == "retention":
+        # It tunes the same kernels for every chunk size; the longest chunks take least memory.
+        task = replace(task, implementation=f"retention, chunk {max(RETENTION_CHUNKS)}")
+    return [Compilation(task=task, part=part, parts=parts) for part in range(parts)]
+
+
+def _training(row: str, shape: Shape, *implementations: str) -> list[Task]:
+    return [
+        Task(what="training", row=row, implementation=implementation, shape=shape)
+        for implementation in implementations
+    ]

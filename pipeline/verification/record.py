@@ -1,0 +1,152 @@
+"""The file of results, which a later command goes on with."""
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.verification.machine import Machine
+
+FORMAT = 1
+_MOST_ATTEMPTS = 2
+_HARMLESS = ("passed", "skipped", "unavailable")
+
+# What a machine must have in common with the one that began the file.
+_SAME = ("device", "name", "devices", "driver", "versions", "code")
+
+
+class Record:
+    """All results so far. Every change is on disk at once."""
+
+    def __init__(self, path: Path, machine: Machine) -> None:
+        """Go on with a file, or begin one.
+
+        Raises:
+            ValueError: the file is no record, or one of another machine, versions or code.
+        """
+        self.path = path
+        self._content: dict[str, Any] = {
+            "format": FORMAT,
+            "machine": json.loads(json.dumps(asdict(machine))),
+            "pieces": [],
+            "results": {},
+            "targets": [],
+        }
+        if path.exists():
+            stored = read_record(path)
+            self._check_same(stored["machine"])
+            self._content |= {name: stored[name] for name in ("pieces", "results")}
+        self._started = time.monotonic()
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        self._content["pieces"].append({"began": now, "seconds": 0.0})
+        for key in [key for key, one in self.results.items() if one["status"] == "skipped"]:
+            del self.results[key]  # Today it may find what it needs.
+        self._give_up_on_what_never_ends()
+        self._write()
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """By the keys of checks."""
+        results: dict[str, Any] = self._content["results"]
+        return results
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        machine: dict[str, Any] = self._content["machine"]
+        return machine
+
+    @property
+    def targets(self) -> list[dict[str, Any]]:
+        targets: list[dict[str, Any]] = self._content["targets"]
+        return targets
+
+    def has(self, key: str) -> bool:
+        """Whether a check has run, or was skipped in this piece."""
+        return self.results.get(key, {}).get("status") not in (None, "begun")
+
+    @property
+    def num_ended(self) -> int:
+        return sum(one["status"] != "begun" for one in self.results.values())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing of this project that ran has failed."""
+        return all(one["status"] in _HARMLESS for one in self.results.values())
+
+    def skip(self, key: str, reason: str) -> None:
+        """Note that a check cannot run here; `finish` or the next result writes it."""
+        self.results[key] = {"status": "skipped", "reason": reason}
+
+    def begin(self, keys: Iterable[str]) -> None:
+        """Note that checks are about to begin: they may end this command, or the machine."""
+        for key in keys:
+            attempts = self.results.get(key, {}).get("attempts", 0) + 1
+            self.results[key] = {"status": "begun", "attempts": attempts}
+        self._write()
+
+    def end(self, key: str, status: str, **details: Any) -> None:
+        """Keep what became of a check."""
+        self.results.pop(key, None)  # It stands in the order in which checks end.
+        self.results[key] = {"status": status, **_plain(details)}
+        self._write()
+
+    def finish(self, targets: list[dict[str, Any]]) -> None:
+        """Keep the targets that the results meet or miss."""
+        self._content["targets"] = targets
+        self._write()
+
+    def _give_up_on_what_never_ends(self) -> None:
+        for one in self.results.values():
+            if one["status"] == "begun" and one["attempts"] >= _MOST_ATTEMPTS:
+                reason = f"did not end in {one['attempts']} pieces"
+                one |= {"status": "crashed", "faults": [reason]}
+
+    def _check_same(self, stored: dict[str, Any]) -> None:
+        for name in _SAME:
+            before, now = stored.get(name), self.machine[name]
+            if before != now:
+                raise ValueError(
+                    f"--json: found {self.path}, begun with {name} {before}, wanted {now} as it is "
+                    "now, or a new file"
+                )
+
+    def _write(self) -> None:
+        piece = self._content["pieces"][-1]
+        piece["seconds"] = round(time.monotonic() - self._started, 1)
+        write_atomically(self.path, json.dumps(self._content, indent=1) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it; None for numbers that JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a file of results.
+
+    Raises ValueError, naming the file, if it is something else.
+    """
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: found {error}, wanted a file of `longhaul verify`") from error
+    kinds = {"machine": dict, "pieces": list, "results": dict, "targets": list}
+    is_known = isinstance(content, dict) and content.get("format") == FORMAT
+    if not is_known or not all(isinstance(content.get(key), kinds[key]) for key in kinds):
+        raise ValueError(f"{path}: found another file, wanted one of `longhaul verify`")
+    known = {one.name for one in fields(Machine)}
+    unknown = set(content["machine"]) - known
+    results = content["results"].values()
+    if unknown or not all(isinstance(one, dict) and "status" in one for one in results):
+        raise ValueError(f"{path}: found another format, wanted format {FORMAT}")
+    return content

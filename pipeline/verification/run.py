@@ -1,0 +1,157 @@
+"""Runs the checks that a file of results lacks, until all are done or the time is over."""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from longhaul.pipeline.verification.check import Check, Place
+from longhaul.pipeline.verification.machine import Machine, find_machine
+from longhaul.pipeline.verification.record import Record
+from longhaul.pipeline.verification.summary import print_line, print_summary
+from longhaul.pipeline.verification.workers import Job, Outcome, run_jobs
+
+EXIT_UNFINISHED = 75
+"""Exit status if checks are left: the same command goes on with them."""
+
+_MOST_PROCESSES = 12
+_SECONDS_TO_FIND = 180.0
+# For ending processes and for the summary.
+_SECONDS_TO_END = 5.0
+# Of a GPU's memory; the rest is for what the estimates leave out.
+_SHARE_OF_MEMORY = 0.85
+
+Targets = Callable[[Mapping[str, Any]], list[dict[str, Any]]]
+
+
+def verify(path: Path, minutes: float | None) -> int:
+    """Run what is left; print a line for each check, and a summary.
+
+    Args:
+        path: the results so far and to come.
+        minutes: how long this command may take; None for as long as it takes.
+
+    Returns:
+        0 if everything of this project has passed or was skipped, 1 if anything failed,
+        EXIT_UNFINISHED if checks are left.
+    """
+    deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    machine = _machine()
+    # Here, because it imports torch, which takes seconds.
+    from longhaul.pipeline.verification.plan import all_checks
+    from longhaul.pipeline.verification.timings import targets
+
+    return run_checks(path, machine, all_checks(machine), targets, deadline - _SECONDS_TO_END)
+
+
+def _machine() -> Machine:
+    """This machine, as a process of its own finds it: a broken GPU may end or hang that one."""
+    found: list[Outcome] = []
+    run_jobs(
+        [Job(find_machine, (), _SECONDS_TO_FIND)],
+        num_processes=1,
+        deadline=float("inf"),
+        ended=lambda _, outcome: found.append(outcome),
+    )
+    if found[0].status != "returned":
+        raise RuntimeError(
+            f"verify: found no answer from torch about the devices, {found[0].result}"
+        )
+    machine: Machine = found[0].result
+    return machine
+
+
+def run_checks(
+    path: Path, machine: Machine, checks: Sequence[Check], targets: Targets, deadline: float
+) -> int:
+    """As `verify`, with the given checks of the given machine.
+
+    Args:
+        targets: the targets that results of checks, by their keys, meet or miss.
+        deadline: on the clock of time.monotonic.
+    """
+    record = Record(path, machine)
+    for check in checks:
+        if not record.has(check.key) and (reason := check.needs.unmet(machine)):
+            record.skip(check.key, reason)
+    left = [check for check in checks if not record.has(check.key)]
+    print(f"{machine.name}: {len(checks)} checks, of which {len(left)} are to run", flush=True)
+    with tempfile.TemporaryDirectory(prefix="longhaul-verify-", ignore_cleanup_errors=True) as name:
+        _Run(record, machine, Place(machine.device, Path(name)), len(checks)).run(left, deadline)
+    record.finish(targets(record.results))
+    print_summary(record, [check.key for check in checks])
+    if not all(record.has(check.key) for check in checks):
+        return EXIT_UNFINISHED
+    return 0 if record.has_passed else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    record: Record
+    machine: Machine
+    place: Place
+    total: int
+
+    def run(self, checks: Sequence[Check], deadline: float) -> None:
+        """In the given order; those in a row that may run at the same time do."""
+        for (is_alone, before), group in groupby(
+            checks, key=lambda check: (check.is_alone, check.before)
+        ):
+            self._side_by_side(before, deadline, lambda check, outcome: None)
+            batch = list(group)
+            if is_alone:
+                self._one_by_one(batch, deadline)
+            else:
+                self._side_by_side(batch, deadline, self._end, self._begin)
+
+    def _one_by_one(self, checks: Sequence[Check], deadline: float) -> None:
+        run_jobs(
+            self._jobs(checks),
+            num_processes=1,
+            deadline=deadline,
+            began=lambda numbers: self._begin([checks[number] for number in numbers]),
+            ended=lambda number, outcome: self._end(checks[number], outcome),
+        )
+
+    def _side_by_side(
+        self,
+        checks: Sequence[Check],
+        deadline: float,
+        end: Callable[[Check, Outcome], None],
+        begin: Callable[[Sequence[Check]], None] = lambda checks: None,
+    ) -> None:
+        memory = self.machine.memory_gigabytes * _SHARE_OF_MEMORY
+        run_jobs(
+            self._jobs(checks),
+            num_processes=min(_MOST_PROCESSES, self.machine.cores),
+            gigabytes=memory or float("inf"),
+            deadline=deadline,
+            began=lambda numbers: begin([checks[number] for number in numbers]),
+            ended=lambda number, outcome: end(checks[number], outcome),
+        )
+
+    def _jobs(self, checks: Sequence[Check]) -> list[Job]:
+        return [
+            Job(check.function, (check.argument, self.place), check.seconds, check.gigabytes)
+            for check in checks
+        ]
+
+    def _begin(self, checks: Sequence[Check]) -> None:
+        self.record.begin(check.key for check in checks)
+
+    def _end(self, check: Check, outcome: Outcome) -> None:
+        if outcome.status == "returned":
+            result: dict[str, Any] = outcome.result
+            faults = result.pop("faults", [])
+            status = "failed" if faults else "passed"
+        else:
+            result, faults = {}, [outcome.result]
+            status = "failed" if outcome.status == "raised" else outcome.status
+        if status != "passed" and not check.is_ours:
+            status = "unavailable"
+        seconds = round(outcome.seconds, 1)
+        self.record.end(check.key, status, seconds=seconds, faults=faults, result=result)
+        print_line(self.record, check.key, self.total)

@@ -1,0 +1,100 @@
+"""What `longhaul verify` prints: a line for each check, and a table of all."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from longhaul.pipeline.terminal.table import print_table
+from longhaul.pipeline.verification.record import Record
+
+_STATUSES = ("passed", "failed", "crashed", "timed out", "unavailable", "skipped", "left")
+_WIDEST_FAULT = 300  # characters
+
+
+def print_line(record: Record, key: str, total: int) -> None:
+    """How a check ended."""
+    one = record.results[key]
+    line = f"{record.num_ended} of {total}: {one['status']}, {one['seconds']:g} s, {key}"
+    print("; ".join([line, *map(_short, one["faults"][:1])]), flush=True)
+
+
+def print_summary(record: Record, keys: Sequence[str]) -> None:
+    """Counts by part, what is wrong, what was skipped and why, times, targets."""
+    results = {key: record.results.get(key, {"status": "left"}) for key in keys}
+    print()
+    _print_counts(results)
+    for key, one in results.items():
+        if one["status"] in ("failed", "crashed", "timed out", "unavailable"):
+            for fault in one["faults"][:3]:
+                print(f"{one['status']}: {key}: {_short(fault)}")
+    reasons: defaultdict[str, list[str]] = defaultdict(list)
+    for key, one in results.items():
+        if one["status"] == "skipped":
+            reasons[one["reason"]].append(key)
+    for reason, skipped in reasons.items():
+        print(f"skipped, {reason}: {len(skipped)} checks, such as {skipped[0]}")
+    _print_times(results)
+    _print_targets(record.targets)
+    print(f"\nresults: {record.path}")
+
+
+def _print_counts(results: dict[str, Any]) -> None:
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for key, one in results.items():
+        status = "left" if one["status"] == "begun" else one["status"]
+        counts[key.partition(":")[0]][status] += 1
+    rows = [["", *_STATUSES]]
+    rows += [[part, *(str(found[one]) for one in _STATUSES)] for part, found in counts.items()]
+    print_table(rows)
+
+
+def _print_times(results: dict[str, Any]) -> None:
+    """Milliseconds of what has been timed, eager and as a CUDA graph."""
+    rows = [["milliseconds", "forward", "forward + backward", "as graphs", "TFLOP/s"]]
+    for key, one in results.items():
+        found = one.get("result") or {}
+        both = found.get("forward_backward_ms", found.get("ms"))
+        if not key.startswith("timings") or both is None:
+            continue
+        graphs = [found.get(f"{name}_graph") for name in ("forward_ms", "forward_backward_ms")]
+        graphs = [x for x in [*graphs, found.get("ms_graph")] if x is not None]
+        rate = found.get("forward_backward_tflops", found.get("tflops"))
+        rows.append(
+            [
+                key.partition(": ")[2],
+                _number(found.get("forward_ms")),
+                _number(both),
+                " / ".join(map(_number, graphs)),
+                _number(rate),
+            ]
+        )
+    if len(rows) > 1:
+        print()
+        print_table(rows)
+
+
+def _print_targets(targets: Sequence[dict[str, Any]]) -> None:
+    known = [one for one in targets if one["value"] is not None]
+    if not known:
+        return
+    print()
+    rows = [["target of speed", "found", "wanted", ""]]
+    rows += [
+        [
+            one["name"],
+            _number(one["value"]),
+            _number(one["target"]),
+            "met" if one["met"] else "missed",
+        ]
+        for one in known
+    ]
+    print_table(rows)
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.4g}"
+
+
+def _short(fault: str) -> str:
+    line = " ".join(fault.split())
+    return line if len(line) <= _WIDEST_FAULT else f"{line[:_WIDEST_FAULT]} ..."

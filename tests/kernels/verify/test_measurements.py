@@ -1,0 +1,165 @@
+"""The measurements, run on a CPU at small sizes: every task, every target."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from triton import Config
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.errors import OutOfResources
+
+from longhaul.kernels.verify import benchmark, tasks
+from longhaul.kernels.verify.benchmark import Task, measure
+from longhaul.kernels.verify.candidates import MOST_CANDIDATES, untimed_tuning
+from longhaul.kernels.verify.peers import RETENTION_CHUNKS, Shape, decoding_bytes
+from longhaul.kernels.verify.targets import Measured, targets_of
+from longhaul.kernels.verify.tasks import HEADLINE, Sizes
+
+CPU = torch.device("cpu")
+TOY = Sizes(
+    tokens=64,
+    attention_tokens=64,
+    crossover_tokens=(32, 64),
+    heads=2,
+    widths=(16, 8),
+    decoding_batch=2,
+    matmul=32,
+)
+
+
+def test_everything_installed_is_measured() -> None:
+    measured = []
+    for task in [*tasks.headline_tasks(TOY), *tasks.op_tasks(TOY)]:
+        if task.implementation == "sdpa cudnn":
+            continue  # needs a GPU
+        result = measure(task, CPU)
+        measured.append(Measured(task, result))
+        if task.what == "profile":
+            assert result["kernels"][0]["ms"] > 0
+        elif task.what == "training":
+            assert result["forward_backward_ms"] > 0
+            assert ("forward_backward_ms_graph" in result) == task.with_graph
+        else:
+            assert result["ms"] > 0
+    unknown = [one["name"] for one in targets_of(measured) if one["met"] is None]
+    assert len(unknown) == 3, "two peers and the memory of a GPU are missing"
+
+
+def test_every_candidate_of_every_row_is_timed() -> None:
+    found = [task for task in tasks.op_tasks(TOY) if task.candidate is not None]
+    assert [task.candidate for task in found] == [*range(MOST_CANDIDATES)] * len(TOY.rows)
+
+
+def test_a_candidate_without_room_on_the_chip_is_told_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(benchmark, "_kernel_times", refuse)
+    found = next(task for task in tasks.op_tasks(TOY) if task.candidate == 1)
+    assert "shared memory" in measure(found, CPU)["does_not_fit"]
+    with pytest.raises(OutOfResources):
+        measure(replace(found, candidate=None), CPU)
+
+
+def test_retention_is_timed_compiled_too_and_its_tuning_is_shared() -> None:
+    peers = tasks.peer_tasks(TOY)
+    retention = [task for task in peers if task.implementation.startswith("retention")]
+    assert len(retention) == 2 * len(RETENTION_CHUNKS)
+    assert len({tuple(tasks.compilations_of(task)) for task in retention}) == 1
+    assert {tasks.package_of(task) for task in peers} == {"retention", "fla"}
+
+
+def test_a_peer_that_is_missing_raises() -> None:
+    for task in tasks.peer_tasks(TOY):
+        with pytest.raises(ImportError):
+            measure(task, CPU)
+
+
+def test_untimed_tuning_runs_the_given_part() -> None:
+    launched: list[int] = []
+
+    class Kernel:
+        def fn(self) -> None: ...
+
+        def run(self, *args: Any, BLOCK: int, **kwargs: Any) -> None:
+            launched.append(BLOCK)
+
+    kernel = Kernel()
+    kernel.fn = Kernel.fn  # type: ignore[method-assign]
+    configs = [Config({"BLOCK": n}) for n in (16, 32, 64, 128, 256)]
+    tuner = Autotuner(kernel, ["x"], configs, ["x"], None, None)
+    for part, expected in ((0, [16, 64, 256]), (1, [32, 128])):
+        launched.clear()
+        with untimed_tuning(part, 2):
+            tuner[(1,)](3)
+        assert launched == expected
+    assert tuner.cache == {}
+
+
+def measured(**times: float) -> list[Measured]:
+    task = Task(what="training", row=HEADLINE, shape=Shape())
+    names = {"ours": "longhaul", "sdpa": "sdpa flash", "r256": "retention, chunk 256"}
+    names["r512"] = "retention, compiled, chunk 512"
+    return [
+        Measured(replace(task, implementation=names[implementation]), {"forward_backward_ms": ms})
+        for implementation, ms in times.items()
+    ]
+
+
+def value_of(measurements: list[Measured], text: str) -> tuple[float | None, bool | None]:
+    (one,) = (one for one in targets_of(measurements) if text in one["name"])
+    return one["value"], one["met"]
+
+
+def test_targets_are_ratios_of_measured_times() -> None:
+    times = measured(ours=5, sdpa=45, r256=14, r512=10)
+    assert value_of(times, "K 64: times faster than SDPA") == (9.0, True)
+    assert value_of(times, "than retention") == (2.0, False)
+    assert value_of(times, "matmul") == (None, None)
+
+
+def decoded(implementation: str, result: Mapping[str, Any]) -> Measured:
+    task = Task(what="decoding", row="decoding", implementation=implementation)
+    return Measured(task, result)
+
+
+def test_decoding_is_not_asked_to_be_faster_than_its_bytes() -> None:
+    """B8 H8 K64, 65,536 tokens: 1,074 MB of keys and values, 76.7 MB of states read and written."""
+    decoding = next(task for task in tasks.op_tasks(Sizes()) if task.what == "decoding")
+    assert not decoding.with_graph  # it is always timed both ways
+    ours, theirs = (decoding_bytes(name, decoding.shape) for name in ("longhaul", "sdpa flash"))
+    assert ours == pytest.approx(76.7e6, rel=1e-3)
+    found = targets_of(
+        [
+            decoded("longhaul", {"ms": 0.08, "ms_graph": 0.03, "bytes": ours}),
+            decoded("longhaul, in place", {"ms": 0.08, "ms_graph": 0.02, "bytes": ours}),
+            decoded("sdpa flash", {"ms": 0.4, "ms_graph": 0.36, "bytes": theirs}),
+        ]
+    )
+    found = [one for one in found if one["name"].startswith("decoding")]
+    assert [one["target"] for one in found] == [pytest.approx(14.0, abs=0.01)] * 4
+    assert [round(one["value"], 1) for one in found] == [12.0, 5.0, 18.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "crossover"), [((9, 9, 9), None), ((9, 1, 1), 2048), ((1, 9, 1), 4096)]
+)
+@pytest.mark.parametrize("suffix", ["", "_graph"])
+def test_the_crossover_is_where_it_stays_faster(
+    ours: tuple[int, ...], crossover: int | None, suffix: str
+) -> None:
+    found = [
+        Measured(
+            Task(what="training", row=f"T {T}", implementation=implementation, shape=Shape(T=T)),
+            {f"forward_backward_ms{suffix}": ms},
+        )
+        for T, mine in zip((1024, 2048, 4096), ours, strict=True)
+        for implementation, ms in (("longhaul", mine), ("sdpa flash", 5))
+    ]
+    how = "as a graph" if suffix else "eager"
+    value, met = value_of(found, f"tokens from which it is faster than SDPA-flash, at most, {how}")
+    assert (value, met) == (crossover, crossover is not None)

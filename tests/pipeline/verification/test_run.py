@@ -1,0 +1,219 @@
+"""A pretended GPU: all checks in the promised order, in pieces, whatever becomes of one of them."""
+
+import json
+import pickle
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pretended_checks as pretended
+import pytest
+
+from longhaul.pipeline.verification import run as running
+from longhaul.pipeline.verification.check import Check, Needs
+from longhaul.pipeline.verification.machine import Machine
+from longhaul.pipeline.verification.plan import all_checks
+from longhaul.pipeline.verification.record import Record, read_record
+from longhaul.pipeline.verification.run import EXIT_UNFINISHED, run_checks
+from longhaul.pipeline.verification.timings import targets
+from longhaul.pipeline.verification.workers import Job, Outcome
+
+GPUS = Machine(
+    device="cuda", name="NVIDIA H100 80GB HBM3", capability="9.0", memory_gigabytes=85.0,
+    devices=4, driver="580.159.04", cores=1, versions={"torch": "2.11.0"}, code="0123",
+)  # fmt: skip
+CPU = replace(GPUS, device="cpu", name="Xeon", devices=0, memory_gigabytes=0.0)
+
+
+def check(name: str, function: Callable[..., Any], **settings: Any) -> Check:
+    return Check(
+        **{"part": "kernels", "argument": None, "seconds": 60, **settings},
+        name=name,
+        function=function,
+    )
+
+
+def run(path: Path, *checks: Check, machine: Machine = GPUS) -> int:
+    return run_checks(path, machine, checks, lambda results: [], time.monotonic() + 600)
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was begun, in order, by jobs that take no time and pass, or that never end."""
+    arguments: list[Any] = []
+
+    def run_jobs(jobs: Sequence[Job], *, began: Any = None, ended: Any, **limits: Any) -> None:
+        for number, job in enumerate(jobs):
+            arguments.append(job.arguments[0])
+            if began is not None:
+                began([number])
+            if job.function is pretended.hangs:
+                return  # The deadline is reached.
+            ended(number, Outcome("returned", {"ms": 1.0}, 0.1))
+
+    monkeypatch.setattr(running, "run_jobs", run_jobs)
+    return arguments
+
+
+@pytest.mark.usefixtures("begun")
+def test_with_a_gpu_it_runs_to_its_end_in_the_promised_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept: list[Record] = []
+    monkeypatch.setattr(Record, "_write", lambda self: kept.append(self))
+    checks = [replace(one, needs=Needs()) for one in all_checks(GPUS)]
+    status = run_checks(tmp_path / "a.json", GPUS, checks, targets, time.monotonic() + 60)
+    assert status == 0
+    ended = list(kept[-1].results)
+    assert ended == [one.key for one in checks]
+    assert len(kept[-1].targets) > 10
+
+    def first(*starts: str) -> int:
+        """The place of the first check whose key begins so; it is there."""
+        return min(ended.index(key) for key in ended if key.startswith(starts))
+
+    places = [
+        first("kernels: bfloat16: degree 2, K 64"),
+        first("timings: training: degree 2, K 64: longhaul"),
+        first("trainer: train: single, bf16-mixed"),
+        first("timings: training step"),
+        first("kernels: bfloat16: degree 2, K 32"),
+        first("kernels: bfloat16: degree 2, K 64, candidate 1"),
+        first("kernels: float16"),
+        first("kernels: bfloat16: 131,073 tokens"),
+        first("kernels: accesses out of bounds"),
+        first("trainer: resume"),
+        first("trainer: train: ddp on 4 ranks, bf16-mixed"),
+        first("timings: decoding"),
+        first("timings: training: degree 2, K 64: retention"),
+    ]
+    assert places == sorted(places)
+    assert places[0] == 0
+    printed = capsys.readouterr().out
+    assert "target of speed" in printed
+    assert "milliseconds" in printed
+
+
+def test_strategies_are_those_that_the_devices_allow() -> None:
+    names = {
+        machine.devices: [one.name for one in all_checks(machine) if one.part == "trainer"]
+        for machine in (GPUS, replace(GPUS, devices=1), replace(GPUS, devices=11), CPU)
+    }
+    for precision in ("bf16-mixed", "32-true"):
+        assert f"train: fsdp, 2 replicas, 4 ranks, {precision}" in names[4]
+        for strategy in ("ddp", "fsdp", "ddp on 4 ranks, compiled", "fsdp on 4 ranks, compiled"):
+            label = strategy if " on " in strategy else f"{strategy} on 4 ranks"
+            assert f"train: {label}, {precision}" in names[4]
+        for stage in (1, 2, 3):
+            assert f"train: deepspeed {stage} on 1 rank, {precision}" in names[1]
+        assert f"train: context parallel on 8 ranks, {precision}" in names[11]
+        assert f"train: context parallel on 2 ranks, {precision}" in names[0]
+    assert not any("context parallel" in name or "replicas" in name for name in names[1])
+
+
+@pytest.mark.parametrize("machine", [GPUS, CPU], ids=["gpu", "cpu"])
+def test_every_check_fits_in_a_piece_and_can_be_sent_to_a_process(machine: Machine) -> None:
+    checks = all_checks(machine)
+    assert len({one.key for one in checks}) == len(checks)
+    for one in checks:
+        assert one.seconds <= 300
+        for part in (one, *one.before):
+            pickle.loads(pickle.dumps((part.function, part.argument)))
+        if machine is CPU:
+            assert one.needs.gpu or one.part != "timings"
+
+
+def test_what_peers_compile_is_compiled_once_before_their_times(
+    tmp_path: Path, begun: list[Any]
+) -> None:
+    before = (check("compile", pretended.passes, argument="compile", is_alone=False),)
+    timed = [
+        check(name, pretended.passes, part="timings", argument=name, before=before)
+        for name in ("a", "b")
+    ]
+    assert run(tmp_path / "a.json", check("c", pretended.passes, argument="c"), *timed) == 0
+    assert begun == ["c", "compile", "a", "b"]
+
+
+def test_no_failure_stops_it_and_each_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "verify.json"
+    checks = [
+        check("a", pretended.passes),
+        check("b", pretended.fails),
+        check("c", pretended.crashes),
+        check("d", pretended.raises),
+        check("e", pretended.hangs, seconds=1),
+        check("f", pretended.passes, is_alone=False),
+        check("g", pretended.passes, needs=Needs(devices=8)),
+        check("i", pretended.raises, is_ours=False),
+        check("h", pretended.passes, needs=Needs(packages=("no_such_package",))),
+    ]
+    assert run(path, *checks) == 1
+    content = read_record(path)
+    found = {key: one["status"] for key, one in content["results"].items()}
+    assert found == {
+        "kernels: a": "passed",
+        "kernels: b": "failed",
+        "kernels: c": "crashed",
+        "kernels: d": "failed",
+        "kernels: e": "timed out",
+        "kernels: f": "passed",
+        "kernels: i": "unavailable",
+        "kernels: g": "skipped",
+        "kernels: h": "skipped",
+    }
+    assert content["results"]["kernels: a"]["result"]["rate"] is None, "JSON has no NaN"
+    assert content["machine"]["driver"] == "580.159.04"
+    printed = capsys.readouterr().out
+    for line in (
+        "failed: kernels: b: out: off by 1",
+        "crashed: kernels: c: its process was killed by SIGSEGV",
+        "timed out: kernels: e: took longer than 1 s",
+        "unavailable: kernels: i: RuntimeError: CUDA error: an illegal memory access",
+        "skipped, needs 8 GPUs: 1 checks, such as kernels: g",
+        "skipped, needs packages that are not installed: no_such_package",
+    ):
+        assert line in printed
+    # Nothing is left: the same command does nothing, and says the same.
+    assert run(path, *checks) == 1
+    assert "9 checks, of which 0 are to run" in capsys.readouterr().out
+
+
+def test_a_later_command_goes_on_where_the_time_ended(tmp_path: Path, begun: list[Any]) -> None:
+    path = tmp_path / "verify.json"
+    checks = [
+        check(name, pretended.hangs if name == "b" else pretended.passes, argument=name)
+        for name in "abc"
+    ]
+    assert run(path, *checks) == EXIT_UNFINISHED
+    assert json.loads(path.read_text())["results"]["kernels: b"] == {
+        "status": "begun",
+        "attempts": 1,
+    }
+    assert run(path, *checks) == EXIT_UNFINISHED
+    # Twice is enough. What never ends does not keep the rest from its turn.
+    assert run(path, *checks) == 1
+    content = read_record(path)
+    assert content["results"]["kernels: b"]["faults"] == ["did not end in 2 pieces"]
+    assert content["results"]["kernels: c"]["status"] == "passed"
+    assert len(content["pieces"]) == 3
+    assert begun == ["a", "b", "b", "c"]
+
+
+def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> None:
+    path = tmp_path / "verify.json"
+    assert run(path, machine=GPUS) == 0
+    for other in (
+        replace(GPUS, code="4567"),
+        replace(GPUS, name="NVIDIA H200"),
+        replace(GPUS, versions={"torch": "2.13.0"}),
+    ):
+        with pytest.raises(ValueError, match=r"--json: found .*, begun with .*, wanted "):
+            run(path, machine=other)
+    path.write_text('{"passed": true}')
+    with pytest.raises(ValueError, match="wanted one of `longhaul verify`"):
+        run(path, machine=GPUS)

@@ -1,0 +1,127 @@
+"""`longhaul verify` on a machine without a GPU: what it runs, what it skips, what it says."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pretended_checks as pretended
+import pytest
+import torch
+
+from longhaul.kernels.verify.benchmark import Task
+from longhaul.pipeline import cli
+from longhaul.pipeline.verification import kernels, plan, run, trainer
+from longhaul.pipeline.verification.check import Check, Place
+from longhaul.pipeline.verification.machine import Machine, find_machine
+from longhaul.pipeline.verification.record import read_record
+from longhaul.pipeline.verification.run import run_checks
+from longhaul.pipeline.verification.timings import targets
+from longhaul.pipeline.verification.training_step import Step, measure_step
+
+CPU = Machine(device="cpu", name="Xeon", cores=1)
+
+
+def test_without_a_gpu_it_checks_what_it_can_and_says_what_it_could_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = plan.all_checks(CPU)
+    runnable = {one.key for one in kernels.headline_checks("cpu")}
+    checks = [one for one in every if one.needs.gpu or one.key in runnable]
+    path = tmp_path / "verify.json"
+    assert run_checks(path, CPU, checks, targets, time.monotonic() + 600) == 0
+    results = read_record(path)["results"]
+    for key in runnable:
+        assert results[key]["status"] == "passed"
+        assert set(results[key]["result"]["forms"]) == {"chunked", "attention"}
+    skipped = [key for key, one in results.items() if one["status"] == "skipped"]
+    assert len(skipped) == len(checks) - len(runnable)
+    printed = capsys.readouterr().out
+    assert f"skipped, needs a GPU: {len(skipped)} checks, such as timings: training" in printed
+
+
+def test_bad_arguments_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["verify", "--minutes", "0"]) == 2
+    assert "--minutes: found 0, wanted more than 0" in capsys.readouterr().err
+    assert cli.main(["verify", "--json", "no/verify.json"]) == 2
+    assert "--json: found no folder no, wanted one" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_gpu_that_ends_the_process_that_asks_for_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "find_machine", pretended.ends)
+    assert cli.main(["verify", "--json", str(tmp_path / "verify.json")]) == 1
+    error = capsys.readouterr().err
+    assert "verify: found no answer from torch about the devices, its process ended" in error
+
+
+def test_the_machine_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = find_machine()
+    assert {"python", "torch"} <= set(found.versions)
+    assert len(found.code) == 64
+    assert find_machine() == found
+
+
+def test_other_launchers_do_not_reach_the_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_NTASKS", "WORLD_SIZE", "RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    environment = trainer._surroundings(Place("cpu", tmp_path))["env"]
+    assert not {"SLURM_NTASKS", "WORLD_SIZE", "RANK", "MASTER_PORT"} & set(environment)
+    assert environment["PYTHONSAFEPATH"] == "1"
+
+
+def test_losses_that_differ_from_one_device_are_a_fault() -> None:
+    assert trainer._unlike([5.0, 4.0], [5.0, 4.0], "32-true") == []
+    (fault,) = trainer._unlike([5.0, 4.5], [5.0, 4.0], "bf16-mixed")
+    assert fault == "loss of update 2: found 4.5, wanted 4.0 as on one device"
+    half_of_the_samples = [5.5696, 5.3328], [5.5983, 5.3000]
+    assert trainer._unlike(*half_of_the_samples, "bf16-mixed")
+    assert trainer._unlike([5.0], [5.0, 4.0], "32-true") == ["updates: found 1, wanted 2"]
+    assert trainer._unlike([5.0, float("nan")], [5.0, 4.0], "32-true")
+    assert trainer._sound([5.0, 4.0]) == []
+    for losses in ([], [4.0, 5.0], [5.0, float("nan")]):
+        assert trainer._sound(losses)
+
+
+def test_a_step_of_a_model_is_timed_and_its_losses_are_looked_at() -> None:
+    step = Step(kind="softmax", context=64, batch=2, layers=1, width=32, heads=2, vocabulary=320)
+    found = measure_step(step, torch.device("cpu"))
+    assert found["faults"] == []
+    assert found["tokens_per_second"] == pytest.approx(128e3 / found["ms"])
+
+
+def test_what_peers_cannot_do_is_no_failure_of_ours() -> None:
+    by_ours: dict[bool, set[str]] = {True: set(), False: set()}
+    for one in plan.all_checks(CPU):
+        if isinstance(one.argument, Task):
+            by_ours[one.is_ours].add(one.argument.implementation.partition(",")[0])
+    assert by_ours[True] == {"longhaul", "torch"}
+    assert by_ours[False] == {"sdpa flash", "sdpa cudnn", "chunk_simple_gla", "retention"}
+
+
+@pytest.mark.wide
+def test_the_trainer_passes_its_checks_on_a_cpu(tmp_path: Path) -> None:
+    wanted = (
+        "train: single, bf16-mixed", "resume: after half", "resume: to the bit", "stop",
+        "evaluate: 2", "generate", "export",
+        "train: ddp on 2 ranks, bf16-mixed", "train: fsdp on 2 ranks, bf16-mixed",
+        "train: deepspeed 3 on 2 ranks, bf16-mixed",
+        "train: context parallel on 2 ranks, bf16-mixed",
+    )  # fmt: skip
+    checks: list[Check] = [
+        replace(one, seconds=600)
+        for one in [*trainer.first_checks(), *trainer.remaining_checks(CPU)]
+        if one.name.startswith(wanted)
+    ]
+    assert len(checks) == len(wanted)
+    path = tmp_path / "verify.json"
+    status = run_checks(path, CPU, checks, lambda results: [], time.monotonic() + 3000)
+    results = read_record(path)["results"]
+    assert status == 0, {key: one["faults"] for key, one in results.items()}
+    assert results["trainer: resume: after half the budget"]["result"]["is_equal_to_the_bit"]
