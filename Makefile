@@ -50,6 +50,7 @@ bench: setup
 # Without the network; NO_MKDOCS_2_WARNING silences an announcement of mkdocs-material's.
 docs: setup
 	$(BIN)/python -P docs/scripts/configuration.py
+	$(BIN)/python -P docs/scripts/measurements.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 

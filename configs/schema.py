@@ -22,6 +22,9 @@ class TrainerConfig:
     micro_batch: int
     """Samples that a rank passes through the model at a time, 1 or more."""
 
+    accelerator: str = "auto"
+    """auto (GPUs where there are any) | gpu | cpu: what the ranks train on."""
+
     strategy: str = "single"
     """single (one process) | ddp | fsdp | deepspeed: how ranks train together."""
 
@@ -45,6 +48,9 @@ class TrainerConfig:
 
     compile: bool = False
     """Compile each block; not with deepspeed or context_parallel."""
+
+    deterministic: bool = False
+    """Repeat a run to the bit on GPUs too, and on any number of ranks; slower; not with compile."""
 
     devices: int = 1
     """Processes per node with one device each, 1 or more."""
@@ -74,6 +80,7 @@ class TrainerConfig:
     """Tokens between validations, 1 or more; another one follows the last update."""
 
     def __post_init__(self) -> None:
+        _one_of("trainer.accelerator", self.accelerator, ("auto", "gpu", "cpu"))
         _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp", "deepspeed"))
         _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
         if self.train_only is not None:
@@ -147,6 +154,12 @@ class TrainerConfig:
             raise ValueError(
                 "trainer.compile: found true with trainer.context_parallel or trainer.strategy "
                 "deepspeed, wanted false"
+            )
+        if self.compile and self.deterministic:
+            # The prefix sums that torch compiles add in an order that depends on time (pytorch
+            # issue 190946).
+            raise ValueError(
+                "trainer.compile: found true with trainer.deterministic, wanted one of them false"
             )
         for name in ("no_shard_below", "activation_checkpointing"):
             if getattr(self, name) < 0:
@@ -235,7 +248,7 @@ class SlurmConfig:
     """Type of the trainer.devices GPUs per node, or `any`; null: no GPUs."""
 
     cpus_per_task: int | None = None
-    """CPUs per rank, its data workers included, 1 or more; or null."""
+    """CPUs per rank, its data workers included, 1 or more; null: 8 with slurm.gpu."""
 
     memory: str | None = None
     """Memory per node in the format of sbatch --mem, such as 64G; or null."""

@@ -25,9 +25,13 @@ COMMANDS = {
     "submit": "queue a run, its follow-up jobs or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",
     "doctor": "report what this machine or allocation can run, and why not",
+    "verify": "check and time everything on this machine, in pieces of a few minutes",
     "bench": "compare speeds with other implementations, measured in the same run",
     "help": "explain a command: longhaul help COMMAND",
 }
+
+# By these names torch takes settings of a GPU's memory, which count from the first tensor there on.
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,16 +52,31 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit status 0, 1 for a failure while running, 2 for bad input."""
+    if not any(name in os.environ for name in _ALLOCATOR):
+        # Pieces of memory that can grow leave no gaps that are too small for the next tensor.
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
     try:
         try:
-            return _status(list(sys.argv[1:] if argv is None else argv))
+            status = _status(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # At the exit of Python, a failure could not be caught any more.
     except BrokenPipeError:
         # The reader of the output, such as `head`, has closed it. Python must not write to it at
         # exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        status = 0
+    if _is_connected_over_nccl():
+        # Python's own exit would wait for the other ranks, of which one may have failed.
+        os._exit(status)
+    return status
+
+
+def _is_connected_over_nccl() -> bool:
+    """Whether a run has failed in ranks that are still connected; one that ends disconnects."""
+    distributed = sys.modules.get("torch.distributed")  # without importing it
+    if distributed is None or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_backend() == "nccl")
 
 
 def _status(arguments: list[str]) -> int:

@@ -322,6 +322,48 @@ def test_the_page_of_config_keys_is_what_the_dataclasses_say() -> None:
     assert TEXTS["docs/configuration.md"] == page, "`make docs` writes it anew"
 
 
+def test_the_table_of_measurements_is_that_of_the_results() -> None:
+    script = module_of(DOCS / "scripts/measurements.py")
+    text = TEXTS["kernels/power/README.md"]
+    assert text == script.page(text), "`make docs` writes it anew"
+
+
+def test_measurements_of_a_gpu_become_tables(tmp_path: Path) -> None:
+    tensors = {"out": {"norm_error": 2.3e-3}, "dq": {"norm_error": 2.7e-3}}
+    case = {"dtype": "bfloat16", "content": "normal"}
+    times = {"forward_ms": 1.612, "forward_backward_ms": 7.3, "forward_backward_ms_graph": 6.9}
+    result: dict[str, Any] = {"case": case, "forms": {"chunked": {"tensors": tensors}}}
+    content: dict[str, Any] = {
+        "machine": {
+            "device": "cuda", "name": "NVIDIA H100 80GB HBM3", "devices": 1,
+            "driver": "580.159.04", "versions": {"torch": "2.11.0"}, "commit": "",
+        },
+        "pieces": [{"began": "2026-11-23T01:00:00Z", "seconds": 470.0}],
+        "results": {
+            "kernels: bfloat16: degree 2, K 64": {"status": "passed", "result": result},
+            "kernels: float16: packed": {"status": "crashed", "faults": ["x"], "result": {}},
+            "timings: training: degree 2, K 64: longhaul": {
+                "status": "passed",
+                "result": times | {"forward_backward_tflops": 166.9, "peak_bytes": 861e6},
+            },
+        },
+        "targets": [{"name": "times faster", "value": 7.0, "target": 8.0, "met": False}],
+    }  # fmt: skip
+    (tmp_path / "h100.json").write_text(json.dumps(content))
+    script = module_of(DOCS / "scripts/measurements.py")
+    for line in (
+        "**1 x NVIDIA H100 80GB HBM3**, driver 580.159.04, torch 2.11.0; 2026-11-23",
+        "- crashed: kernels: float16: packed",
+        "| bfloat16, chunked | 2.3e-03 | 2.7e-03 |  |  |  |",
+        "| training: degree 2, K 64: longhaul | 1.612 | 7.3 | 6.9 | 166.9 | 861 |",
+        "| times faster | 7 | 8 | missed |",
+    ):
+        assert line in script.page(TEXTS["kernels/power/README.md"], tmp_path)
+    content["machine"]["device"] = "cpu"
+    (tmp_path / "h100.json").write_text(json.dumps(content))
+    assert "No measurement yet" in script.measurements(tmp_path)
+
+
 def test_every_key_of_a_config_is_explained() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \|.*\|(.*)\|$", TEXTS["docs/configuration.md"], re.MULTILINE)
     assert len(rows) > 80

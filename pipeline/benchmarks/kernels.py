@@ -27,7 +27,7 @@ def run() -> None:
         f"{name}, {torch.get_num_threads()} threads, torch {torch.__version__}. "
         f"B1 H{_HEADS} K{_WIDTH} V{_WIDTH} {_dtype(device)}, degree {_DEGREE}, gated, normalised. "
         "Best of several interleaved rounds. 'of matmul': useful FLOPs per second (4 P V + "
-        "2 C (K + V) FLOPs per token and head, P = 2,080), divided by those of a "
+        "(C + 1) (K + V) FLOPs per token and head, P = 2,080), divided by those of a "
         f"{_SQUARE:,} x {_SQUARE:,} matrix product in the same row's rounds."
     )
     _print_row("tokens", "pass", "sdpa ms", "chunked ms", "ratio", "of matmul")

@@ -15,6 +15,8 @@ _SETTINGS_END = "# -- settings end here --\n"
 # The signal to stop comes before the time limit by the seconds that a stop may take, plus these by
 # which Slurm's clock may be late.
 _SLURM_DELAY_SECONDS = 30
+# The main thread, autograd's, a data worker, the writers of checkpoints and of metrics, and others.
+_CPUS_PER_GPU = 8
 # In an #SBATCH line all other characters need a backslash, and a space needs quotes.
 _SPECIAL = re.compile(r"[^A-Za-z0-9_./:=@%+,-]")
 
@@ -89,7 +91,7 @@ def _common_options(config: RunConfig, name: str, folder: Path, job: str) -> lis
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "time": slurm.time,
-        "cpus-per-task": slurm.cpus_per_task,
+        "cpus-per-task": _cpus_per_task(config),
         "mem": slurm.memory,
     }
     return [
@@ -100,6 +102,15 @@ def _common_options(config: RunConfig, name: str, folder: Path, job: str) -> lis
         *(["--exclusive"] if slurm.exclusive else []),
         *slurm.extra,
     ]
+
+
+def _cpus_per_task(config: RunConfig) -> int | None:
+    """Without it, most clusters give a task one CPU, which all threads of a rank then share."""
+    slurm = config.slurm
+    is_asked = any(option.startswith(("-c", "--cpus-per-")) for option in slurm.extra)
+    if slurm.cpus_per_task is not None or slurm.gpu is None or is_asked:
+        return slurm.cpus_per_task
+    return _CPUS_PER_GPU
 
 
 def _rank_options(config: RunConfig) -> list[str]:

@@ -156,6 +156,15 @@ def _check_can_run(config: RunConfig) -> None:
             "replaces in names of logs"
         )
     check_run(config)
+    # Some clusters know GPUs by an option of their own, such as --gres=gpu:8.
+    asks_for_gpus = any(
+        re.match(r"--gpus|--gres=.*gpu|-G", option) for option in config.slurm.extra
+    )
+    if config.trainer.accelerator == "gpu" and config.slurm.gpu is None and not asks_for_gpus:
+        raise ConfigError(
+            "slurm.gpu: found null with trainer.accelerator gpu, wanted the type of the GPUs, or "
+            "any"
+        )
     if config.slurm.gpu is None:
         return
     device = find_device(config.slurm.gpu)
@@ -163,7 +172,7 @@ def _check_can_run(config: RunConfig) -> None:
         logger.info("memory was not checked: slurm.gpu %s is unknown", config.slurm.gpu)
         return
     planner = Planner(config)
-    if not fit.fits(planner.plan(fit.configured_settings(config)), device):
+    if not fit.fits(planner.plan(fit.configured_settings(config)), device.memory_bytes):
         raise ConfigError(fit.verdict(config, device, planner))
 
 

@@ -24,7 +24,9 @@ def main(args: argparse.Namespace) -> int:
     if args.sweep or args.parallel != 1:
         return _train_sweep(args)
     from longhaul.pipeline.planning.capacity import check_capacity
+    from longhaul.pipeline.planning.out_of_memory import with_advice
     from longhaul.pipeline.runs.folder import load_run
+    from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
     from longhaul.pipeline.training.run import train
 
     config = load_run(args.config, args.overrides)
@@ -34,6 +36,8 @@ def main(args: argparse.Namespace) -> int:
     except JournalBusyError as error:
         print(f"longhaul: {error}", file=sys.stderr)
         return EXIT_BUSY
+    except OutOfGpuMemory as error:
+        raise with_advice(error, config) from error
 
 
 def _train_sweep(args: argparse.Namespace) -> int:

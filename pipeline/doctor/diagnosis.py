@@ -23,6 +23,16 @@ from longhaul.pipeline.doctor.finding import (
     is_a_check_running,
     run_check,
 )
+from longhaul.pipeline.doctor.gpu_checks import (
+    COMPILING_SECONDS,
+    check_cache,
+    check_compile,
+    check_cpus,
+    check_memlock,
+    check_shared_memory,
+    check_tools,
+    check_triton,
+)
 from longhaul.pipeline.doctor.machine_checks import (
     check_commit,
     check_disk,
@@ -101,6 +111,7 @@ def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[
     if gpu.status == "ok" and torch.cuda.is_available():
         yield run_gpu_check("idle", check_idle)
         yield run_gpu_check("nccl", check_local_nccl)
+        yield from _findings_beside_gpus(config)
     yield run_check("gloo", check_gloo, GLOO_CHECK_SECONDS)
     folder = Path() if config is None else RunFolder.of(config).path
     # An old checkpoint is deleted only after the new one is complete.
@@ -115,6 +126,27 @@ def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[
             text = f"only {in_step} of the allocation's {allocated} nodes were checked"
             remedy = f"srun --overlap --nodes={allocated} --ntasks-per-node=1 longhaul doctor"
             yield Finding("warning", "nodes", text, remedy)
+
+
+def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
+    """What a node needs for its GPUs, each checked on the first of them."""
+    trainer = None if config is None else config.trainer
+    on_node = torch.cuda.device_count() if trainer is None else trainer.devices
+    ranks = on_node if trainer is None else trainer.world_size
+    tools = run_check("tools", check_tools, _SECONDS)
+    yield tools
+    if tools.status == "ok":  # otherwise both fail for the same reason
+        yield run_check("triton", check_triton, COMPILING_SECONDS)
+        is_needed = trainer is not None and trainer.compile
+        check = partial(check_compile, is_needed=is_needed)
+        yield run_check("compile", check, COMPILING_SECONDS)
+    for subject, one in (
+        ("cache", partial(check_cache, ranks)),
+        ("memlock", check_memlock),
+        ("shm", check_shared_memory),
+        ("cpus", partial(check_cpus, on_node)),
+    ):
+        yield run_check(subject, one, _SECONDS)
 
 
 def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:

@@ -13,13 +13,19 @@ import torch
 
 from longhaul.pipeline.cluster.jobs import slurm_job
 from longhaul.pipeline.doctor.finding import Finding
-from longhaul.pipeline.system.environment import source_checkout, source_commit
+from longhaul.pipeline.system.environment import (
+    driver_version,
+    source_checkout,
+    source_commit,
+)
 from longhaul.pipeline.system.programs import output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 _WRITTEN_BYTES = 32 << 20
 _WRITING_SECONDS = 2.0
 _SLOW_DISK = 30e6  # bytes per second
+# By the major version of CUDA, from NVIDIA's table of minor version compatibility.
+_OLDEST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 # A process that only holds a context takes about half a GB.
 _IDLE_BYTES = 2 << 30
 
@@ -53,11 +59,13 @@ def check_gpus(wanted: int | None) -> Finding:
             return Finding(
                 "FAILURE", "gpu", f"GPU {index} computes a wrong sum", "leave this node out"
             )
-    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     names = " + ".join(sorted({torch.cuda.get_device_name(index) for index in range(found)}))
-    text = f"{found} x {names}, driver {(driver or 'unknown').split()[0]}"
+    text = f"{found} x {names}, driver {driver_version() or 'unknown'}"
     if wanted is not None and found < wanted:
         text = f"{text}, trainer.devices wants {wanted}"
+        if found == 1 and "SLURM_STEP_ID" in os.environ:
+            # With --gpus-per-task each task sees its own GPU, and this is one task of a node.
+            return Finding("warning", "gpu", text, "right if each task has a GPU of its own")
         return Finding("FAILURE", "gpu", text, "ask for more, or set trainer.devices")
     return Finding("ok", "gpu", f"{text}, torch for CUDA {torch.version.cuda or torch.version.hip}")
 
@@ -72,7 +80,11 @@ def _without_gpus() -> Finding:
         return Finding("warning", "gpu", text, "install torch's build for these GPUs")
     build = torch.version.cuda or torch.version.hip
     text = f"torch for CUDA {build} finds none of this machine's GPUs"
-    remedy = "nvidia-smi shows whether the driver works and is new enough, or the job has no GPUs"
+    remedy = "nvidia-smi shows whether the driver works, or the job has no GPUs"
+    driver, oldest = driver_version(), _OLDEST_DRIVERS.get((torch.version.cuda or "").split(".")[0])
+    if driver is not None and oldest is not None and int(driver.split(".")[0]) < oldest:
+        text = f"{text}: driver {driver} is too old, wanted {oldest} or newer"
+        remedy = "a newer driver, or torch built for an older CUDA"
     return Finding("warning" if allocated == "0" else "FAILURE", "gpu", text, remedy)
 
 

@@ -8,6 +8,7 @@ import torch
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.planning.sizes import build_on_meta
+from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 # Bytes per parameter in float32; there are two moments.
@@ -20,11 +21,12 @@ def check_capacity(config: RunConfig) -> None:
     What else an update takes is `longhaul plan`'s to estimate: here, only what is certain counts.
 
     Raises:
-        ConfigError: naming the bytes wanted and found.
+        ConfigError: naming the bytes wanted and found; or there is no GPU, and one is asked for.
     """
+    gpu = uses_gpu(config.trainer.accelerator)
     parameters = num_parameters(config.model)
-    wanted = parameters * _bytes_per_parameter(config)
-    if torch.cuda.is_available():
+    wanted = parameters * _bytes_per_parameter(config, gpu)
+    if gpu:
         found, where = torch.cuda.get_device_properties(0).total_memory, "a GPU of this machine"
     else:
         wanted *= config.trainer.devices
@@ -51,7 +53,7 @@ def num_parameters(model: LanguageModelConfig) -> int:
     return one + (model.layers - 1) * (two - one)
 
 
-def _bytes_per_parameter(config: RunConfig) -> float:
+def _bytes_per_parameter(config: RunConfig, gpu: bool) -> float:
     """Bytes of a rank for each of the model's parameters."""
     trainer = config.trainer
     if trainer.train_only is not None:
@@ -62,7 +64,7 @@ def _bytes_per_parameter(config: RunConfig) -> float:
     if trainer.strategy != "deepspeed":
         return _WEIGHT + _GRADIENT + _MOMENTS
     stage = trainer.deepspeed_stage
-    is_elsewhere = trainer.offload_optimizer and torch.cuda.is_available()
+    is_elsewhere = trainer.offload_optimizer and gpu
     return (
         (0 if is_elsewhere else _MOMENTS / ranks)
         + (_GRADIENT / ranks if stage > 1 else _GRADIENT)

@@ -12,9 +12,6 @@ from longhaul.pipeline.terminal.numbers import digits, in_bytes
 
 logger = logging.getLogger(__name__)
 
-# Kept free for the device's context, NCCL's buffers and the allocator's rounding.
-_RESERVED_BYTES = 2 * 10**9
-
 
 def device_option(name: str | None) -> Device:
     """The device of --device. Raises ValueError, with all known names, for any other name."""
@@ -71,17 +68,19 @@ def configured_settings(config: RunConfig) -> MemorySettings:
 
 def memory_rows(config: RunConfig, device: Device, planner: Planner) -> list[list[str]]:
     """The column names, then one row per strategy and mode of checkpointing."""
-    table = [["strategy", "checkpointing", *CATEGORIES, "total", "sent", device.name]]
+    names = ["strategy", "checkpointing", *CATEGORIES, "total", "held", "sent"]
+    table = [[*names, device.name]]
     for settings in _all_settings(config):
         plan = planner.plan(settings)
         gigabytes = [_gigabytes(getattr(plan, category)) for category in CATEGORIES]
-        verdict = "fits" if fits(plan, device) else "does not fit"
+        verdict = "fits" if fits(plan, device.memory_bytes) else "does not fit"
         table.append(
             [
                 settings.name,
                 _checkpointing(settings),
                 *gigabytes,
                 _gigabytes(plan.total),
+                _gigabytes(plan.held),
                 _gigabytes(plan.sent),
                 f"{verdict} {_device_memory(device)}",
             ]
@@ -89,8 +88,8 @@ def memory_rows(config: RunConfig, device: Device, planner: Planner) -> list[lis
     return table
 
 
-def fits(plan: Plan, device: Device) -> bool:
-    return plan.total + _RESERVED_BYTES <= device.memory_bytes
+def fits(plan: Plan, memory_bytes: int) -> bool:
+    return plan.held <= memory_bytes
 
 
 def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
@@ -98,20 +97,42 @@ def verdict(config: RunConfig, device: Device, planner: Planner) -> str:
     own = configured_settings(config)
     plan = planner.plan(own)
     as_it_is = f"As configured ({own.name}, checkpointing {_checkpointing(own)}, micro-batch "
-    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.total)} of {_device_memory(device)}"
-    if fits(plan, device):
+    as_it_is += f"{config.trainer.micro_batch}): {in_bytes(plan.held)} of {_device_memory(device)}"
+    if fits(plan, device.memory_bytes):
         return f"{as_it_is}, fits."
-    for change, settings, micro_batches in _changes(config, own):
-        fitting = _largest_that_fits(planner, settings, micro_batches, device)
+    change = _smallest_change(config, device.memory_bytes, planner)
+    if change is None:
+        return f"{as_it_is}, does not fit, and no strategy or micro-batch here would."
+    return f"{as_it_is}, does not fit; the smallest change that would: {change}."
+
+
+def smallest_change(config: RunConfig, memory_bytes: int) -> str | None:
+    """The smallest change with which a run fits whose update found no memory left on a device.
+
+    The plan may hold that the run fits as it is. It did not, so the change must need less.
+
+    Args:
+        config: of the run.
+        memory_bytes: of the device.
+
+    Returns:
+        Keys with their values and the bytes planned then; None if no change that is known would
+        fit.
+    """
+    planner = Planner(config)
+    own = planner.plan(configured_settings(config))
+    return _smallest_change(config, min(memory_bytes, own.held - 1), planner)
+
+
+def _smallest_change(config: RunConfig, memory_bytes: int, planner: Planner) -> str | None:
+    for change, settings, micro_batches in _changes(config, configured_settings(config)):
+        fitting = _largest_that_fits(planner, settings, micro_batches, memory_bytes)
         if fitting is not None:
             size, plan = fitting
             if size != config.trainer.micro_batch:
                 change.append(f"trainer.micro_batch={size}")
-            return (
-                f"{as_it_is}, does not fit; the smallest change that would: {' '.join(change)} "
-                f"({in_bytes(plan.total)})."
-            )
-    return f"{as_it_is}, does not fit, and no strategy or micro-batch here would."
+            return f"{' '.join(change)} ({in_bytes(plan.held)})"
+    return None
 
 
 def _all_settings(config: RunConfig) -> Iterator[MemorySettings]:
@@ -154,7 +175,7 @@ def _micro_batches(config: RunConfig) -> list[int]:
 
 
 def _largest_that_fits(
-    planner: Planner, settings: MemorySettings, sizes: Sequence[int], device: Device
+    planner: Planner, settings: MemorySettings, sizes: Sequence[int], memory_bytes: int
 ) -> tuple[int, Plan] | None:
     """The largest micro-batch that fits, by bisection, since memory grows with the micro-batch."""
     largest = None
@@ -162,7 +183,7 @@ def _largest_that_fits(
     while low < high:
         middle = (low + high) // 2
         plan = planner.plan(settings, sizes[middle])
-        if fits(plan, device):
+        if fits(plan, memory_bytes):
             largest, low = (sizes[middle], plan), middle + 1
         else:
             high = middle

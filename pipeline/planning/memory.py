@@ -22,14 +22,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer
+from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace
 from longhaul.pipeline.training.blocks import prepare_blocks, shard
+from longhaul.pipeline.training.zero import bucket_sizes
 
-# Numbers of elements: in the buckets that Lightning's DeepSpeedStrategy sets, and in the live
-# parameters of stage 3 by DeepSpeed's own default.
-_DEEPSPEED_BUCKET = 200_000_000
+# Elements of the live parameters of stage 3, DeepSpeed's own default.
 _DEEPSPEED_LIVE = 1_000_000_000
+
+# What a process holds on a GPU besides its tensors, estimated until it is measured: CUDA's context
+# with the loaded modules, NCCL's buffers for each group of ranks, and the share of the tensors'
+# memory that the allocator cannot use, between them or in rounding.
+_CONTEXT = 1_000_000_000
+_GROUP = 500_000_000
+_GAPS = 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,10 +63,20 @@ class Plan:
     copies: int  # of parameters: gathered, cast to 16 bits; and buffers of collectives
     workspace: int  # inside of ops: logits, states, features
     sent: float
+    groups: int = 0  # of ranks that communicate over NCCL
+    evaluated: int = 0  # of the model that is evaluated beside the training; 0: none is
 
     @property
     def total(self) -> int:
+        """Bytes of all tensors at the peak of an update."""
         return sum(getattr(self, category) for category in CATEGORIES)
+
+    @property
+    def held(self) -> int:
+        """Bytes of a GPU that the process holds at its peak, in an update or an evaluation."""
+        lasting = self.parameters + self.gradients + self.optimizer
+        tensors = max(self.total, lasting + self.evaluated if self.evaluated else 0)
+        return math.ceil((1 + _GAPS) * tensors) + _CONTEXT + self.groups * _GROUP
 
 
 class Planner:
@@ -72,6 +89,13 @@ class Planner:
 
     def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
         """The plan of a rank with these settings; `micro_batch` None means the config's."""
+        config = self._config
+        plan = self._plan_of_update(settings, micro_batch)
+        # An evaluation loads the whole model on each rank, in float32.
+        whole = 4 * num_parameters(config.model) if config.evaluation.tasks else 0
+        return dataclasses.replace(plan, groups=_num_groups(config, settings), evaluated=whole)
+
+    def _plan_of_update(self, settings: MemorySettings, micro_batch: int | None) -> Plan:
         config = self._config
         if micro_batch is not None:
             trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
@@ -98,6 +122,15 @@ class Planner:
                 config, settings.checkpointing, self._workspace, is_sharded=is_sharded
             )
         return self._traced[key]
+
+
+def _num_groups(config: RunConfig, settings: MemorySettings) -> int:
+    """Groups of ranks that a rank belongs to, each with buffers of its own in NCCL."""
+    if settings.strategy == "single":
+        return 0
+    # All ranks; those that share sequences; with FSDP those that share the model, and their copies.
+    sharding = 1 + (config.trainer.replicas > 1) if settings.strategy == "fsdp" else 0
+    return 1 + (config.trainer.context_parallel > 1) + sharding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -222,7 +255,7 @@ def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> 
     frozen = traced.peak["parameters"] - 4 * size
     width = 2 if config.trainer.precision == "bf16-mixed" else 4
     whole = width * size
-    bucket = width * min(size, _DEEPSPEED_BUCKET)
+    bucket = width * bucket_sizes(size)["reduce_bucket_size"]
     # overlap_comm, which Lightning turns on, reduces one bucket while it fills another.
     buffers = 2 * bucket if stage in (1, 2) else bucket + width * min(size, _DEEPSPEED_LIVE)
     # Stage 1 reduces once per update, 2 and 3 after each micro-batch; 3 gathers twice for each.

@@ -2,7 +2,6 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from math import ceil
 from types import ModuleType
 from typing import Any, Literal
 
@@ -31,8 +30,6 @@ class OpWorkspace:
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         name = op.name()
-        if name.startswith("torch_nn::_linear_cross_entropy"):
-            return _loss_bytes(*args[:2])
         if not name.startswith("longhaul::power_"):
             return 0
         key = (name, tuple(map(_shape, args)), tuple(sorted(map(str, kwargs.items()))))
@@ -93,23 +90,6 @@ def _saved(call: PowerCall, inputs: list[Any]) -> Saved:
     if not call.normalize:
         kept[10] = kept[11] = None
     return Saved(*kept)
-
-
-def _loss_bytes(hidden: Tensor, weight: Tensor) -> int:
-    """Bytes of linear_cross_entropy on a GPU: a chunk of logits, and the two gradients.
-
-    By its documentation, with the defaults "compact" and "aspect_ratio:2", a chunk has half as many
-    rows as would make the logits as large as the input, rounded up to a power of two. Logits are
-    float32, with a 16-bit copy for the matrix products if the input has 16 bits. Two more arrays
-    are as wide as the input.
-    """
-    rows, width = hidden.shape
-    vocabulary = weight.shape[0]
-    at_once = ceil(rows / ceil(vocabulary / width))
-    at_once = max(1, (1 << (at_once - 1).bit_length()) // 2)
-    copy = 0 if hidden.itemsize == 4 else hidden.itemsize
-    chunk = at_once * ((4 + copy) * vocabulary + (4 + hidden.itemsize) * width)
-    return chunk + hidden.nbytes + weight.nbytes
 
 
 def _shape(x: Any) -> Any:

@@ -71,11 +71,10 @@ def _print_fit(config: RunConfig, device: Device) -> None:
     print(
         "Copies: gathered or cast parameters, buffers of collectives. Workspace: inside of an op,"
     )
-    print("if one runs at the peak. All numbers are traced from the update itself, except with")
-    print(
-        "DeepSpeed: there only activations and workspace are traced, the rest is computed.\n",
-        flush=True,
-    )
+    print("if one runs at the peak. Held: with what is no tensor, the allocator's gaps, CUDA's")
+    print("context and NCCL's buffers, which are estimates. All other numbers are traced from the")
+    print("update itself, except with DeepSpeed: there only activations and workspace are traced,")
+    print("the rest is computed.\n", flush=True)
     planner = Planner(config)
     print_table(memory_rows(config, device, planner))
     print(f"\n{verdict(config, device, planner)}")

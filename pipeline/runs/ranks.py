@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
@@ -16,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
@@ -25,6 +27,17 @@ _PADDING = object()
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 # How long this process has, after another failed, to fail with an error message of its own.
 _SECONDS_TO_FAIL = 3.0
+
+
+class RankFailedError(RuntimeError):
+    """Another process failed in the work that all share."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a process that failed gives the others in place of its results."""
+
+    message: str
 
 
 @dataclass(frozen=True)
@@ -45,13 +58,47 @@ class Ranks:
         return itertools.islice(work, self.index, None, self.count)
 
     def gather(self, results: list[T]) -> list[T]:
-        """Gather the results of all processes' shares, in the order of the work."""
+        """Gather the results of all processes' shares, in the order of the work.
+
+        Raises:
+            RankFailedError: within `together`, another process failed.
+        """
         if self.count == 1:
             return results
-        of_all: list[list[T]] = [[] for _ in range(self.count)]
-        dist.all_gather_object(of_all, results, group=self.group)
-        rows = itertools.zip_longest(*of_all, fillvalue=_PADDING)
-        return [one for row in rows for one in row if one is not _PADDING]  # type: ignore[misc]
+        rows = itertools.zip_longest(*self._exchange(results), fillvalue=_PADDING)
+        return [one for row in rows for one in row if one is not _PADDING]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Context of work that either all processes finish, or none.
+
+        Where it raises an exception in one process, it raises RankFailedError in the others: in
+        their next `gather`, or at the end. So none waits for a process that failed, and all have
+        taken part in the same number of exchanges.
+        """
+        try:
+            yield
+        except RankFailedError:
+            raise
+        except Exception as error:
+            self._exchange(_Failure(f"{type(error).__name__}: {one_line(error)}"))
+            raise
+        self._exchange([])
+
+    def _exchange(self, own: Any) -> list[Any]:
+        """What all processes give, in their order."""
+        if self.count == 1:
+            return [own]
+        of_all: list[Any] = [None] * self.count
+        dist.all_gather_object(of_all, own, group=self.group)
+        failed = [
+            f"rank {rank} failed: {one.message}"
+            for rank, one in enumerate(of_all)
+            if isinstance(one, _Failure)
+        ]
+        if failed and not isinstance(own, _Failure):
+            raise RankFailedError("; ".join(failed))
+        return of_all
 
     def progress(self, total: int, what: str) -> TokenProgress:
         """A progress display of the first process, which assumes that the others are as fast."""
@@ -132,17 +179,17 @@ def _join(
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    # Not over NCCL: what is exchanged are results, in main memory.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if has_gpus else "gloo",
+        "gloo",
         init_method=f"file://{rendezvous}/ranks",
         rank=rank,
         world_size=count,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-    measure(Ranks(rank, count, group), *args, **kwargs)
+    measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
     # A process that leaves earlier would close connections that others still use.
-    dist.barrier(group)
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -58,6 +58,7 @@ def load_trained_model(
     positions: str = "none",
     factor: float = 1.0,
     ranks: Ranks = ALONE,
+    device: torch.device | None = None,
 ) -> TrainedModel:
     """The model of a checkpoint, or of the newest intact checkpoint of a run.
 
@@ -66,6 +67,7 @@ def load_trained_model(
         positions: scaling of positions beyond the training context: none, linear or dynamic_ntk.
         factor: multiple of the training context to which positions are scaled.
         ranks: the processes that evaluate the model together, all of which call this.
+        device: of the model; by default a GPU where there is one.
 
     Raises:
         ValueError: the path is neither, the run has no checkpoint yet, or a layer of the model
@@ -74,7 +76,7 @@ def load_trained_model(
     """
 
     def load(folder: RunFolder, checkpoint: Path) -> TrainedModel:
-        return _load(folder, checkpoint, positions, factor, ranks)
+        return _load(folder, checkpoint, positions, factor, ranks, device)
 
     return read_checkpoint(run_or_checkpoint, load, ranks)
 
@@ -126,7 +128,12 @@ def _was_pruned(checkpoint: Path) -> bool:
 
 
 def _load(
-    folder: RunFolder, checkpoint: Path, positions: str, factor: float, ranks: Ranks
+    folder: RunFolder,
+    checkpoint: Path,
+    positions: str,
+    factor: float,
+    ranks: Ranks,
+    device: torch.device | None,
 ) -> TrainedModel:
     config = stored_config(folder)
     scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
@@ -136,7 +143,7 @@ def _load(
     model.set_positions(scaling)
     saved.check_group("model", model.state_dict())
     model.load_state_dict(saved.read_group("model"), assign=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     step = saved.state(TrainingState).progress.step
     manifest = training_manifest(folder, config)

@@ -1,9 +1,11 @@
-"""Memory and peak FLOP/s of accelerators, as published by vendors."""
+"""Whether there are GPUs, and memory and peak FLOP/s of accelerators, as published by vendors."""
 
 import re
 from dataclasses import dataclass
 
 import torch
+
+from longhaul.configs import ConfigError
 
 # The name of a MIG slice of a GPU, such as 1g.10gb, which has neither the GPU's memory nor its
 # speed.
@@ -60,6 +62,25 @@ DEVICES = (
         bf16_flops=1307e12, tf32_flops=653.7e12, fp32_flops=163.4e12, reported=("MI300X",),
     ),
 )  # fmt: skip
+
+
+def uses_gpu(accelerator: str) -> bool:
+    """Whether a run trains on GPUs here.
+
+    Args:
+        accelerator: a value of trainer.accelerator.
+
+    Raises:
+        ConfigError: it asks for GPUs, and there is none.
+    """
+    if accelerator == "cpu":
+        return False
+    if accelerator == "gpu" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.accelerator: found gpu where torch {torch.__version__} finds no GPU, wanted "
+            "auto or cpu to train on CPUs; `longhaul doctor` says what is missing"
+        )
+    return torch.cuda.is_available()
 
 
 def find_device(name: str) -> Device | None:

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from longhaul.datamodules.untrusted import Sha256
+from longhaul.kernels.backend import why_unavailable
 from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import output_of
 
@@ -42,7 +43,39 @@ def describe_environment(kinds: Iterable[str]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerators": devices,
+        "triton": _triton_configurations() if devices else None,
+        "cuda": torch.version.cuda or torch.version.hip,
+        "driver": driver_version() if devices else None,
+        "nccl": _nccl_version() if devices else None,
     }
+
+
+def _triton_configurations() -> dict[str, Any] | None:
+    """The chip of the first GPU, and the configuration of every kernel that follows from it."""
+    device = torch.device("cuda", 0)
+    if why_unavailable("triton", device) is not None:
+        return None
+    # Triton takes long to import, and may not be installed.
+    from longhaul.kernels.power.triton.launch import chip_of
+    from longhaul.kernels.power.triton.tile_sizes import choices
+
+    chip = chip_of(device)
+    return {"chip": chip, "configurations": choices(chip)}
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, None if it does not tell."""
+    found = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.split()[0] if found else None
+
+
+def _nccl_version() -> str | None:
+    try:
+        from torch.cuda import nccl  # Not there in builds without CUDA.
+
+        return ".".join(map(str, nccl.version()))
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 def main_device() -> str:

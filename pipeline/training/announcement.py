@@ -13,7 +13,7 @@ from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 
 def summary(
-    config: RunConfig, folder: RunFolder, train: Manifest, parameters: int
+    config: RunConfig, folder: RunFolder, train: Manifest, parameters: int, device: torch.device
 ) -> tuple[str, str]:
     """Two lines: the model and its budget; the devices, and where results go.
 
@@ -21,20 +21,22 @@ def summary(
         config, folder: of the run.
         train: manifest of the training shards.
         parameters: number of elements in all weights.
+        device: of this rank.
     """
     trainer, tracking = config.trainer, config.tracking
     tokens = _budget(config)
     updates = f"{config.num_updates:,} update{'s' if config.num_updates > 1 else ''}"
     dropped = train.dropped_tokens
     unused = f", {dropped:,} more did not fill a document" if dropped else ""
-    gpus = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if gpus else f"CPU, {torch.get_num_threads()} threads"
+    name = f"CPU, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     ranks = f"{trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}"
     return (
         f"{parameters:,} parameters, {', '.join(config.model.kinds)}; {tokens:,} tokens in "
         f"{updates} are {tokens / train.num_tokens:.3g} epochs of "
         f"{config.data.manifest} ({train.num_tokens:,} tokens{unused})",
-        f"{device}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
+        f"{name}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
         f"MLflow {without_secrets(tracking.uri)}, experiment {tracking.experiment}",
     )
 

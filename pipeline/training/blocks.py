@@ -28,6 +28,10 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
             computes the block again. 0 for none.
         compiled: whether to compile each block.
     """
+    if compiled:
+        # Under DDP it would cut each block's graph where a bucket of gradients ends, so that they
+        # are sent early. Blocks are such cuts already.
+        torch._dynamo.config.optimize_ddp = False
     for number, block in enumerate(model.blocks):
         forward = block.forward
         if compiled:

@@ -11,7 +11,6 @@ import logging
 import resource
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,11 @@ from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.positions import measure_positions, summarise
 from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.ranks import ALONE, Ranks
 from longhaul.pipeline.runs.trained_model import load_trained_model
 from longhaul.pipeline.training.context_parallel import ContextParallel
+from longhaul.pipeline.training.launch import collective_timeout, limit_collectives
+from longhaul.pipeline.training.post_mortem import leave_stacks, record_memory
 from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.training.recorder import RankReport, Recorder
@@ -80,6 +82,7 @@ class TrainingCallback(Callback):
         self._data_wait = 0.0
         self._unlogged_checkpoint: tuple[Path, int] | None = None
         self._step = 0
+        self._device: torch.device
         self._profiler = UpdateProfiler(folder.path / "profile")
         self._seconds_saving = 0.0
         self._context_parallel: ContextParallel | None = None
@@ -88,11 +91,11 @@ class TrainingCallback(Callback):
         """Restore model, optimizer, counters and RNG, before the data loader is built."""
         module = _pretraining(pl_module)
         config = self.config.checkpoint
+        self._device = trainer.strategy.root_device
         self.requests.mark_ranks_connected()
         # Process groups cannot be made before the ranks are connected. Saves have a group of their
-        # own, because they communicate at the same time as training. The timeout is longer than the
-        # watchdog's, so that the watchdog reports a hang first.
-        timeout = timedelta(seconds=self.config.trainer.hang_seconds + 300)
+        # own, because they communicate at the same time as training.
+        timeout = collective_timeout(self.config.trainer)
         save_group, self._group = (
             dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
             for _ in range(2)
@@ -102,7 +105,7 @@ class TrainingCallback(Callback):
             trainer.world_size,
             trainer.num_nodes,
             self.config.trainer.hang_seconds,
-            on_abort=self.recorder.record_failure if self.recorder else lambda: None,
+            on_abort=lambda: self._end_at_once(trainer.global_rank),
         )
         self.requests.on_interrupt = self.watchdog.report_interrupt
         self.store = CheckpointStore(
@@ -114,6 +117,8 @@ class TrainingCallback(Callback):
         ranks_per_sample = self.config.trainer.context_parallel
         if ranks_per_sample > 1:
             self._context_parallel = ContextParallel(dist.new_subgroups(ranks_per_sample)[0])
+        if dist.is_initialized():
+            limit_collectives(timeout)
         saved = self.store.open_newest()
         if saved is not None:
             self._restore(trainer, module, saved)
@@ -125,7 +130,15 @@ class TrainingCallback(Callback):
         if self._group is not None:
             dist.all_gather_object(hosts, hosts[0], group=self._group)
         if self.recorder:
-            self.recorder.begin(module.progress, saved, module.model, hosts)
+            self.recorder.begin(module.progress, saved, module.model, hosts, self._device)
+
+    def _end_at_once(self, rank: int) -> None:
+        """Leave what helps to find out why, right before the watchdog ends this process."""
+        logs = self._folder.log_file.parent
+        leave_stacks(logs, rank)
+        if self.recorder:
+            logger.error("what all ranks were doing is in %s/stacks-rank-*.txt", logs)
+            self.recorder.record_failure()
 
     def _restore(self, trainer: Trainer, module: Pretraining, saved: SavedCheckpoint) -> None:
         state = saved.state(TrainingState)
@@ -135,6 +148,7 @@ class TrainingCallback(Callback):
         module.progress = Progress(**vars(state.progress))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        record_memory()
         self.requests.install_handlers()
         # Before every batch Lightning would all-reduce whether a SIGTERM came. A fast rank, and its
         # device, would wait there, and the time would count as waiting for data.
@@ -237,7 +251,8 @@ class TrainingCallback(Callback):
         report = RankReport(
             seconds=seconds,
             data_wait=self._data_wait,
-            peak_bytes=_peak_memory(),
+            peak_bytes=_peak_memory(self._device),
+            reserved_bytes=_reserved_memory(self._device),
             # Only rank 0 looks for request files: other nodes may see them later.
             wants_stop=self.requests.wants_stop if is_first else self.requests.has_signal,
             wants_save=is_first and self.requests.wants_save,
@@ -305,39 +320,39 @@ class TrainingCallback(Callback):
         return is_due and progress.step > 0 and bool(self.config.evaluation.tasks)
 
     def _evaluate(self, progress: Progress) -> None:
-        """Evaluate this step's checkpoint on rank 0, if it is due, while the other ranks wait.
-
-        Ranks do not share the work, because a rank that fails alone in a task would leave the
-        others waiting in a collective.
-        """
+        """Evaluate this step's checkpoint on all ranks together, if it is due."""
         if not self._evaluation_is_due(progress):
             return
         self._finish_save()
-        self._set_activity("evaluating")
-        if self.recorder is not None:
-            self._run_evaluation_tasks(self.store.path_of(progress.step), self.recorder)
+        ranks = ALONE
         if self._group is not None:
-            dist.barrier(self._group)
-
-    def _run_evaluation_tasks(self, checkpoint: Path, recorder: Recorder) -> None:
-        """Run the config's evaluation tasks. A task that fails is logged, and training goes on."""
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+            ranks = Ranks(dist.get_rank(), dist.get_world_size(), self._group)
+        devices = [self._device] if self._device.type == "cuda" else []
+        checkpoint = self.store.path_of(progress.step)
         for name in TASKS:
             # A stop waits for one task at most; more could take longer than its deadline.
-            if name not in self.config.evaluation.tasks or self.requests.wants_stop:
+            (wants_stop,) = ranks.gather([self.requests.wants_stop] if ranks.is_first else [])
+            if name not in self.config.evaluation.tasks or wants_stop:
                 continue
             self._set_activity(f"evaluating {name}")
-            try:
-                # Evaluation must not change the random numbers of training.
-                with torch.random.fork_rng(devices):
-                    trained = load_trained_model(checkpoint)
-                    evaluate(trained, [name], Options(), recorder.tracker)
-            except (ValueError, OSError, RuntimeError) as error:
+            # Evaluation must not change the random numbers of training.
+            with torch.random.fork_rng(devices):
+                self._run_task(name, checkpoint, ranks)
+        if devices:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _run_task(self, name: str, checkpoint: Path, ranks: Ranks) -> None:
+        """Run an evaluation task. One that fails on a rank is logged, and training goes on."""
+        try:
+            with ranks.together():
+                trained = load_trained_model(checkpoint, ranks=ranks, device=self._device)
+                tracker = None if self.recorder is None else self.recorder.tracker
+                evaluate(trained, [name], Options(), tracker)
+        except (ValueError, OSError, RuntimeError) as error:
+            if ranks.is_first:
                 logger.warning(
                     "%s: the evaluation task %s failed: %s", checkpoint.name, name, error
                 )
-        if devices:
-            torch.cuda.reset_peak_memory_stats()
 
     def _save(self, trainer: Trainer, module: Pretraining) -> None:
         """Start a checkpoint, which the ranks write in the background."""
@@ -384,8 +399,13 @@ def _pretraining(module: LightningModule) -> Pretraining:
     return module
 
 
-def _peak_memory() -> float:
-    """High-water mark of this process's memory in bytes: on its GPU, or without one in RAM."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
+def _peak_memory(device: torch.device) -> float:
+    """High-water mark of memory in bytes: of tensors on its GPU, without one of the process."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def _reserved_memory(device: torch.device) -> float:
+    """High-water mark of what torch took of this process's GPU, used or not; 0 without a GPU."""
+    return float(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 0.0

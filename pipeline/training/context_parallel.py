@@ -35,7 +35,8 @@ class ContextParallel:
     def all_gather(self, mine: Tensor) -> Tensor:
         """All-gather (bytes,) to (count, bytes)."""
         every = mine.new_empty(self.count, mine.numel())
-        dist.all_gather(list(every), mine, group=self.group)
+        # Into one tensor: NCCL would gather a list of them into one of its own, and copy it.
+        dist.all_gather_into_tensor(every.view(-1), mine, group=self.group)
         self.bytes_sent += mine.numel()
         return every
 

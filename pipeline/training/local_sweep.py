@@ -18,6 +18,7 @@ from longhaul.configs import ConfigError, RunConfig, to_yaml
 from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
+from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 
@@ -47,7 +48,10 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
     """
     for config in sweep.configs:
         check_run(config)
-    places = deque(_environments(parallel, max(one.trainer.devices for one in sweep.configs)))
+    trainers = [config.trainer for config in sweep.configs]
+    has_gpus = any(uses_gpu(one.accelerator) for one in trainers)
+    gpus = torch.cuda.device_count() if has_gpus else 0
+    places = deque(_environments(parallel, max(one.devices for one in trainers), gpus))
     waiting = deque(enumerate(_unfinished(sweep.below_parent().configs), start=1))
     total = len(waiting)
     running: list[_Process] = []
@@ -98,11 +102,10 @@ def _unfinished(configs: Sequence[RunConfig]) -> list[RunConfig]:
     return left
 
 
-def _environments(parallel: int, devices: int) -> list[dict[str, str]]:
+def _environments(parallel: int, devices: int, gpus: int) -> list[dict[str, str]]:
     """The environment variables of each of the runs that are trained at the same time."""
     if parallel == 1:
         return [{}]
-    gpus = torch.cuda.device_count()
     if not gpus:
         # Each process would start as many threads as there are cores.
         threads = max(1, (os.cpu_count() or 1) // (parallel * devices))

@@ -56,6 +56,7 @@ class StopRequests:
         self._reader, self._writer = socket.socketpair()
         self._has_ended = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
+        self._previous_mask: set[Any] = set()
         self._previous_fd = -1
         self._terminals: list[int] = []
         self.on_interrupt: Callable[[], object] = lambda: None
@@ -70,6 +71,9 @@ class StopRequests:
         self.install_handlers()
         signal.signal(signal.SIGINT, self._interrupt)
         threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        # Slurm signals every process of a job step. Those that this one starts, such as compilers,
+        # inherit that the signals are blocked, and are not ended by them.
+        self._previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return self
 
     def install_handlers(self) -> None:
@@ -85,6 +89,7 @@ class StopRequests:
         self._ranks_connected.set()
 
     def __exit__(self, *exception: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_fd)
@@ -140,6 +145,8 @@ class StopRequests:
             self._files["STOP"].rename(self._files["STOP"].with_name("STOPPED"))
 
     def _listen(self) -> None:
+        # This process may itself have been started with the signals blocked.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while numbers := self._reader.recv(16):
             for number in numbers:
                 if number in SIGNALS:

@@ -69,11 +69,12 @@ class UpdateProfiler:
         self._num_updates += 1
         if self._running is not None:
             return
-        has_gpu = torch.cuda.is_available()
         if requested:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * has_gpu
+            activities = [ProfilerActivity.CPU]
+            activities += [ProfilerActivity.CUDA] * torch.cuda.is_available()
         elif _is_sampled(self._num_updates) and _num_ranks() > 1:
-            activities = [ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU]
+            is_on_gpu = dist.get_backend() == "nccl"
+            activities = [ProfilerActivity.CUDA if is_on_gpu else ProfilerActivity.CPU]
         else:
             return
         self._is_sample = not requested

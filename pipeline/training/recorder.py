@@ -13,6 +13,7 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.kernels.backend import resolve_backend
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Update
 from longhaul.modules.progress import Progress
@@ -37,7 +38,8 @@ class RankReport(NamedTuple):
 
     seconds: float  # duration of the update
     data_wait: float  # of these, seconds spent waiting for the data loader
-    peak_bytes: float  # high-water mark of memory
+    peak_bytes: float  # high-water mark of memory, on a GPU that of its tensors
+    reserved_bytes: float  # on a GPU, high-water mark with what torch keeps for later; else 0
     wants_stop: float
     wants_save: float
     has_failed_save: float
@@ -89,6 +91,7 @@ class Recorder:
         saved: SavedCheckpoint | None,
         model: LanguageModel,
         hosts: Sequence[str],
+        device: torch.device,
     ) -> None:
         """Record the start of training, which nothing can refuse any more.
 
@@ -97,6 +100,7 @@ class Recorder:
             saved: the checkpoint it resumes from, if any.
             model: for its FLOPs per token.
             hosts: host name of each rank.
+            device: of this rank.
         """
         config, folder = self._config, self._folder
         before = stored_config(folder) if folder.config_file.exists() else None
@@ -106,7 +110,7 @@ class Recorder:
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
-        for line in summary(config, folder, self._data.manifest, self._parameters):
+        for line in summary(config, folder, self._data.manifest, self._parameters, device):
             self._progress_line.say(line)
         for line in (*changed, *doubts(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)
@@ -117,16 +121,16 @@ class Recorder:
             self.tracker.log_checkpoint(saved.path, progress.step)
         if len(hosts) > 1:
             self._stragglers = StragglerReport(self._ranks_file, hosts)
-        peak = peak_flops(self._config.trainer.precision)
-        if peak is None:
-            if torch.cuda.is_available():
-                logger.warning(
-                    "model FLOP utilisation is not logged: the peak of %s is not known",
-                    torch.cuda.get_device_name(),
-                )
+        if device.type != "cuda":
             return
-        # Forward and backward together take three times the FLOPs of the forward pass.
-        flops = 3 * model.flops_per_token(self._config.data.context)
+        peak = peak_flops(config.trainer.precision)
+        if peak is None:
+            logger.warning(
+                "model FLOP utilisation is not logged: the peak of %s is not known",
+                torch.cuda.get_device_name(device),
+            )
+            return
+        flops = training_flops(model, config.data.context, device)
         self._peak_tokens_per_second = len(hosts) * peak / flops
 
     def record(
@@ -160,6 +164,8 @@ class Recorder:
             **self._pending,
         }
         self._pending = {}
+        if reserved := max(rank.reserved_bytes for rank in ranks):
+            values["train/reserved_memory_bytes"] = reserved
         if self._peak_tokens_per_second is not None:
             values["train/model_flops_utilisation"] = (
                 tokens_per_second / self._peak_tokens_per_second
@@ -216,3 +222,9 @@ class Recorder:
                 data_wait=[rank.data_wait for rank in ranks],
                 peak_bytes=[rank.peak_bytes for rank in ranks],
             )
+
+
+def training_flops(model: LanguageModel, context: int, device: torch.device) -> int:
+    """FLOPs per token of a forward and a backward pass, in the form that a device computes."""
+    # The backward pass takes twice the FLOPs of the forward pass.
+    return 3 * model.flops_per_token(context, resolve_backend("auto", device))

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer, seed_everything
 
 from longhaul.configs import ConfigError, RunConfig
@@ -24,11 +22,20 @@ from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
+from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.blocks import prepare_blocks
 from longhaul.pipeline.training.callback import TrainingCallback
+from longhaul.pipeline.training.gpu_environment import gpu_environment
+from longhaul.pipeline.training.launch import (
+    check_launched,
+    cluster_environment,
+    disconnect_ranks,
+    rank_devices,
+)
+from longhaul.pipeline.training.post_mortem import explain
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.training.progress import LOG
 from longhaul.pipeline.training.recorder import Recorder
@@ -50,9 +57,11 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     Returns:
         0 if the run is finished, EXIT_CHECKPOINTED if it was stopped before, on request.
     """
+    # Before anything starts CUDA, or connects over NCCL.
+    os.environ.update(gpu_environment(config, os.environ, gpu=uses_gpu(config.trainer.accelerator)))
     seed_everything(config.trainer.seed, verbose=False)
     _silence_lightning()
-    _check_rendezvous(config)
+    check_launched(config.trainer)
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
@@ -152,7 +161,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
             rank=trainer.global_rank,
             world_size=config.trainer.world_size,
             ranks_per_sample=config.trainer.context_parallel,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=trainer.strategy.root_device.type == "cuda",
         )
         data.check_present()
     except FileNotFoundError as error:
@@ -202,12 +211,17 @@ def _fit(trainer: Trainer, module: Pretraining, callback: TrainingCallback) -> N
     trainer.callbacks.append(callback)  # type: ignore[attr-defined]
     try:
         trainer.fit(module, datamodule=callback.data)
+        disconnect_ranks()
     except Exception as error:
-        other_failures = callback.report_failure(error)
+        logs = RunFolder.of(callback.config).log_file.parent
+        failure = explain(error, callback.config, logs, trainer.global_rank)
+        other_failures = callback.report_failure(failure)
         if other_failures is None:
             return  # Rank 0 failed with the same error; its message and exit status are the job's.
         if other_failures:
-            raise RuntimeError(f"{other_failures}; {error}") from error
+            raise RuntimeError(f"{other_failures}; {failure}") from error
+        if failure is not error:
+            raise failure from error
         raise
     finally:
         end_ranks(trainer)
@@ -215,26 +229,19 @@ def _fit(trainer: Trainer, module: Pretraining, callback: TrainingCallback) -> N
             callback.recorder.end()
 
 
-def _check_rendezvous(config: RunConfig) -> None:
-    """Refuse several nodes that have no means to find each other; they would wait half an hour."""
-    nodes = config.trainer.nodes
-    if nodes > 1 and not SLURMEnvironment.detect() and "MASTER_ADDR" not in os.environ:
-        raise ConfigError(
-            f"trainer.nodes: found {nodes} outside of a Slurm job, wanted 1, or MASTER_ADDR, "
-            "MASTER_PORT and NODE_RANK in each node's environment"
-        )
-
-
 def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
+    devices = rank_devices(config.trainer)
+    environment = cluster_environment()
     return Trainer(
         callbacks=list(callbacks),
-        accelerator="gpu" if torch.cuda.is_available() else "cpu",
-        strategy=build_strategy(config),
-        devices=config.trainer.devices,
+        accelerator=devices[0].type,
+        strategy=build_strategy(config, devices),
+        devices=1,  # Those of the other ranks, too, the strategy knows.
         num_nodes=config.trainer.nodes,
         precision=config.trainer.precision,  # type: ignore[arg-type]
-        # Lightning's auto-requeue would save and requeue inside the signal handler.
-        plugins=[SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else None,
+        # Sets what torch and cuBLAS need for it; the rest is in gpu_environment.py.
+        deterministic=config.trainer.deterministic,
+        plugins=None if environment is None else [environment],
         max_epochs=1,  # The data loader ends with the token budget.
         # TrainingCallback does all of this itself, so that a resumed run is bit-identical.
         logger=False,

@@ -13,7 +13,8 @@ import threading
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast, runtime_checkable
+from datetime import timedelta
+from typing import Any, Protocol, TypedDict, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -47,6 +48,8 @@ from longhaul.pipeline.checkpoints.optimizer_state import (
 )
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.training.blocks import shard
+from longhaul.pipeline.training.launch import collective_timeout
+from longhaul.pipeline.training.zero import bucket_sizes, zero_config
 
 # A rank that has not ended this long after rank 0 is killed.
 _SECONDS_TO_END = 30
@@ -69,20 +72,38 @@ def resumable(trainer: Trainer) -> Resumable:
     return cast(Resumable, trainer.strategy)
 
 
-def build_strategy(config: RunConfig) -> Strategy:
-    """The strategy that the config names, for this machine's devices."""
-    gpu = torch.cuda.is_available()
-    # Checkpoints are saved in the background over gloo, whichever backend reduces the gradients.
-    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+def build_strategy(config: RunConfig, devices: list[torch.device]) -> Strategy:
+    """The strategy that the config names.
+
+    Args:
+        config: of the run.
+        devices: of the ranks of this machine, by local rank.
+    """
+    if config.trainer.strategy == "single":
+        return Single(devices[0])
+    connecting: _Connecting = {
+        "process_group_backend": "nccl" if devices[0].type == "cuda" else "gloo",
+        "timeout": collective_timeout(config.trainer),
+    }
     match config.trainer.strategy:
-        case "single":
-            return Single(torch.device("cuda:0" if gpu else "cpu"))
         case "ddp":
-            return DDP(process_group_backend=backend, gradient_as_bucket_view=True)
+            return DDP(
+                parallel_devices=devices,
+                gradient_as_bucket_view=True,
+                # Without it, DDP fills its buckets in another order from the second update of each
+                # process on, and a sum over three ranks or more depends on its place in a bucket.
+                find_unused_parameters=config.trainer.deterministic,
+                **connecting,
+            )
         case "fsdp":
-            return FSDP2(config.trainer, backend)
+            return FSDP2(config.trainer, devices, connecting)
         case _:
-            return DeepSpeedZero(config, backend)
+            return DeepSpeedZero(config, devices, connecting)
+
+
+class _Connecting(TypedDict):
+    process_group_backend: str
+    timeout: timedelta
 
 
 class _OptimizesModule:
@@ -191,13 +212,17 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
     model.
     """
 
-    def __init__(self, config: TrainerConfig, backend: str) -> None:
-        super().__init__(
-            data_parallel_size=config.world_size,
-            tensor_parallel_size=1,
-            process_group_backend=backend,
-        )
+    def __init__(
+        self, config: TrainerConfig, devices: list[torch.device], connecting: _Connecting
+    ) -> None:
+        super().__init__(**connecting)
+        self.parallel_devices = devices
         self._config = config
+
+    def setup_environment(self) -> None:
+        # Skips the parent's own method, which makes a mesh of its own, with more process groups.
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
 
     def setup(self, trainer: Trainer) -> None:
         # The parent's setup leaves the sharding to a hook of the LightningModule, but Pretraining
@@ -222,11 +247,7 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         replicas = config.replicas
         if model.num_parameters() < config.no_shard_below:
             replicas = config.world_size
-        mesh = init_device_mesh(
-            self.root_device.type,
-            (replicas, config.world_size // replicas),
-            mesh_dim_names=("replicate", "shard"),
-        )
+        mesh = device_mesh(self.root_device.type, config.world_size, replicas)
         policy = MixedPrecisionPolicy()
         if config.precision == "bf16-mixed":
             # Inputs are not cast, because the residual stream between the blocks is float32.
@@ -236,40 +257,40 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         shard(model, mesh, policy)
 
 
+def device_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
+    """A mesh (shard,) of all ranks, or with several replicas (replicate, shard).
+
+    One dimension of all ranks is the default process group; a second one is a group more, over
+    which FSDP2 would reduce the gradients again.
+    """
+    if replicas == 1:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device_type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+    )
+
+
 class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
     """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
 
-    def __init__(self, config: RunConfig, backend: str) -> None:
-        trainer = config.trainer
+    def __init__(
+        self, config: RunConfig, devices: list[torch.device], connecting: _Connecting
+    ) -> None:
         # DeepSpeed uses torch functions that have been renamed; each call warns.
         warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
+        self._gpu = devices[0].type == "cuda"
+        # This rank's tensors of a checkpoint. The same for every save, since for each of them the
+        # save has a page-locked copy, which is slow to allocate.
+        self._kept: dict[str, Tensor] = {}
         # Without this setting DeepSpeed would look for a GPU, and compile its shared-memory op.
-        if not torch.cuda.is_available():
+        if not self._gpu:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        zero: dict[str, Any] = {
-            "stage": trainer.deepspeed_stage,
-            "contiguous_gradients": True,
-            "overlap_comm": torch.cuda.is_available(),
-        }
-        if trainer.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        is_bf16 = trainer.precision == "bf16-mixed"
         super().__init__(
-            process_group_backend=backend,
+            parallel_devices=devices,
             # Our data loader yields ready batches, so the strategy cannot look up a batch size.
-            logging_batch_size_per_gpu=trainer.micro_batch,
-            config={
-                "train_micro_batch_size_per_gpu": trainer.micro_batch,
-                # Pretraining decides when an update is complete, not DeepSpeed's count of calls.
-                "managed_gradient_accumulation": False,
-                "gradient_clipping": config.optim.gradient_clip or 0.0,
-                "zero_optimization": zero,
-                "zero_allow_untested_optimizer": True,
-                "zero_force_ds_cpu_optimizer": False,
-                "bf16": {"enabled": is_bf16, "check_grad_overflow": True},
-                "data_types": {"grad_accum_dtype": "fp32"},
-                "communication_data_type": "fp32",
-            },
+            logging_batch_size_per_gpu=config.trainer.micro_batch,
+            config=zero_config(config, gpu=self._gpu),
+            **connecting,
         )
 
     def setup_environment(self) -> None:
@@ -289,6 +310,12 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         super()._init_deepspeed_distributed()
 
+    def _set_node_environment_variables(self) -> None:
+        super()._set_node_environment_variables()
+        if self._gpu:
+            # DeepSpeed takes this for the index of the rank's device.
+            os.environ["LOCAL_RANK"] = str(self.root_device.index)
+
     def _setup_model_and_optimizer(
         self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
     ) -> Any:
@@ -296,11 +323,14 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         import deepspeed
 
         _broadcast_weights(model.to(self.root_device))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert isinstance(self.config, dict)
+        self.config["zero_optimization"] |= bucket_sizes(sum(p.numel() for p in trained))
         engine, optimizer, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=self.local_rank),
+            args=argparse.Namespace(device_rank=self.root_device.index or 0),
             config=self.config,
             model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            model_parameters=trained,
             optimizer=optimizer,
             dist_init_required=False,
         )
@@ -344,7 +374,6 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
             # other groups have no moments yet. Link all of them again.
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
-        kept: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(model.named_parameters()):
             gathered: dict[str, Tensor] = {}
             if not parameter.requires_grad:
@@ -358,8 +387,11 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
                         gathered[f"optimizer/{name}/{key}"] = value
                     gathered[f"optimizer/{name}/step"] = states[0]["step"]
             if number % self.world_size == self.global_rank:
-                kept |= {name: value.detach().cpu().clone() for name, value in gathered.items()}
-        return kept
+                for key, value in gathered.items():
+                    if key not in self._kept:
+                        self._kept[key] = torch.empty_like(value, device="cpu")
+                    self._kept[key].copy_(value.detach())
+        return dict(self._kept)
 
     def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
         zero = cast(Any, optimizer)

@@ -36,6 +36,7 @@ _SILENCE_S = 20.0
 _SECONDS_TO_FAIL = 5.0
 # A thread that wakes up so much too late was stopped, with its process. The time does not count.
 _SECONDS_LATE = 5.0
+_SECONDS_BETWEEN_LOOKS = 0.02
 _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
@@ -89,10 +90,10 @@ class Watchdog:
         self._since = time.monotonic()
 
     def stop(self) -> None:
-        """Stop watching. Rank 0, which hosts the store, waits until all ranks have called this.
+        """Stop watching. Each rank waits until all have called this.
 
         A barrier would not do: now and then, a rank that closes its connections right after its
-        part of a collective makes the other ranks fail in theirs.
+        part of a collective makes the other ranks fail in theirs. Rank 0 hosts the store.
         """
         self._stopping.set()
         if self._store is None:
@@ -100,6 +101,8 @@ class Watchdog:
         self._store.set(f"{_FINISHED_KEY}{self._rank}", "")
         if self._rank == 0:
             self._wait_for_ends()
+        else:
+            self._wait_for_first()
         if self._lifelines is not None:
             self._lifelines.close()
 
@@ -119,6 +122,15 @@ class Watchdog:
         # A next watchdog of this process has the same store.
         for key in (*keys, ADDRESS_KEY):
             self._store.delete_key(key)
+
+    def _wait_for_first(self) -> None:
+        """Until rank 0 removes the keys, once it has found all of them, or is gone."""
+        began = time.monotonic()
+        with suppress(RuntimeError):
+            while self._store.check([f"{_FINISHED_KEY}{self._rank}"]):
+                if time.monotonic() - began > self._hang_s:
+                    break
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _is_there(self, rank: int) -> bool:
         """Whether a rank has a lifeline, and its process has not ended."""
@@ -248,7 +260,11 @@ class Watchdog:
         if self._store.check([f"{_FINISHED_KEY}{rank}"]):
             return
         if not is_there and (silent >= _SILENCE_S or is_lost):
-            self._abort(f"rank {rank} is gone, last seen {_describe(text)}")
+            failure = self._read_failure(rank)
+            how = (
+                f"is gone, last seen {_describe(text)}" if failure is None else f"failed: {failure}"
+            )
+            self._abort(f"rank {rank} {how}")
         if (times - 1) * _HEARTBEAT_S < _SILENCE_S <= silent:
             logger.warning("rank %d is silent, and waited for: last seen %s", rank, _describe(text))
 

@@ -103,6 +103,11 @@ def test_a_preset_builds_is_planned_and_is_the_same_after_yaml(
     assert load_run_config(file) == config
 
 
+def test_no_papers_run_trains_on_cpus_unless_it_is_asked_to() -> None:
+    papers = [load_run_config(one) for one in RUNS if one.startswith("run/paper/")]
+    assert {one.trainer.accelerator for one in papers} == {"gpu"}
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_shape_has_the_parameters_of_its_name(size: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"

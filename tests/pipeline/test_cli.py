@@ -1,10 +1,12 @@
 """The `longhaul` command itself: help, version, and how it refuses what it does not know."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 import longhaul
@@ -125,3 +127,30 @@ def test_config_lists_keys_kinds_and_presets(tmp_path: Path, capsys: Output) -> 
 def test_config_wants_a_config_or_a_list(arguments: list[str], capsys: Output) -> None:
     assert main(["config", *arguments]) == 2
     assert "wanted CONFIG, or one of --keys, --kinds, --presets" in capsys.readouterr().err
+
+
+def test_memory_of_a_gpu_grows_without_gaps_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value, wanted in (
+        ("UNRELATED", "1", "expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "backend:native", "backend:native"),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", None),
+    ):
+        environment = {name: value}
+        monkeypatch.setattr(os, "environ", environment)
+        assert main(["--version"]) == 0
+        assert environment.get("PYTORCH_ALLOC_CONF") == wanted
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_failure_does_not_wait_for_ranks_over_nccl(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    assert main(["nonsense"]) == 2
+    assert ended == ([2] if backend == "nccl" else [])
+    assert capsys.readouterr().err.startswith("longhaul: command: found 'nonsense'")

@@ -8,6 +8,7 @@ there on.
 LONGHAUL_UNSAMPLED=1 keeps the profiler from looking at updates.
 """
 
+import importlib
 import json
 import math
 import os
@@ -85,11 +86,23 @@ def mark_validation(file: Path) -> None:
     callback.measure_positions = measure_positions
 
 
+def fail_in_a_task(rank: str, name: str) -> None:
+    """Let an evaluation task fail on one rank alone, after it has exchanged what is to be done."""
+
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("no such luck")
+
+    if os.environ.get("LOCAL_RANK", "0") == rank:
+        importlib.import_module(f"longhaul.pipeline.evaluation.tasks.{name}").measure = fail
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "train":
         trace(Path("trace.jsonl"))
         mark_validation(Path("validating"))
+        if failing := os.environ.get("LONGHAUL_FAILING_TASK"):
+            fail_in_a_task(*failing.split(":"))
     from longhaul.pipeline.cli import main
 
     sys.exit(main())

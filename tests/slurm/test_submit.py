@@ -80,6 +80,7 @@ def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
         (["--sweep", "trainer.seed"], "found 'trainer.seed', wanted key.sub=A,B"),
         (["--chain", "-1"], "--chain: found -1, wanted 0 or more"),
         (["data.manifest=nowhere"], "data.manifest: "),
+        (["trainer.accelerator=gpu"], "slurm.gpu: found null with trainer.accelerator gpu, wanted"),
         (["--sweep", "data.validation_manifest=a,b"], "data.validation_manifest: "),
     ],
 )
@@ -118,6 +119,31 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(
     for rate in ("0.001", "0.01"):
         assert f"/runs/demo-learning_rate={rate}/slurm/train.sbatch" in script
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        ([], None),
+        (["slurm.gpu=any"], "8"),
+        (["slurm.gpu=any", "slurm.cpus_per_task=3"], "3"),
+        (["slurm.gpu=any", "slurm.extra=[--cpus-per-gpu=12]"], None),
+        (["slurm.extra=['--gres=gpu:1']", "trainer.accelerator=gpu"], None),
+    ],
+)
+def test_a_rank_with_a_gpu_gets_more_than_one_cpu(
+    options: list[str],
+    cpus: str | None,
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    asked = [line.partition("=")[2] for line in lines if "--cpus-per-task=" in line]
+    assert [one for one in asked if one.isdigit()] == ([] if cpus is None else [cpus])
 
 
 def replace_sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch, does: str) -> None:

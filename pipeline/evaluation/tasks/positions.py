@@ -28,6 +28,7 @@ from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
+from longhaul.pipeline.runs.ranks import Ranks
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ class PositionLoss(Metric):
         self.sums += values.sum(dim=0)
         self.square_sums += values.square().sum(dim=0)
         self.samples += losses.shape[0]
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make this the metric of all ranks' samples, on each of them.
+
+        Not as torchmetrics does it, among all ranks of a training: one that fails before would be
+        waited for.
+        """
+        states = "sums", "square_sums", "samples"
+        own = tuple(getattr(self, state).cpu() for state in states)
+        for state, of_all in zip(states, zip(*ranks.gather([own]), strict=True), strict=True):
+            setattr(self, state, torch.stack(of_all).sum(dim=0).to(self.device))
 
     def compute(self) -> tuple[Float64[Tensor, "2*T+N"], Float64[Tensor, "2*T+N"], int]:
         """Means over all ranks' samples, their standard errors (NaN for one), and the count."""
@@ -246,8 +258,9 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             config.trainer.precision,
             tokens_at_once(trained.model, context),
             progress.add,
-            is_shared=trained.ranks.count > 1,
+            is_shared=False,
         )
+    metric.add_up(trained.ranks)
     prefix = metric_prefix(trained, options)
     names = ("positions.csv", "loss_in_bins.csv", "positions.png", "loss_in_bins.png")
     files = tuple(folder / name for name in names)

@@ -4,6 +4,8 @@ import csv
 import json
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
-from longhaul.pipeline.runs.ranks import Ranks
+from longhaul.pipeline.runs import ranks
+from longhaul.pipeline.runs.ranks import RankFailedError, Ranks
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -126,6 +129,82 @@ def test_a_model_that_ranks_shard_is_measured_whole(run: Run) -> None:
     for name, rows in _tables(folder).items():
         for one, two in zip(rows, during[name], strict=True):
             assert one == pytest.approx(two, abs=2e-6)
+
+
+def test_ranks_share_an_evaluation_in_training_and_survive_one_that_fails_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGHAUL_FAILING_TASK", "1:recall")
+    tasks = "evaluation.tasks=[positions,recall,bigram]"
+    two_ranks = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.micro_batch=2")
+    result = run.longhaul("train", "small.yaml", "trainer.max_tokens=1024", tasks, *two_ranks)
+    assert "the evaluation task recall failed: rank 1 failed: RuntimeError: no such luck" in (
+        result.stderr
+    )
+    (folder,) = (run.path / "small" / "evaluation").iterdir()
+    during = _tables(folder)
+    assert set(during) == {"positions", "loss_in_bins"}
+    assert "evaluation/bigram_loss" in json.loads((folder / "results.json").read_text())
+    run.longhaul("evaluate", "small", "--tasks", "positions", "--again")
+    alone = _tables(folder)
+    for name in during:
+        for one, two in zip(alone[name], during[name], strict=True):
+            # The same sums in another order, printed with six digits.
+            assert one == pytest.approx(two, abs=2e-6)
+
+
+class _Meeting:
+    """Stands for gloo between threads."""
+
+    def __init__(self, count: int) -> None:
+        self._given: list[Any] = [None] * count
+        self._barrier = threading.Barrier(count, timeout=20)
+        self.rank = threading.local()
+
+    def all_gather_object(self, of_all: list[Any], own: Any, group: Any) -> None:
+        self._given[self.rank.index] = own
+        self._barrier.wait()
+        of_all[:] = self._given
+        self._barrier.wait()
+
+
+@pytest.mark.parametrize(
+    ("failing", "wanted"),
+    [
+        ({}, [None, None, None]),
+        ({1: 0}, ["rank 1 failed: ValueError: 0"] * 3),
+        ({1: 1}, ["rank 1 failed: ValueError: 1"] * 3),
+        ({0: 2}, ["rank 0 failed: ValueError: 2"] * 3),
+        ({0: 1, 2: 1}, ["rank 0 failed: ValueError: 1; rank 2 failed: ValueError: 1"] * 3),
+    ],
+)
+def test_where_one_rank_fails_all_stop_and_none_waits(
+    monkeypatch: pytest.MonkeyPatch, failing: dict[int, int], wanted: list[str | None]
+) -> None:
+    """Ranks in `failing` raise before the gather of that number, of which there are two."""
+    meeting = _Meeting(3)
+    monkeypatch.setattr(ranks, "dist", meeting)
+
+    def work(index: int) -> str | None:
+        meeting.rank.index = index
+        mine = Ranks(index, 3)
+        try:
+            with mine.together():
+                for number in range(3):
+                    if failing.get(index) == number:
+                        raise ValueError(number)
+                    if number < 2:
+                        assert mine.gather([index]) == [0, 1, 2]
+        except RankFailedError as error:
+            return str(error)
+        except ValueError as error:
+            return wanted[index] if error.args == (failing[index],) else str(error)
+        # All can work together afterwards, too.
+        assert mine.gather([index]) == [0, 1, 2]
+        return None
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(work, range(3))) == wanted
 
 
 def test_a_task_that_fails_is_told_and_training_goes_on(run: Run) -> None:

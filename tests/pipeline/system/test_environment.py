@@ -1,10 +1,15 @@
 """What is recorded of the code that a run ran on."""
 
 import hashlib
+import json
 import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longhaul.modules import attention
 from longhaul.pipeline.system import environment
@@ -45,3 +50,33 @@ def test_the_source_of_each_variant_is_identified() -> None:
     hashes = environment.describe_environment(["conformal_sympow", "softmax"])["attention_sha256"]
     assert hashes["conformal_sympow"] == wanted
     assert hashes["softmax"] != wanted
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_on_a_gpu_the_configurations_of_the_kernels_are_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert environment.describe_environment([])["triton"] is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    properties = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    found = environment.describe_environment([])["triton"]
+    assert found["chip"] == "sm_90"
+    assert "BLOCK_T=64 num_warps=4" in found["configurations"]["state, narrow"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_driver_cuda_and_nccl_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.describe_environment([])["driver"] is None
+    nccl = SimpleNamespace(version=lambda: (2, 28, 9))
+    monkeypatch.setitem(sys.modules, "torch.cuda.nccl", nccl)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "nccl", nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(environment, "output_of", lambda *command, **limits: "580.95.05\n580.95.05")
+    monkeypatch.setattr(environment, "_triton_configurations", lambda: None)
+    found = environment.describe_environment([])
+    wanted = {"cuda": "13.0", "driver": "580.95.05", "nccl": "2.28.9"}
+    assert {key: found[key] for key in wanted} == wanted

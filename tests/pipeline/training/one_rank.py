@@ -36,6 +36,8 @@ def main() -> None:
     from longhaul.pipeline.training import callback
     from longhaul.pipeline.training import run as train
 
+    # All runs of this process share a connection.
+    train.disconnect_ranks = lambda: None  # type: ignore[attr-defined]
     rank = int(os.environ["LOCAL_RANK"])
     original = callback.TrainingCallback.on_fit_end
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longhaul.configs import load_run_config
 from longhaul.datamodules.data_module import TokenDataModule
@@ -107,7 +108,8 @@ def test_a_validation_set_of_another_corpus_is_told(
 def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> None:
     config = load_run_config(run.path / "small.yaml")
     manifest = load_manifest(corpus / "train")
-    budget, places = summary(config, RunFolder.of(config), manifest, 1234)
+    cpu = torch.device("cpu")
+    budget, places = summary(config, RunFolder.of(config), manifest, 1234, cpu)
     epochs = 15360 / manifest.num_tokens
     assert budget.startswith(
         f"1,234 parameters, conformal_sympow; 15,360 tokens in 30 updates are {epochs:.3g} epochs"
@@ -115,7 +117,8 @@ def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> 
     assert f"{manifest.dropped_tokens:,} more did not fill a document" in budget
     assert "single, 1 rank, 32-true" in places
     brief = load_run_config(run.path / "small.yaml", ["trainer.max_tokens=512"])
-    assert "; 512 tokens in 1 update are " in summary(brief, RunFolder.of(brief), manifest, 1)[0]
+    said = summary(brief, RunFolder.of(brief), manifest, 1, cpu)[0]
+    assert "; 512 tokens in 1 update are " in said
     assert places.endswith(
         f"run folder {run.path}/small; MLflow sqlite:///{run.path}/mlflow.db, experiment tests"
     )

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from longhaul.configs import load_run_config
 from longhaul.modules.attention import registered_variants
+from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.training.blocks import prepare_blocks
 
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
 
@@ -87,3 +91,11 @@ def test_gates_and_rates_keep_their_bits_where_other_weights_are_bf16(
         "RotationRate torch.float32",
         "Linear torch.bfloat16",
     }
+
+
+def test_ddp_does_not_cut_the_graphs_of_compiled_blocks() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(load_run_config("run/demo.yaml", ["model.layers=1"]).model)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        prepare_blocks(model, checkpoint_every=0, compiled=True)
+        assert torch._dynamo.config.optimize_ddp is False

@@ -96,16 +96,13 @@ def test_a_refused_sweep_writes_nothing(arguments: list[str], message: str, run:
 
 
 def test_a_sweep_needs_enough_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import torch
-
     from longhaul.configs import ConfigError
     from longhaul.pipeline.training.local_sweep import _environments
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1")
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in _environments(2, 2)] == ["7,5", "3,1"]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in _environments(2, 2, 4)] == ["7,5", "3,1"]
     with pytest.raises(ConfigError, match="found 3 runs on 2 of 4 GPUs each, wanted at most 2"):
-        _environments(3, 2)
+        _environments(3, 2, 4)
 
 
 def test_a_run_that_cannot_be_started_stops_the_others(

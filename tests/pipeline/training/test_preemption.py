@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -150,6 +151,18 @@ def test_a_closed_terminal_asks_to_stop_unless_nohup_was_asked(tmp_path: Path) -
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_signal_to_the_whole_job_step_ends_no_compiler(tmp_path: Path) -> None:
+    with StopRequests(tmp_path, 90) as requests:
+        requests.mark_ranks_connected()
+        with subprocess.Popen(["sleep", "60"]) as compiler:
+            compiler.send_signal(signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_until(lambda: requests.wants_stop)
+            assert compiler.poll() is None
+            compiler.kill()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {signal.SIGUSR1}
+
+
 @pytest.mark.wide
 def test_a_run_whose_terminal_is_closed_saves(run: Run) -> None:
     train = [sys.executable, TRACED, "train", "small.yaml", "checkpoint.every_tokens=1000000"]
@@ -230,6 +243,13 @@ def test_a_rank_that_hangs_ends_the_job_by_name(run: Run, monkeypatch: pytest.Mo
     assert "no progress for" in error
     assert "rank 1 after step 5" in error
     assert "traced_longhaul.py" in error
+    logs = run.path / "small" / "logs"
+    assert f"what all ranks were doing is in {logs}/stacks-rank-*.txt" in error
+    for rank in (0, 1):
+        stacks = (logs / f"stacks-rank-{rank}.txt").read_text()
+        assert stacks.count("(most recent call first):") > 2, "all threads"
+        is_asleep = re.search(r'call first\):\n  File ".*traced_longhaul.py"', stacks) is not None
+        assert is_asleep == (rank == 1), stacks
 
 
 @pytest.mark.parametrize(
@@ -255,7 +275,7 @@ def test_who_is_stopped_for_a_while_goes_on(run: Run, undisturbed: Run, who: str
     }[who]
     for one in stopped:
         one.suspend()
-    time.sleep(45)  # more than ranks may be silent that have no lifelines
+    time.sleep(60)  # more than ranks may be silent that have no lifelines
     assert process.poll() is None
     for one in stopped:
         one.resume()

@@ -1,12 +1,38 @@
-"""What the strategies refuse; test_parallel.py trains with each."""
+"""What the strategies refuse and ask for on GPUs; test_parallel.py trains with each."""
 
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from longhaul.configs import load_run_config
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.training.strategies import DeepSpeedZero
+from longhaul.pipeline.training import run, strategies
+from longhaul.pipeline.training.launch import collective_timeout, limit_collectives
+from longhaul.pipeline.training.strategies import (
+    DeepSpeedZero,
+    build_strategy,
+    device_mesh,
+)
+from longhaul.pipeline.training.zero import bucket_sizes, zero_config
+
+TWO = ["trainer.devices=2", "trainer.micro_batch=1"]
+
+
+@pytest.fixture
+def connected() -> Iterator[None]:
+    """This process is the only rank, over gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_moments_without_a_step_are_refused_before_anything_is_restored() -> None:
@@ -14,3 +40,110 @@ def test_moments_without_a_step_are_refused_before_anything_is_restored() -> Non
     unused: Any = None
     with pytest.raises(CheckpointError, match="RUN/step_5: found no parameter's step"):
         DeepSpeedZero.restore(unused, unused, unused, saved)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "deepspeed"])
+def test_ranks_are_connected_by_one_backend_that_outwaits_the_watchdog(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def note(self: Any, **options: Any) -> None:
+        self._process_group_backend = options["process_group_backend"]
+        self._timeout = options["timeout"]
+        self.parallel_devices = options["parallel_devices"]
+
+    monkeypatch.setattr(DeepSpeedStrategy, "__init__", note)  # it would import DeepSpeed
+    options = [*TWO, f"trainer.strategy={name}", "trainer.hang_seconds=7200"]
+    devices = [torch.device(device, index) for index in range(2)]
+    strategy: Any = build_strategy(load_run_config("run/demo.yaml", options), devices)
+    assert strategy._process_group_backend == ("nccl" if device == "cuda" else "gloo")
+    assert strategy._timeout == timedelta(seconds=7500)
+    assert strategy.parallel_devices == devices
+
+
+def test_groups_that_libraries_make_have_the_timeout_too(connected: None) -> None:
+    def timeout(group: Any) -> timedelta:
+        found = group._get_backend(torch.device("cpu")).options._timeout
+        assert isinstance(found, timedelta)
+        return found
+
+    groups = [dist.group.WORLD, dist.new_group([0])]
+    wanted = collective_timeout(load_run_config("run/demo.yaml", []).trainer)
+    assert wanted == timedelta(seconds=2100)
+    assert all(timeout(group) != wanted for group in groups)
+    limit_collectives(wanted)
+    assert [timeout(group) for group in groups] == [wanted, wanted]
+
+
+def test_a_mesh_makes_no_groups_of_one_rank() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        whole, copies = device_mesh("cpu", 4, 1), device_mesh("cpu", 4, 2)
+        assert (whole.shape, whole.get_group()) == ((4,), dist.group.WORLD)
+        assert (copies.shape, copies.mesh_dim_names) == ((2, 2), ("replicate", "shard"))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_run_that_ends_disconnects_its_ranks(connected: None) -> None:
+    trainer: Any = SimpleNamespace(
+        callbacks=[], fit=lambda *_, **__: None, strategy=SimpleNamespace(launcher=None)
+    )
+    callback: Any = SimpleNamespace(data=None, recorder=None)
+    run._fit(trainer, None, callback)  # type: ignore[arg-type]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("gpu", [False, True])
+def test_zero_overlaps_only_what_deepspeed_can(stage: int, gpu: bool) -> None:
+    options = [*TWO, "trainer.strategy=deepspeed", f"trainer.deepspeed_stage={stage}"]
+    config = load_run_config("run/demo.yaml", [*options, "trainer.offload_optimizer=true"])
+    zero = zero_config(config, gpu=gpu)["zero_optimization"]
+    # DeepSpeed's engine asserts this of stage 1 where it does not count micro-batches itself.
+    assert zero["overlap_comm"] == (gpu and stage > 1)
+    assert zero["offload_optimizer"]["pin_memory"] == gpu
+
+
+@pytest.mark.parametrize(
+    ("parameters", "size"), [(1_000, 1_000), (1_001, 1_002), (10**9, 200_000_000)]
+)
+def test_buckets_are_no_larger_than_the_model(parameters: int, size: int) -> None:
+    assert bucket_sizes(parameters) == {"reduce_bucket_size": size, "allgather_bucket_size": size}
+
+
+def test_zero_finds_its_device_in_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Slurm task that sees its own GPU alone, it is the first, whatever the local rank."""
+    monkeypatch.setenv("LOCAL_RANK", "none yet")
+    environment = SimpleNamespace(main_address="127.0.0.1", main_port=1)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+    strategy: Any = object.__new__(DeepSpeedZero)
+    strategy._gpu = True
+    strategy.cluster_environment = SimpleNamespace(
+        **vars(environment), global_rank=lambda: 3, local_rank=lambda: 3, world_size=lambda: 8
+    )
+    strategy._parallel_devices = [torch.device("cuda", 0)] * 8
+    strategy._set_node_environment_variables()
+    assert strategies.os.environ["LOCAL_RANK"] == "0"
+
+
+def test_every_save_of_zero_has_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store keeps a page-locked copy of each, and would make it anew for another tensor."""
+    utils: Any = SimpleNamespace(
+        safe_get_full_fp32_param=lambda parameter: parameter.detach().clone(),
+        safe_get_full_optimizer_state=None,
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(utils=utils))
+    monkeypatch.setitem(sys.modules, "deepspeed.utils", utils)
+    strategy: Any = SimpleNamespace(zero_stage_3=False, world_size=1, global_rank=0, _kept={})
+    model: Any = torch.nn.Linear(2, 2)
+    optimizer: Any = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+    first = DeepSpeedZero.tensors(strategy, model, optimizer)
+    with torch.no_grad():
+        model.weight.add_(1)
+    second = DeepSpeedZero.tensors(strategy, model, optimizer)
+    assert torch.equal(second["model/weight"], model.weight)
+    assert [one.data_ptr() for one in first.values()] == [one.data_ptr() for one in second.values()]

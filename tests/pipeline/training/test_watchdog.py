@@ -26,7 +26,7 @@ class Store(dict[str, bytes]):
         assert self.check(keys)
 
     def delete_key(self, key: str) -> None:
-        del self[key]
+        self.pop(key, None)
 
 
 @pytest.fixture
@@ -78,6 +78,16 @@ def test_an_ended_rank_is_gone(first: Any, capfd: pytest.CaptureFixture[str]) ->
     assert "longhaul: rank 1 is gone" in capfd.readouterr().err
 
 
+def test_an_ended_rank_that_said_why_is_quoted(
+    first: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first._lifelines = SimpleNamespace(has=lambda rank: True, lost={1})
+    first._store.set("longhaul/failed1", "OutOfGpuMemory: too little")
+    first._check_silence(1, HEARTBEAT, 10_000)
+    assert first.ends == [1]
+    assert "longhaul: rank 1 failed: OutOfGpuMemory: too little" in capfd.readouterr().err
+
+
 def test_a_rank_ends_though_nothing_else_works(first: Any) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no such luck")
@@ -118,3 +128,42 @@ def test_a_stop_leaves_no_lifeline_and_no_key_for_the_next_watchdog(first: Any) 
     first.stop()
     assert not first._store
     assert not first._lifelines._thread.is_alive()
+
+
+def test_the_others_leave_once_the_first_has_seen_all(first: Any) -> None:
+    dog: Any = Watchdog(1, 2, 1, hang_s=100, on_abort=lambda: None)
+    dog._stopping.set()
+    dog._store = first._store
+    thread = threading.Thread(target=dog.stop, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    first.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not first._store
+
+
+@pytest.mark.parametrize("seconds", [60.0, 4000.0])
+def test_a_process_that_was_stopped_for_a_while_goes_on(
+    first: Any,
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One rank alone, on a clock of its own: its fifth turn comes so late."""
+    clock = SimpleNamespace(now=0.0, turns=0)
+
+    def wait(timeout: float) -> bool:
+        clock.turns += 1
+        clock.now += seconds if clock.turns == 5 else timeout
+        return bool(clock.turns > turns)
+
+    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    first._store, first._stopping = None, SimpleNamespace(wait=wait)
+    first._since = first._last_sent = 0.0
+    turns = 30
+    first._check_progress()
+    assert caplog.messages == [f"rank 0 was stopped for {seconds - 1:.0f} s, and goes on"]
+    assert not first.ends

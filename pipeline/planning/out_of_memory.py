@@ -1,0 +1,34 @@
+"""What to change in a run that found no memory left on a GPU."""
+
+import multiprocessing
+from contextlib import suppress
+
+from longhaul.configs import RunConfig
+from longhaul.pipeline.planning.fit import smallest_change
+from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
+
+# Planning traces a few updates, in a process that has yet to import torch. Slurm ends all ranks a
+# minute after the first one has ended.
+_SECONDS_TO_PLAN = 20.0
+
+
+def with_advice(error: OutOfGpuMemory, config: RunConfig) -> RuntimeError:
+    """The error with the smallest change that would fit, which the run's log gets as well."""
+    line = f"{error}; {_advice(config, error.memory_bytes)}"
+    with suppress(OSError), open(RunFolder.of(config).log_file, "a") as log:
+        log.write(f"{line}\n")
+    return RuntimeError(line)
+
+
+def _advice(config: RunConfig, memory_bytes: int) -> str:
+    # Planning needs simulated ranks, beside which this process cannot have its own.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        planned = pool.apply_async(smallest_change, (config, memory_bytes))
+        try:
+            change = planned.get(_SECONDS_TO_PLAN)
+        except Exception:  # Whatever planning met, the run's own error is what counts.
+            return "halve it, or set trainer.activation_checkpointing=1"
+    if change is None:
+        return "no smaller one would fit, nor any strategy here"
+    return f"the smallest change that would fit: {change}"

@@ -1,0 +1,42 @@
+"""The environment variables with which a rank computes and communicates on a GPU."""
+
+import os
+from collections.abc import Mapping
+
+from longhaul.configs import RunConfig
+from longhaul.pipeline.runs.folder import RunFolder
+
+FLIGHT_RECORD = "nccl-rank-"
+"""What the names of NCCL's flight records begin with, in the run's logs/; the rank follows."""
+
+_RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE"
+
+
+def gpu_environment(config: RunConfig, given: Mapping[str, str], *, gpu: bool) -> dict[str, str]:
+    """The variables to set before CUDA and NCCL start.
+
+    Args:
+        config: of the run.
+        given: the variables that are set already.
+        gpu: whether the run computes on GPUs.
+    """
+    if not gpu:
+        return {}
+    variables = dict[str, str]()
+    if _RECORD_FILE not in given:
+        # Where NCCL leaves its record if it finds a failure before the watchdog does.
+        logs = RunFolder.of(config).log_file.parent
+        variables[_RECORD_FILE] = os.path.abspath(logs / FLIGHT_RECORD)
+    if config.trainer.deterministic:
+        variables |= {
+            # By the name that cuBLAS documents for the same results on every run.
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            # Nothing fixes the order of sums that are made inside of a switch, and which algorithm
+            # NCCL takes depends on its version, its plugins and the machine. Rings serve every
+            # collective, and add in the order of the ranks.
+            "NCCL_NVLS_ENABLE": "0",
+            "NCCL_COLLNET_ENABLE": "0",
+            "NCCL_ALGO": "Ring",
+            "NCCL_PROTO": "Simple",
+        }
+    return variables

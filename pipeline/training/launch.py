@@ -1,0 +1,139 @@
+"""What a run's ranks run on, devices and processes, and for how long they are connected."""
+
+import faulthandler
+import os
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.distributed import distributed_c10d
+
+from longhaul.configs import ConfigError
+from longhaul.configs.schema import TrainerConfig
+from longhaul.pipeline.system.devices import uses_gpu
+
+_SECONDS_TO_DISCONNECT = 30
+
+
+class _Launched(NamedTuple):
+    """The processes that a launcher has started: this one, and others like it."""
+
+    by: str
+    nodes: int
+    ranks: int
+    command: str  # that would start what the config asks for
+
+
+def check_launched(config: TrainerConfig) -> None:
+    """Refuse another number of processes than the config's ranks.
+
+    Each would take its share of the samples as one of the config's ranks. Those of missing ranks
+    would not be trained on, or a rank would wait for them.
+
+    Raises:
+        ConfigError: naming both numbers; or several nodes have no means to find each other.
+    """
+    launched = _launched(config)
+    if launched is None:
+        if config.nodes > 1 and "MASTER_ADDR" not in os.environ:
+            raise ConfigError(
+                f"trainer.nodes: found {config.nodes} outside of a Slurm job, wanted 1, or "
+                "MASTER_ADDR, MASTER_PORT and NODE_RANK in each node's environment"
+            )
+        return
+    if (launched.nodes, launched.ranks) != (config.nodes, config.world_size):
+        raise ConfigError(
+            f"trainer.nodes x trainer.devices: found {config.nodes} x {config.devices} = "
+            f"{config.world_size} ranks, wanted {launched.ranks} on {launched.nodes} "
+            f"node{'s' if launched.nodes > 1 else ''}, as {launched.by} has started; or start it "
+            f"with {launched.command}"
+        )
+
+
+def _launched(config: TrainerConfig) -> _Launched | None:
+    """None where a user has started this process, which starts the other ranks of its machine."""
+    environ = os.environ
+    if TorchElasticEnvironment.detect():
+        return _Launched(
+            "torchrun",
+            nodes=int(environ["GROUP_WORLD_SIZE"]),
+            ranks=int(environ["WORLD_SIZE"]),
+            command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
+        )
+    if not SLURMEnvironment.detect():
+        return None
+    # A batch script is one process outside of any step, however many tasks its job has.
+    is_step = "SLURM_STEP_ID" in environ
+    return _Launched(
+        "Slurm",
+        nodes=_nodes_of_step(config) if is_step else 1,
+        ranks=int(environ["SLURM_NTASKS"]) if is_step else 1,
+        command=f"srun --nodes={config.nodes} --ntasks-per-node={config.devices}",
+    )
+
+
+def _nodes_of_step(config: TrainerConfig) -> int:
+    # Where `srun` takes a part of an allocation, SLURM_NNODES may still be the allocation's.
+    environ = os.environ
+    return int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", config.nodes)))
+
+
+def cluster_environment() -> ClusterEnvironment | None:
+    """Tells Lightning the rank of this process; None where Lightning finds out by itself."""
+    # Within a Slurm job too, ranks that torchrun has started are torchrun's.
+    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
+        return None
+    # Lightning's auto-requeue would save and requeue inside the signal handler.
+    return SLURMEnvironment(auto_requeue=False)
+
+
+def rank_devices(config: TrainerConfig) -> list[torch.device]:
+    """The device of each rank of this machine, by local rank.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks, or none and the config asks for them.
+    """
+    if not uses_gpu(config.accelerator):
+        return [torch.device("cpu")] * config.devices
+    visible = torch.cuda.device_count()
+    # Slurm can be asked to show each task a GPU of its own only, which is the first that it sees.
+    if visible == 1 and isinstance(cluster_environment(), SLURMEnvironment):
+        return [torch.device("cuda", 0)] * config.devices
+    if visible < config.devices:
+        single = ", with trainer.strategy single" if visible == 1 else ""
+        raise ConfigError(
+            f"trainer.devices: found {config.devices}, wanted {visible} at most{single}: the GPUs "
+            "that are visible on this machine"
+        )
+    return [torch.device("cuda", index) for index in range(config.devices)]
+
+
+def collective_timeout(config: TrainerConfig) -> timedelta:
+    """After which a collective fails by itself: after the watchdog has said which rank hangs."""
+    return timedelta(seconds=config.hang_seconds + 300)
+
+
+def limit_collectives(timeout: timedelta) -> None:
+    """Set the timeout of all process groups that this rank is in.
+
+    Device meshes and DeepSpeed make groups without a timeout, and NCCL's own is ten minutes.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def disconnect_ranks() -> None:
+    """Close the connections between the ranks, which have no collective in progress any more.
+
+    With NCCL each waits for the others of its machine, so a rank that died just now would be waited
+    for without end, and nothing else watches any more: this process then ends with status 1.
+    """
+    if not dist.is_initialized():
+        return
+    faulthandler.dump_traceback_later(_SECONDS_TO_DISCONNECT, exit=True)
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()

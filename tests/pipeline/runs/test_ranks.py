@@ -1,0 +1,28 @@
+"""Processes that evaluate together; tests/pipeline/evaluation/test_together.py starts real ones."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longhaul.pipeline.runs.ranks import Ranks, _join
+
+
+def test_results_are_exchanged_over_gloo_on_gpus_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    backends: list[Any] = []
+
+    def measure(ranks: Ranks) -> None:
+        backends.append(dist.get_backend_config(ranks.group))
+        assert ranks.gather(["a result"]) == ["a result"]
+
+    _join(measure, 0, 1, str(tmp_path), (), {})
+    assert devices == [0]
+    assert "nccl" not in backends[0]
+    assert not dist.is_initialized()

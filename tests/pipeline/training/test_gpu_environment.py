@@ -1,0 +1,90 @@
+"""What CUDA and NCCL are told before they start, and that a deterministic run repeats itself."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longhaul.configs import load_run_config
+from longhaul.configs.schema import RunConfig
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.training import strategies
+from longhaul.pipeline.training.gpu_environment import gpu_environment
+from longhaul.pipeline.training.run import _build_trainer
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+TWO_RANKS = ("trainer.strategy=ddp", "trainer.devices=2", "trainer.micro_batch=2")
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_run_config("run/demo.yaml", ["root=runs", *overrides])
+
+
+def test_without_gpus_nothing_is_set() -> None:
+    assert gpu_environment(config("trainer.deterministic=true"), {}, gpu=False) == {}
+
+
+def test_nccl_records_into_the_run_folder_unless_told_otherwise() -> None:
+    found = gpu_environment(config(), {}, gpu=True)
+    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{Path.cwd()}/runs/demo/logs/nccl-rank-"}
+    assert gpu_environment(config(), {"TORCH_FR_DUMP_TEMP_FILE": "/x"}, gpu=True) == {}
+
+
+def test_a_deterministic_run_fixes_how_cublas_and_nccl_sum() -> None:
+    given = {"NCCL_NVLS_ENABLE": "1", "TORCH_FR_DUMP_TEMP_FILE": "/x"}
+    assert gpu_environment(config("trainer.deterministic=true"), given, gpu=True) == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_COLLNET_ENABLE": "0",
+        "NCCL_ALGO": "Ring",
+        "NCCL_PROTO": "Simple",
+    }
+
+
+def test_a_deterministic_run_takes_torchs_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # Lightning sets a variable of cuBLAS
+    try:
+        _build_trainer(config("trainer.deterministic=true"), ())
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_buckets_of_gradients_stay_as_they_are_in_a_deterministic_run(
+    is_deterministic: bool,
+) -> None:
+    overrides = (*TWO_RANKS, f"trainer.deterministic={str(is_deterministic).lower()}")
+    strategy: Any = strategies.build_strategy(config(*overrides), [torch.device("cpu")])
+    assert strategy._ddp_kwargs["find_unused_parameters"] is is_deterministic
+
+
+def test_compiled_prefix_sums_are_refused_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("trainer.compile=true", "trainer.deterministic=true")
+    assert main(["config", "run/demo.yaml", *overrides]) == 2
+    assert "trainer.compile: found true with trainer.deterministic" in capsys.readouterr().err
+
+
+def test_a_deterministic_run_resumes_to_the_bit(run: Run, uninterrupted: Run) -> None:
+    process = run.start("train", "small.yaml", "trainer.deterministic=true")
+    run.wait_for_step(process, 8)
+    (run.path / "small" / "STOP").touch()
+    assert process.wait() == 75
+    run.longhaul("train", "small.yaml", "trainer.deterministic=true")
+    # On CPUs, torch's other algorithms are deterministic too.
+    assert final_weights(run) == final_weights(uninterrupted)
+
+
+def final_weights(run: Run) -> dict[str, list[float]]:
+    newest = max((run.path / "small" / "checkpoints").iterdir())
+    return {
+        name: tensor.flatten().tolist()
+        for file in newest.glob("model-*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
