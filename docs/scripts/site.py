@@ -1,6 +1,7 @@
-"""What `make docs` does beside mkdocs: one page comes from outside of docs/.
+"""What `make docs` does beside mkdocs: two pages come from outside of docs/.
 
-The derivation of power attention lies beside the code that cites it, in kernels/power/README.md.
+The derivation of power attention lies beside the code that cites it, and with it the table of the
+kernels that an emulator has executed.
 """
 
 from pathlib import Path
@@ -8,17 +9,20 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
-_OUTSIDE = "../kernels/power/README.md"
-_INSIDE = "power-attention.md"
+_FOLDER = "../kernels/power/"
+_PAGES = {"README.md": "power-attention.md", "executed.md": "executed.md"}
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the page."""
-    text = (Path(config.docs_dir) / _OUTSIDE).read_text(encoding="utf-8")
-    files.append(File.generated(config, _INSIDE, content=text))
+    """Add the pages."""
+    for outside, inside in _PAGES.items():
+        text = (Path(config.docs_dir) / _FOLDER / outside).read_text(encoding="utf-8")
+        files.append(File.generated(config, inside, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links to it, as they are in the checkout, lead to it in the site."""
-    return markdown.replace(f"]({_OUTSIDE}", f"]({_INSIDE}")
+    """Links to them, as they are in the checkout, lead to them in the site."""
+    for outside, inside in _PAGES.items():
+        markdown = markdown.replace(f"]({_FOLDER}{outside}", f"]({inside}")
+    return markdown

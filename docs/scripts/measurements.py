@@ -1,0 +1,128 @@
+"""Write the table of GPU measurements into kernels/power/README.md, from results/*.json.
+
+    python docs/scripts/measurements.py
+
+`longhaul verify` writes the JSON files. tests/test_docs.py fails when files and table differ.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+_CHECKOUT = Path(__file__).parent.parent.parent
+PAGE = _CHECKOUT / "kernels/power/README.md"
+RESULTS = _CHECKOUT / "results"
+_BEGIN, _END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
+_NONE = """\
+**No measurement yet**: no file of `longhaul verify` from a machine with a GPU is in `results/`. So
+there is no time, no TFLOP/s and no 16-bit error to report.
+"""
+
+
+def page(text: str, results: Path = RESULTS) -> str:
+    """The page with its tables written anew."""
+    before, rest = text.split(_BEGIN)
+    _, after = rest.split(_END)
+    return "".join([before, _BEGIN, measurements(results), _END, after])
+
+
+def measurements(results: Path) -> str:
+    """The tables of all files, or that there are none."""
+    files = [(file, json.loads(file.read_text())) for file in sorted(results.glob("*.json"))]
+    parts = [_of_file(file.name, one) for file, one in files if one["machine"]["device"] == "cuda"]
+    return "\n".join(parts) or _NONE
+
+
+def _of_file(name: str, content: dict[str, Any]) -> str:
+    machine, results = content["machine"], content["results"]
+    versions = ", ".join(f"{key} {value}" for key, value in machine["versions"].items())
+    began = content["pieces"][0]["began"][:10]
+    lines = [
+        f"**{machine['devices']} x {machine['name']}**, driver {machine['driver']}, {versions}; "
+        f"{began}, commit `{machine['commit'] or 'unknown'}`, `results/{name}`.",
+        "",
+        *_counts(results),
+        "",
+        *_errors(results),
+        "",
+        *_times(results),
+        "",
+        *_targets(content["targets"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _counts(results: dict[str, Any]) -> list[str]:
+    counts: defaultdict[str, int] = defaultdict(int)
+    for one in results.values():
+        counts[one["status"]] += 1
+    wrong = [
+        key
+        for key, one in results.items()
+        if one["status"] not in ("passed", "skipped", "unavailable")
+    ]
+    text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    return [f"Checks: {text}.", *(f"- {results[key]['status']}: {key}" for key in wrong)]
+
+
+def _errors(results: dict[str, Any]) -> list[str]:
+    """The largest errors of outputs and gradients, relative norms, by dtype and form."""
+    worst: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for one in results.values():
+        found = one.get("result") or {}
+        if "forms" not in found or found["case"]["content"] != "normal":
+            continue
+        for form, record in found["forms"].items():
+            row = worst[found["case"]["dtype"], form]
+            for name, tensor in record["tensors"].items():
+                row[name] = max(row.get(name, 0.0), tensor["norm_error"] or 0.0)
+    names = ("out", "dq", "dk", "dv", "dlog_g")
+    rows = ["| largest error, relative norm | " + " | ".join(names) + " |", "|---|" + "---:|" * 5]
+    for (dtype, form), row in sorted(worst.items()):
+        cells = (f"{row[name]:.1e}" if name in row else "" for name in names)
+        rows.append(f"| {dtype}, {form} | " + " | ".join(cells) + " |")
+    return rows if worst else []
+
+
+def _times(results: dict[str, Any]) -> list[str]:
+    rows = [
+        "| measured | forward ms | forward + backward ms | as CUDA graphs | TFLOP/s | peak MB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for key, one in results.items():
+        found = one.get("result") or {}
+        both = found.get("forward_backward_ms", found.get("ms"))
+        if not key.startswith("timings: ") or both is None:
+            continue
+        names = ("forward_ms_graph", "forward_backward_ms_graph", "ms_graph")
+        graphs = " / ".join(_number(found[name]) for name in names if name in found)
+        rate = found.get("forward_backward_tflops", found.get("tflops"))
+        peak = found.get("peak_bytes")
+        cells = (
+            key.removeprefix("timings: "),
+            _number(found.get("forward_ms")),
+            _number(both),
+            graphs,
+            _number(rate),
+            _number(None if peak is None else peak / 1e6),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows if len(rows) > 2 else []
+
+
+def _targets(targets: list[dict[str, Any]]) -> list[str]:
+    rows = ["| target of speed | found | wanted | |", "|---|---:|---:|---|"]
+    for one in targets:
+        verdict = {None: "not measured", True: "met", False: "missed"}[one["met"]]
+        cells = one["name"], _number(one["value"]), _number(one["target"]), verdict
+        rows.append("| " + " | ".join(cells) + " |")
+    return rows if targets else []
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.4g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
