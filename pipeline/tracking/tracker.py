@@ -29,6 +29,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 UPLOAD_EVERY_S = 2.0
 SYSTEM_METRICS_EVERY_S = 10.0
 MAX_BACKOFF_S = 30.0
+SLOW_UPLOAD_S = 120.0
 
 
 class Tracker:
@@ -160,7 +161,8 @@ class Tracker:
 
         Args:
             status: None leaves the status as it is.
-            timeout_s: how long to wait for MLflow. What is not uploaded stays in the journal.
+            timeout_s: how long to wait for an MLflow that fails. One that is only slow gets
+                `SLOW_UPLOAD_S` more. What is not uploaded stays in the journal.
 
         Returns:
             Whether everything was uploaded.
@@ -173,6 +175,8 @@ class Tracker:
             self._journal.close()
             return False
         self._thread.join(timeout_s)
+        if self._failure is None:  # on a busy machine the import alone can take that long
+            self._thread.join(SLOW_UPLOAD_S)
         self._journal.close()
         num_unsent = self._mirror.num_unsent()
         if num_unsent:

@@ -18,6 +18,7 @@ from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
 from longhaul.pipeline.tracking.description import Dataset
 from longhaul.pipeline.tracking.metrics_journal import JournalError, read_lines
+from longhaul.pipeline.tracking.mlflow_run import load_mlflow
 from longhaul.pipeline.tracking.tracker import Tracker
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -419,6 +420,20 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
     assert started_tracker(run_dir, uri).finish(None, timeout_s=30)
     assert history(uri, run_dir, "loss") == [(1, 1.0)]
     assert mlflow_run(uri, run_dir).info.status == "RUNNING"
+
+
+def test_an_upload_that_is_only_slow_is_waited_for(
+    store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(uri: str) -> None:
+        time.sleep(0.5)  # as an import on a busy machine
+        load_mlflow(uri)
+
+    monkeypatch.setattr("longhaul.pipeline.tracking.tracker.load_mlflow", load)
+    tracker = started_tracker(run_dir, store)
+    tracker.log("train", 1, {"loss": 1.0})
+    assert tracker.finish("FINISHED", timeout_s=0.05)
+    assert mlflow_run(store, run_dir).info.status == "FINISHED"
 
 
 def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None:
