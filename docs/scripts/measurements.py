@@ -10,6 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from longhaul.pipeline.verification.summary import target_rows, time_rows
+
 _CHECKOUT = Path(__file__).parent.parent.parent
 PAGE = _CHECKOUT / "kernels/power/README.md"
 RESULTS = _CHECKOUT / "results"
@@ -46,9 +48,9 @@ def _of_file(name: str, content: dict[str, Any]) -> str:
         "",
         *_errors(results),
         "",
-        *_times(results),
+        *_markdown(time_rows(results)),
         "",
-        *_targets(content["targets"]),
+        *_markdown(target_rows(content["targets"])),
     ]
     return "\n".join(lines) + "\n"
 
@@ -78,50 +80,17 @@ def _errors(results: dict[str, Any]) -> list[str]:
             for name, tensor in record["tensors"].items():
                 row[name] = max(row.get(name, 0.0), tensor["norm_error"] or 0.0)
     names = ("out", "dq", "dk", "dv", "dlog_g")
-    rows = ["| largest error, relative norm | " + " | ".join(names) + " |", "|---|" + "---:|" * 5]
+    rows = [["largest error, relative norm", *names]]
     for (dtype, form), row in sorted(worst.items()):
         cells = (f"{row[name]:.1e}" if name in row else "" for name in names)
-        rows.append(f"| {dtype}, {form} | " + " | ".join(cells) + " |")
-    return rows if worst else []
+        rows.append([f"{dtype}, {form}", *cells])
+    return _markdown(rows)
 
 
-def _times(results: dict[str, Any]) -> list[str]:
-    rows = [
-        "| measured | forward ms | forward + backward ms | as CUDA graphs | TFLOP/s | peak MB |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for key, one in results.items():
-        found = one.get("result") or {}
-        both = found.get("forward_backward_ms", found.get("ms"))
-        if not key.startswith("timings: ") or both is None:
-            continue
-        names = ("forward_ms_graph", "forward_backward_ms_graph", "ms_graph")
-        graphs = " / ".join(_number(found[name]) for name in names if name in found)
-        rate = found.get("forward_backward_tflops", found.get("tflops"))
-        peak = found.get("peak_bytes")
-        cells = (
-            key.removeprefix("timings: "),
-            _number(found.get("forward_ms")),
-            _number(both),
-            graphs,
-            _number(rate),
-            _number(None if peak is None else peak / 1e6),
-        )
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows if len(rows) > 2 else []
-
-
-def _targets(targets: list[dict[str, Any]]) -> list[str]:
-    rows = ["| target of speed | found | wanted | |", "|---|---:|---:|---|"]
-    for one in targets:
-        verdict = {None: "not measured", True: "met", False: "missed"}[one["met"]]
-        cells = one["name"], _number(one["value"]), _number(one["target"]), verdict
-        rows.append("| " + " | ".join(cells) + " |")
-    return rows if targets else []
-
-
-def _number(x: float | None) -> str:
-    return "" if x is None else f"{x:.4g}"
+def _markdown(rows: list[list[str]]) -> list[str]:
+    """A table whose first row is its head; nothing without others."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return [lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:]] if lines[1:] else []
 
 
 if __name__ == "__main__":

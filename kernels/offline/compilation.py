@@ -67,11 +67,11 @@ class Compiled:
     seconds: float  # of compiling; nearly 0 if the kernel was in Triton's cache
 
 
-class _FakeDriver:
-    """The part of Triton's driver that compiling needs."""
+class FakeDriver:
+    """The part of Triton's driver that compiling needs, for a chip that is not there."""
 
-    # JITFunction caches compiled kernels by device, so every recording gets a new device number,
-    # far from the numbers of real devices.
+    # JITFunction caches compiled kernels by device, so every driver gets a new device number, far
+    # from the numbers of real devices.
     _numbers = itertools.count(1_000_000)
 
     def __init__(self, chip: Chip) -> None:
@@ -127,7 +127,7 @@ def recording(target: str) -> Iterator[list[Compiled]]:
             (JITFunction, "run", compile_only),
             (InterpretedFunction, "run", refuse),
             (knobs.compilation, "listener", listen),
-            (driver, "_active", _FakeDriver(CHIPS[target])),
+            (driver, "_active", FakeDriver(CHIPS[target])),
         ):
             changes.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, value)
@@ -145,7 +145,7 @@ def skipping(target: str) -> Iterator[None]:
         for place, name, value in (
             (JITFunction, "run", skip),
             (InterpretedFunction, "run", skip),
-            (driver, "_active", _FakeDriver(CHIPS[target])),
+            (driver, "_active", FakeDriver(CHIPS[target])),
         ):
             changes.callback(setattr, place, name, getattr(place, name))
             setattr(place, name, value)

@@ -76,16 +76,9 @@ class CheckpointStore:
         self.keep_every = keep_every
         self._group = group
         self._is_first = group is None or dist.get_rank(group) == 0
-        gpu = torch.cuda.is_available()
+        self._is_pinned = torch.cuda.is_available()
         # Reused for every save, because page-locked memory is slow to allocate.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=gpu,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=gpu,
-            )
-        )
+        self._stager = _stager(is_pinned=self._is_pinned)
         self._save_in_progress: tuple[Path, Future[Any]] | None = None
 
     def path_of(self, step: int) -> Path:
@@ -115,7 +108,8 @@ class CheckpointStore:
         if ask_first_rank(self._group, partial(self._has_intact, target)):
             return target
         temporary = self.folder / f"{_SAVING}{target.name}"
-        future = async_save(
+        save = partial(
+            async_save,
             dict(tensors),
             storage_writer=CheckpointWriter(
                 temporary,
@@ -125,8 +119,18 @@ class CheckpointStore:
             ),
             process_group=self._group,
             no_dist=self._group is None,
-            async_stager=self._stager,
         )
+        try:
+            future = save(async_stager=self._stager)
+        except RuntimeError as error:  # Nothing is written, or agreed with other ranks, before it.
+            if not self._is_pinned:
+                raise
+            logger.warning(
+                "checkpoints are copied more slowly, without page-locked memory: %s", error
+            )
+            self._is_pinned = False
+            self._stager = _stager(is_pinned=False)
+            future = save(async_stager=self._stager)
         assert isinstance(future, Future)
         self._save_in_progress = target, future
         return target
@@ -294,3 +298,15 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
         return []
     matches = [(m, p) for p in folder.iterdir() if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(matches, key=lambda pair: int(pair[0][1]))]
+
+
+def _stager(*, is_pinned: bool) -> DefaultStager:
+    """Copies tensors to memory of the CPU, page-locked or not."""
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=is_pinned,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=is_pinned,
+        )
+    )

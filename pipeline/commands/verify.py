@@ -26,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.minutes is not None and not args.minutes > 0:
-        raise ValueError(f"--minutes: found {args.minutes:g}, wanted more than 0")
     if not args.json.parent.is_dir():
         raise ValueError(f"--json: found no folder {args.json.parent}, wanted one for the results")
     from longhaul.pipeline.verification.run import verify

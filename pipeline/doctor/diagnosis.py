@@ -92,7 +92,7 @@ def _diagnose_node(config: RunConfig | None, here: Place) -> int:
     # A check that failed may hang, and is not repeated.
     mine = {
         "commit": None if commit.has_timed_out or "commit" in failures else commit.text,
-        "gpus": 0 if "gpu" in failures else torch.cuda.device_count(),
+        "gpus": 0 if "gpu" in failures or _is_on_cpus(config) else torch.cuda.device_count(),
         "failures": [subject for subject, one in failures.items() if one.fault == "machine"],
         "unless_shared": [subject for subject, one in failures.items() if one.fault == "either"],
     }
@@ -103,12 +103,13 @@ def _diagnose_node(config: RunConfig | None, here: Place) -> int:
 def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
     yield run_check("torch", check_torch, _SECONDS)
     yield run_check("commit", check_commit, _GIT_SECONDS)
-    devices = None if config is None else config.trainer.devices
+    trainer = None if config is None else config.trainer
+    wanted = (None,) if trainer is None else (trainer.devices, trainer.accelerator)
     run_gpu_check = partial(run_check, seconds=GPU_CHECK_SECONDS, if_timed_out="FAILURE")
-    gpu = run_gpu_check("gpu", partial(check_gpus, devices))
+    gpu = run_gpu_check("gpu", partial(check_gpus, *wanted))
     yield gpu
     # If the driver hangs, another question to it would hang here.
-    if gpu.status == "ok" and torch.cuda.is_available():
+    if gpu.status == "ok" and not _is_on_cpus(config) and torch.cuda.is_available():
         yield run_gpu_check("idle", check_idle)
         yield run_gpu_check("nccl", check_local_nccl)
         yield from _findings_beside_gpus(config)
@@ -126,6 +127,10 @@ def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[
             text = f"only {in_step} of the allocation's {allocated} nodes were checked"
             remedy = f"srun --overlap --nodes={allocated} --ntasks-per-node=1 longhaul doctor"
             yield Finding("warning", "nodes", text, remedy)
+
+
+def _is_on_cpus(config: RunConfig | None) -> bool:
+    return config is not None and config.trainer.accelerator == "cpu"
 
 
 def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:

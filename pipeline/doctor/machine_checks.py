@@ -14,11 +14,10 @@ import torch
 from longhaul.pipeline.cluster.jobs import slurm_job
 from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.system.environment import (
-    driver_version,
     source_checkout,
     source_commit,
 )
-from longhaul.pipeline.system.programs import output_of
+from longhaul.pipeline.system.programs import driver_version, output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 _WRITTEN_BYTES = 32 << 20
@@ -45,14 +44,17 @@ def check_torch() -> Finding:
     return Finding("ok", "torch", text)
 
 
-def check_gpus(wanted: int | None) -> Finding:
+def check_gpus(wanted: int | None, accelerator: str = "auto") -> Finding:
     """Whether there are enough GPUs, with a driver, and each of them computes correctly.
 
     Args:
         wanted: how many (trainer.devices); None when no run is given.
+        accelerator: trainer.accelerator.
     """
+    if accelerator == "cpu":
+        return Finding("ok", "gpu", "not looked for: trainer.accelerator is cpu")
     if not torch.cuda.is_available():
-        return _without_gpus()
+        return _without_gpus(is_needed=accelerator == "gpu")
     found = torch.cuda.device_count()
     for index in range(found):
         if (torch.arange(4, device=f"cuda:{index}").sum() != 6).item():
@@ -70,10 +72,13 @@ def check_gpus(wanted: int | None) -> Finding:
     return Finding("ok", "gpu", f"{text}, torch for CUDA {torch.version.cuda or torch.version.hip}")
 
 
-def _without_gpus() -> Finding:
+def _without_gpus(*, is_needed: bool) -> Finding:
     allocated = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     is_there = any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
     if allocated == "0" and not is_there:
+        if is_needed:
+            text, remedy = "no GPU, trainer.accelerator wants one", "ask for GPUs, or set it to cpu"
+            return Finding("FAILURE", "gpu", text, remedy)
         return Finding("ok", "gpu", "no GPU: kernels run in torch on the CPU")
     if torch.version.cuda is None and torch.version.hip is None:
         text = "the GPUs stay idle: this is torch's CPU build"
@@ -85,7 +90,8 @@ def _without_gpus() -> Finding:
     if driver is not None and oldest is not None and int(driver.split(".")[0]) < oldest:
         text = f"{text}: driver {driver} is too old, wanted {oldest} or newer"
         remedy = "a newer driver, or torch built for an older CUDA"
-    return Finding("warning" if allocated == "0" else "FAILURE", "gpu", text, remedy)
+    is_failure = is_needed or allocated != "0"
+    return Finding("FAILURE" if is_failure else "warning", "gpu", text, remedy)
 
 
 def check_idle() -> Finding:

@@ -256,8 +256,11 @@ def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> 
     width = 2 if config.trainer.precision == "bf16-mixed" else 4
     whole = width * size
     bucket = width * bucket_sizes(size)["reduce_bucket_size"]
-    # overlap_comm, which Lightning turns on, reduces one bucket while it fills another.
-    buffers = 2 * bucket if stage in (1, 2) else bucket + width * min(size, _DEEPSPEED_LIVE)
+    buffers = {
+        1: bucket,
+        2: 2 * bucket,  # with overlap_comm, which reduces one while it fills another
+        3: bucket + width * min(size, _DEEPSPEED_LIVE),
+    }[stage or 0]
     # Stage 1 reduces once per update, 2 and 3 after each micro-batch; 3 gathers twice for each.
     passes = {1: 2, 2: config.accumulation + 1, 3: 3 * config.accumulation}[stage or 0]
     return Plan(

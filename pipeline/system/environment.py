@@ -16,7 +16,7 @@ import torch
 from longhaul.datamodules.untrusted import Sha256
 from longhaul.kernels.backend import why_unavailable
 from longhaul.modules.attention import attention_config
-from longhaul.pipeline.system.programs import output_of
+from longhaul.pipeline.system.programs import driver_version, output_of
 
 _PACKAGES = ("configs", "datamodules", "kernels", "modules", "pipeline", "slurm")
 
@@ -61,12 +61,6 @@ def _triton_configurations() -> dict[str, Any] | None:
 
     chip = chip_of(device)
     return {"chip": chip, "configurations": choices(chip)}
-
-
-def driver_version() -> str | None:
-    """The version of NVIDIA's driver, None if it does not tell."""
-    found = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return found.split()[0] if found else None
 
 
 def _nccl_version() -> str | None:

@@ -1,6 +1,8 @@
 """Runs other programs with a time limit."""
 
 import subprocess
+from contextlib import suppress
+from pathlib import Path
 
 
 def output_of(*command: str, seconds: float = 5) -> str | None:
@@ -10,3 +12,13 @@ def output_of(*command: str, seconds: float = 5) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's or AMD's driver, None if neither tells."""
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    if found := output_of(*query, seconds=20):
+        return found
+    with suppress(OSError):
+        return Path("/sys/module/amdgpu/version").read_text().strip()
+    return None

@@ -21,7 +21,8 @@ def gpu_environment(config: RunConfig, given: Mapping[str, str], *, gpu: bool) -
         gpu: whether the run computes on GPUs.
     """
     if not gpu:
-        return {}
+        # What asks torch for the name, memory or random state of a GPU finds none either.
+        return {"CUDA_VISIBLE_DEVICES": ""}
     variables = dict[str, str]()
     if _RECORD_FILE not in given:
         # Where NCCL leaves its record if it finds a failure before the watchdog does.

@@ -48,9 +48,9 @@ def check_launched(config: TrainerConfig) -> None:
     if (launched.nodes, launched.ranks) != (config.nodes, config.world_size):
         raise ConfigError(
             f"trainer.nodes x trainer.devices: found {config.nodes} x {config.devices} = "
-            f"{config.world_size} ranks, wanted {launched.ranks} on {launched.nodes} "
-            f"node{'s' if launched.nodes > 1 else ''}, as {launched.by} has started; or start it "
-            f"with {launched.command}"
+            f"{config.world_size} ranks, wanted the {launched.ranks} on {launched.nodes} "
+            f"node{'s' if launched.nodes > 1 else ''} that {launched.by} has started; or start "
+            f"them with {launched.command}"
         )
 
 

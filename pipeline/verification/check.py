@@ -23,7 +23,6 @@ class Needs:
     """What a machine must have for a check to run."""
 
     gpu: bool = False
-    devices: int = 0  # number of GPUs
     packages: tuple[str, ...] = ()  # the names that Python imports
     programs: tuple[str, ...] = ()
 
@@ -31,8 +30,6 @@ class Needs:
         """What is missing, in words; None if nothing is."""
         if self.gpu and machine.device != "cuda":
             return "needs a GPU"
-        if machine.devices < self.devices:
-            return f"needs {self.devices} GPUs"
         missing = [name for name in self.packages if find_spec(name) is None]
         if missing:
             return f"needs packages that are not installed: {', '.join(missing)}"

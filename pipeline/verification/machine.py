@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from longhaul.pipeline.system.programs import output_of
+from longhaul.pipeline.system.programs import driver_version, output_of
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("configs", "datamodules", "kernels", "modules", "pipeline")
@@ -51,7 +51,7 @@ def find_machine() -> Machine:
         capability=f"{found.major}.{found.minor}" if found else "",
         memory_gigabytes=found.total_memory / 1e9 if found else 0.0,
         devices=torch.cuda.device_count() if has_gpu else 0,
-        driver=_driver() if has_gpu else "",
+        driver=(driver_version() or "") if has_gpu else "",
         cores=len(os.sched_getaffinity(0)),
         versions=versions,
         commit=_commit(),
@@ -63,16 +63,6 @@ def _commit() -> str:
     if not (_CHECKOUT / ".git").exists():
         return ""
     return output_of("git", "-C", str(_CHECKOUT), "describe", "--always", "--dirty") or ""
-
-
-def _driver() -> str:
-    """The version of NVIDIA's or AMD's driver; empty if neither tells."""
-    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    if found := output_of(*query, seconds=20):
-        return found
-    with suppress(OSError):
-        return Path("/sys/module/amdgpu/version").read_text().strip()
-    return ""
 
 
 def code_hash() -> str:

@@ -1,7 +1,7 @@
 """What `longhaul verify` prints: a line for each check, and a table of all."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from longhaul.pipeline.terminal.table import print_table
@@ -49,46 +49,52 @@ def _print_counts(results: dict[str, Any]) -> None:
 
 
 def _print_times(results: dict[str, Any]) -> None:
-    """Milliseconds of what has been timed, eager and as a CUDA graph."""
-    rows = [["milliseconds", "forward", "forward + backward", "as graphs", "TFLOP/s"]]
-    for key, one in results.items():
-        found = one.get("result") or {}
-        both = found.get("forward_backward_ms", found.get("ms"))
-        if not key.startswith("timings") or both is None:
-            continue
-        graphs = [found.get(f"{name}_graph") for name in ("forward_ms", "forward_backward_ms")]
-        graphs = [x for x in [*graphs, found.get("ms_graph")] if x is not None]
-        rate = found.get("forward_backward_tflops", found.get("tflops"))
-        rows.append(
-            [
-                key.partition(": ")[2],
-                _number(found.get("forward_ms")),
-                _number(both),
-                " / ".join(map(_number, graphs)),
-                _number(rate),
-            ]
-        )
+    rows = time_rows(results)
     if len(rows) > 1:
         print()
         print_table(rows)
 
 
+def time_rows(results: dict[str, Any]) -> list[list[str]]:
+    """A table's rows: what has been timed, eager and as CUDA graphs, and its memory."""
+    rows = [["milliseconds", "forward", "forward + backward", "as graphs", "TFLOP/s", "peak MB"]]
+    for key, one in results.items():
+        found = one.get("result") or {}
+        both = found.get("forward_backward_ms", found.get("ms"))
+        if not key.startswith("timings: ") or both is None:
+            continue
+        graphs = ("forward_ms_graph", "forward_backward_ms_graph", "ms_graph")
+        peak = found.get("peak_bytes")
+        rows.append(
+            [
+                key.removeprefix("timings: "),
+                _number(found.get("forward_ms")),
+                _number(both),
+                " / ".join(_number(found[name]) for name in graphs if name in found),
+                _number(found.get("forward_backward_tflops", found.get("tflops"))),
+                _number(None if peak is None else peak / 1e6),
+            ]
+        )
+    return rows
+
+
 def _print_targets(targets: Sequence[dict[str, Any]]) -> None:
-    known = [one for one in targets if one["value"] is not None]
-    if not known:
-        return
-    print()
-    rows = [["target of speed", "found", "wanted", ""]]
-    rows += [
-        [
-            one["name"],
-            _number(one["value"]),
-            _number(one["target"]),
-            "met" if one["met"] else "missed",
-        ]
-        for one in known
+    rows = target_rows(one for one in targets if one["value"] is not None)
+    if len(rows) > 1:
+        print()
+        print_table(rows)
+
+
+def target_rows(targets: Iterable[dict[str, Any]]) -> list[list[str]]:
+    """A table's rows: each target, what was found, and the verdict."""
+    verdicts = {None: "not measured", True: "met", False: "missed"}
+    return [
+        ["target of speed", "found", "wanted", "verdict"],
+        *(
+            [one["name"], _number(one["value"]), _number(one["target"]), verdicts[one["met"]]]
+            for one in targets
+        ),
     ]
-    print_table(rows)
 
 
 def _number(x: float | None) -> str:

@@ -33,12 +33,12 @@ def sum_of_products(a, b, AXIS: tl.constexpr):
 def rounded_weights(w, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Weights whose sum and whose product with values see the same bits in TF32.
 
-    Matrix units cut the bits that TF32 has no room for, so that the product would be too small by up
-    to 2^-10 of itself, the denominator would not, and a row of one key would not read its value.
+    Matrix units cut the bits that TF32 has no room for. The product would be too small by up to
+    2^-10 of itself, the denominator would not, and a row of one key would not read its value.
     """
-    if DOT == tl.float32 and PRECISION == "tf32":
+    if PRECISION == "tf32" and DOT == tl.float32:  # noqa: SIM300
         bits = w.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         # The bits of a NaN could overflow to those of a number.
-        w = tl.where(w == w, nearest, w)  # noqa: PLR0124
+        w = tl.where(w == w, nearest, w)
     return w

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -16,7 +15,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from longhaul.kernels import backend
-from longhaul.kernels.offline.compilation import CHIPS, INTERPRETED
+from longhaul.kernels.offline.compilation import CHIPS, INTERPRETED, FakeDriver
 
 
 class Launch(NamedTuple):
@@ -101,26 +100,13 @@ def _bits(value: Any, kind: str, memory: GlobalMemory) -> int:
     return int(value)
 
 
-class _Driver:
-    """A chip that is not there."""
-
-    # Triton keeps what it compiled by device: each has its own number, far from those of real ones.
-    _numbers = itertools.count(2_000_000)
+class _Driver(FakeDriver):
+    """A chip that is not there, on which launches run nevertheless."""
 
     def __init__(self, target: str, launches: list[Launch], rewrite: Callable[[str], str]) -> None:
-        self._number = next(self._numbers)
-        self._target = CHIPS[target].target
+        super().__init__(CHIPS[target])
         self.utils = _Utilities(CHIPS[target].shared_bytes, rewrite)
         self.launcher_cls = lambda src, metadata: _Launcher(launches, src, metadata)
-
-    def get_current_device(self) -> int:
-        return self._number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        return self._target
 
 
 @contextlib.contextmanager

@@ -188,6 +188,21 @@ def test_what_changes_while_it_is_written_is_written_as_it_was(
     assert SavedCheckpoint(path).state(dict[str, Any]) == {"list": [1]}
 
 
+def test_memory_that_cannot_be_page_locked_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stage(tensors: Any) -> None:
+        raise RuntimeError("CUDA error: part or all of the memory is registered already")
+
+    store = _store(tmp_path)
+    store._is_pinned = True
+    monkeypatch.setattr(store._stager, "stage", stage)
+    for step in (1, 2):
+        _assert_equal(_load(_save(store, step, _tensors(step))), _tensors(step))
+    (warning,) = _warnings(caplog)
+    assert "without page-locked memory: CUDA error" in warning
+
+
 def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, store = _Gate(monkeypatch), _store(tmp_path)
     store.start(1, _tensors(1), {})

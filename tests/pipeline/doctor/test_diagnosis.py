@@ -200,6 +200,25 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_warning(
     assert check_gpus(8).status == "warning"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert check_gpus(8).status == "FAILURE"
+    assert check_gpus(8, "cpu").status == "ok"
+
+
+def test_a_run_on_gpus_fails_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_GPUS_ON_NODE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert check_gpus(1, "auto").status == "ok"
+    assert check_gpus(1, "gpu").status == "FAILURE"
+
+
+def test_a_run_on_cpus_asks_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(diagnosis, "check_idle", lambda: pytest.fail("asked"))
+    config = load_run_config("run/demo.yaml", ["root=runs", "trainer.accelerator=cpu"])
+    findings = list(diagnosis._machine_findings(config, None))
+    assert "trainer.accelerator is cpu" in next(f.text for f in findings if f.subject == "gpu")
+    assert not {"idle", "nccl", "triton"} & {finding.subject for finding in findings}
 
 
 @pytest.mark.parametrize(("used_gb", "status"), [(0.5, "ok"), (4, "warning"), (40, "FAILURE")])

@@ -24,8 +24,9 @@ def config(*overrides: str) -> RunConfig:
     return load_run_config("run/demo.yaml", ["root=runs", *overrides])
 
 
-def test_without_gpus_nothing_is_set() -> None:
-    assert gpu_environment(config("trainer.deterministic=true"), {}, gpu=False) == {}
+def test_a_run_on_cpus_sees_no_gpu() -> None:
+    found = gpu_environment(config("trainer.deterministic=true"), {}, gpu=False)
+    assert found == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_nccl_records_into_the_run_folder_unless_told_otherwise() -> None:

@@ -98,8 +98,8 @@ def test_one_process_of_two_ranks_is_refused_in_one_line(
     if "RANK" in variables:
         by, start = ("torchrun", "torchrun --nnodes=1 --nproc-per-node=2")
     assert capsys.readouterr().err == (
-        "longhaul: trainer.nodes x trainer.devices: found 1 x 2 = 2 ranks, wanted 1 on 1 node, as "
-        f"{by} has started; or start it with {start}\n"
+        "longhaul: trainer.nodes x trainer.devices: found 1 x 2 = 2 ranks, wanted the 1 on 1 "
+        f"node that {by} has started; or start them with {start}\n"
     )
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +119,7 @@ def test_other_ranks_than_the_configs_are_refused(
     variables: dict[str, str], devices: int, nodes: int, launch: Any
 ) -> None:
     launch(variables)
-    with pytest.raises(ConfigError, match=f"found {nodes} x {devices} = .* as .* has started"):
+    with pytest.raises(ConfigError, match=f"found {nodes} x {devices} = .* that .* has started"):
         check_launched(config(devices, nodes).trainer)
 
 

@@ -148,7 +148,7 @@ def test_no_failure_stops_it_and_each_is_kept(
         check("d", pretended.raises),
         check("e", pretended.hangs, seconds=1),
         check("f", pretended.passes, is_alone=False),
-        check("g", pretended.passes, needs=Needs(devices=8)),
+        check("g", pretended.passes, needs=Needs(programs=("no-such-program",))),
         check("i", pretended.raises, is_ours=False),
         check("h", pretended.passes, needs=Needs(packages=("no_such_package",))),
     ]
@@ -174,7 +174,7 @@ def test_no_failure_stops_it_and_each_is_kept(
         "crashed: kernels: c: its process was killed by SIGSEGV",
         "timed out: kernels: e: took longer than 1 s",
         "unavailable: kernels: i: RuntimeError: CUDA error: an illegal memory access",
-        "skipped, needs 8 GPUs: 1 checks, such as kernels: g",
+        "skipped, needs a program that is not installed: no-such-program: 1 checks, such as",
         "skipped, needs packages that are not installed: no_such_package",
     ):
         assert line in printed

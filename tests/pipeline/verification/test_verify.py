@@ -43,8 +43,8 @@ def test_bad_arguments_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["verify", "--minutes", "0"]) == 2
-    assert "--minutes: found 0, wanted more than 0" in capsys.readouterr().err
+    assert cli.main(["verify", "--minutes", "5"]) == 2
+    assert "--minutes: found 5, wanted 6 or more, for the" in capsys.readouterr().err
     assert cli.main(["verify", "--json", "no/verify.json"]) == 2
     assert "--json: found no folder no, wanted one" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
