@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer
+from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
+from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace
-from longhaul.pipeline.training.blocks import prepare_blocks, shard
-from longhaul.pipeline.training.zero import bucket_sizes
 
 # Elements of the live parameters of stage 3, DeepSpeed's own default.
 _DEEPSPEED_LIVE = 1_000_000_000

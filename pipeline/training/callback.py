@@ -28,6 +28,10 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
+from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
+from longhaul.pipeline.distributed.strategies import resumable
+from longhaul.pipeline.distributed.watchdog import Watchdog
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
@@ -35,14 +39,10 @@ from longhaul.pipeline.evaluation.tasks.positions import measure_positions, summ
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
 from longhaul.pipeline.runs.trained_model import load_trained_model
-from longhaul.pipeline.training.context_parallel import ContextParallel
-from longhaul.pipeline.training.launch import collective_timeout, limit_collectives
 from longhaul.pipeline.training.post_mortem import leave_stacks, record_memory
 from longhaul.pipeline.training.preemption import StopRequests
 from longhaul.pipeline.training.profiling import Communication, UpdateProfiler
 from longhaul.pipeline.training.recorder import RankReport, Recorder
-from longhaul.pipeline.training.strategies import resumable
-from longhaul.pipeline.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.pipeline.distributed.gpu_environment import FLIGHT_RECORD
 from longhaul.pipeline.terminal.numbers import in_bytes
-from longhaul.pipeline.training.gpu_environment import FLIGHT_RECORD
 
 # The record is made while NCCL hangs.
 _SECONDS_TO_RECORD = 5.0

@@ -17,6 +17,15 @@ from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
+from longhaul.pipeline.distributed.blocks import prepare_blocks
+from longhaul.pipeline.distributed.gpu_environment import gpu_environment
+from longhaul.pipeline.distributed.launch import (
+    check_launched,
+    cluster_environment,
+    disconnect_ranks,
+    rank_devices,
+)
+from longhaul.pipeline.distributed.strategies import build_strategy, end_ranks
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.done import Finished
@@ -26,20 +35,11 @@ from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
 from longhaul.pipeline.tracking.tracker import Status, Tracker
-from longhaul.pipeline.training.blocks import prepare_blocks
 from longhaul.pipeline.training.callback import TrainingCallback
-from longhaul.pipeline.training.gpu_environment import gpu_environment
-from longhaul.pipeline.training.launch import (
-    check_launched,
-    cluster_environment,
-    disconnect_ranks,
-    rank_devices,
-)
 from longhaul.pipeline.training.post_mortem import explain
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
 from longhaul.pipeline.training.progress import LOG
 from longhaul.pipeline.training.recorder import Recorder
-from longhaul.pipeline.training.strategies import build_strategy, end_ranks
 
 logger = logging.getLogger(__name__)
 

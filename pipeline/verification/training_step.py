@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.training.blocks import prepare_blocks
+from longhaul.pipeline.distributed.blocks import prepare_blocks
 
 _WARM_UP, _TIMED = 3, 10
 

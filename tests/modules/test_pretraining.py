@@ -18,7 +18,7 @@ from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.modules.optim import OptimConfig
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
-from longhaul.pipeline.training.strategies import Single
+from longhaul.pipeline.distributed.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8
 

@@ -29,9 +29,9 @@ def _doctor(
 
 
 def _failures(output: str) -> list[str]:
-    """Node and subject of each failure, in order."""
+    """Node and subject of each failure, by node: srun forwards the nodes' lines in any order."""
     words = [line.split() for line in output.splitlines()]
-    return [f"{word[0]} {word[2]}" for word in words if word[1] == "FAILURE"]
+    return sorted(f"{word[0]} {word[2]}" for word in words if word[1] == "FAILURE")
 
 
 def test_both_nodes_are_heard_and_add_up(cluster: Any) -> None:
@@ -48,9 +48,9 @@ def test_both_nodes_are_heard_and_add_up(cluster: Any) -> None:
 def test_what_fails_comes_first_and_the_job_is_measured_against_the_run(cluster: Any) -> None:
     done = _doctor(cluster, "run/demo.yaml", "data.manifest=/nowhere", options=("--time=1",))
     assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"
-    assert sorted(_failures(done.stdout)) == sorted(
-        f"{node}: {what}" for node in ("node1", "node2") for what in ("shards", "shape")
-    )
+    assert _failures(done.stdout) == [
+        f"{node}: {what}" for node in ("node1", "node2") for what in ("shape", "shards")
+    ]
     lines = [line for line in done.stdout.splitlines() if line.startswith("node2: ")]
     order = [("FAILURE", "warning", "ok").index(line.split()[1]) for line in lines]
     assert order == sorted(order)
@@ -63,7 +63,7 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
     options = ("--kill-on-bad-exit=1",)
     done = _doctor(cluster, change="if node == 'node2': os.chdir('/proc')", options=options)
     assert done.returncode in (69, 143), f"{done.stdout}\n{done.stderr}"
-    assert _failures(done.stdout) == ["node2: disk", "node1: nodes"]
+    assert _failures(done.stdout) == ["node1: nodes", "node2: disk"]
     assert "bad nodes: node2: disk; sbatch --exclude=node2" in done.stdout
 
 
@@ -80,7 +80,7 @@ run_checks.load_manifest = load_manifest
     both = ("trainer.nodes=2", "trainer.strategy=fsdp", "data.validation_manifest=null")
     done = _doctor(cluster, "run/demo.yaml", *both, f"data.manifest={corpus}", change=change)
     assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"
-    assert _failures(done.stdout) == ["node2: shards", "node1: nodes"]
+    assert _failures(done.stdout) == ["node1: nodes", "node2: shards"]
     assert "bad nodes: node2: shards; sbatch --exclude=node2" in done.stdout
 
 

@@ -26,6 +26,27 @@ def on(corpus: Path) -> list[str]:
     return [f"data.manifest={corpus}", "data.validation_manifest=null"]
 
 
+DryRun = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def dry_run(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> DryRun:
+    """The status, stdout and stderr of a dry run with these arguments, which leaves nothing."""
+
+    def submit(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        status = main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), *arguments])
+        assert not list(tmp_path.iterdir())
+        return status, *capsys.readouterr()
+
+    return submit
+
+
 NASTY = "a b;c\"d'e$(touch pwned)`touch pwned`#f&h|i*"
 
 
@@ -85,40 +106,23 @@ def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
     ],
 )
 def test_what_cannot_be_queued_is_refused(
-    arguments: list[str],
-    words: str,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], words: str, dry_run: DryRun
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), *arguments]) == 2
-    output, error = capsys.readouterr()
-    assert output == ""
+    status, output, error = dry_run(*arguments)
+    assert (status, output) == (2, "")
     assert words in error
-    assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_prints_the_script_and_leaves_nothing(
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    typed = [*on(corpus), "name=010", "slurm.time=12:00:00"]
-    assert main(["submit", "run/demo.yaml", "--dry-run", *typed]) == 0
-    script = capsys.readouterr().out
+def test_a_dry_run_prints_the_script(dry_run: DryRun) -> None:
+    status, script, _ = dry_run("name=010", "slurm.time=12:00:00")
+    assert status == 0
     assert script.startswith("#!/bin/bash\n#SBATCH --job-name=010\n")
     assert "#SBATCH --time=12:00:00\n" in script
-    rates = "optim.learning_rate=0.001,0.01"
-    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), "--sweep", rates]) == 0
-    script = capsys.readouterr().out
+    status, script, _ = dry_run("--sweep", "optim.learning_rate=0.001,0.01")
+    assert status == 0
     assert "#SBATCH --array=0-1%4\n" in script
     for rate in ("0.001", "0.01"):
         assert f"/runs/demo-learning_rate={rate}/slurm/train.sbatch" in script
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -132,16 +136,11 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(
     ],
 )
 def test_a_rank_with_a_gpu_gets_more_than_one_cpu(
-    options: list[str],
-    cpus: str | None,
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], cpus: str | None, dry_run: DryRun
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["submit", "run/demo.yaml", "--dry-run", *on(corpus), *options]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    status, script, _ = dry_run(*options)
+    assert status == 0
+    lines = script.splitlines()
     asked = [line.partition("=")[2] for line in lines if "--cpus-per-task=" in line]
     assert [one for one in asked if one.isdigit()] == ([] if cpus is None else [cpus])
 

@@ -112,6 +112,7 @@ SUITES = {
     "wide": (
         "chunked, packed, continued, two groups, bfloat16, sm_90, candidate 1",
         "chunked, p4 K16, bfloat16, sm_90, candidate 0",
+        "chunked, wide strides, float16, sm_90, candidate 0",
         "attention, packed, two groups, bfloat16, sm_90, candidate 0",
         "step, p2 K64, bfloat16, sm_90, candidate 0",
         "chunked, p2, a sum without gates, float32, sm_80, candidate 0",

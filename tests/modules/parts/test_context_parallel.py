@@ -33,7 +33,7 @@ from longhaul.modules.documents import Documents
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
-from longhaul.pipeline.training.context_parallel import ContextParallel
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
 
 WORLDS = (2, 4)
 TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens per part: no multiple of the chunk

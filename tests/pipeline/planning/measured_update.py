@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.modules.pretraining import Pretraining
-from longhaul.pipeline.training.blocks import shard
+from longhaul.pipeline.distributed.blocks import shard
 
 
 def resident(name: str) -> int:

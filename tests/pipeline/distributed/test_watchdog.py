@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from longhaul.pipeline.training import watchdog
-from longhaul.pipeline.training.lifelines import ADDRESS_KEY, Lifelines
-from longhaul.pipeline.training.watchdog import Watchdog
+from longhaul.pipeline.distributed import watchdog
+from longhaul.pipeline.distributed.lifelines import ADDRESS_KEY, Lifelines
+from longhaul.pipeline.distributed.watchdog import Watchdog
 
 HEARTBEAT = json.dumps([5, "computing", "file.py:1 function", 0.0])
 

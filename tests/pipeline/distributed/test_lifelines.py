@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from longhaul.pipeline.training import lifelines
-from longhaul.pipeline.training.lifelines import ADDRESS_KEY, Lifelines
+from longhaul.pipeline.distributed import lifelines
+from longhaul.pipeline.distributed.lifelines import ADDRESS_KEY, Lifelines
 
 
 class Store(dict[str, bytes]):

@@ -14,14 +14,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import load_run_config
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.training import run, strategies
-from longhaul.pipeline.training.launch import collective_timeout, limit_collectives
-from longhaul.pipeline.training.strategies import (
+from longhaul.pipeline.distributed import strategies
+from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
+from longhaul.pipeline.distributed.strategies import (
     DeepSpeedZero,
     build_strategy,
     device_mesh,
 )
-from longhaul.pipeline.training.zero import bucket_sizes, zero_config
+from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
+from longhaul.pipeline.training import run
 
 TWO = ["trainer.devices=2", "trainer.micro_batch=1"]
 

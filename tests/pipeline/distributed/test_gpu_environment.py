@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from longhaul.configs import load_run_config
 from longhaul.configs.schema import RunConfig
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.training import strategies
-from longhaul.pipeline.training.gpu_environment import gpu_environment
+from longhaul.pipeline.distributed import strategies
+from longhaul.pipeline.distributed.gpu_environment import gpu_environment
 from longhaul.pipeline.training.run import _build_trainer
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.training.blocks import prepare_blocks
+from longhaul.pipeline.distributed.blocks import prepare_blocks
 
 
 def compare(kind: str) -> dict[str, float]:

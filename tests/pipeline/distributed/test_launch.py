@@ -8,7 +8,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.training.launch import check_launched, rank_devices
+from longhaul.pipeline.distributed.launch import check_launched, rank_devices
 from longhaul.pipeline.training.run import _build_trainer
 
 

@@ -47,9 +47,9 @@ from longhaul.pipeline.checkpoints.optimizer_state import (
     training_tensors,
 )
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.training.blocks import shard
-from longhaul.pipeline.training.launch import collective_timeout
-from longhaul.pipeline.training.zero import bucket_sizes, zero_config
+from longhaul.pipeline.distributed.blocks import shard
+from longhaul.pipeline.distributed.launch import collective_timeout
+from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
 
 # A rank that has not ended this long after rank 0 is killed.
 _SECONDS_TO_END = 30

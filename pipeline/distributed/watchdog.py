@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from longhaul.pipeline.training.lifelines import ADDRESS_KEY, Lifelines
+from longhaul.pipeline.distributed.lifelines import ADDRESS_KEY, Lifelines
 
 logger = logging.getLogger(__name__)
 

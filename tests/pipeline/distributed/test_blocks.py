@@ -11,7 +11,7 @@ import torch
 from longhaul.configs import load_run_config
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.training.blocks import prepare_blocks
+from longhaul.pipeline.distributed.blocks import prepare_blocks
 
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
 
@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.pipeline.training.blocks import prepare_blocks, shard
+from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
