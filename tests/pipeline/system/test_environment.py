@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from longhaul.modules import attention
-from longhaul.pipeline.system import environment
+from longhaul.pipeline.system import environment, programs
 
 
 def test_a_commit_is_clean_only_if_its_packages_hold_nothing_else(
@@ -75,7 +75,7 @@ def test_driver_cuda_and_nccl_are_recorded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(environment, "output_of", lambda *command, **limits: "580.95.05\n580.95.05")
+    monkeypatch.setattr(programs, "output_of", lambda *command, **limits: "580.95.05")
     monkeypatch.setattr(environment, "_triton_configurations", lambda: None)
     found = environment.describe_environment([])
     wanted = {"cuda": "13.0", "driver": "580.95.05", "nccl": "2.28.9"}
