@@ -142,6 +142,8 @@ def test_parts_add_up_and_fsdp_holds_its_share(accumulation: int) -> None:
     assert [plan.parameters for plan in zero] == [4 * numbers, 4 * numbers, numbers]
     assert [plan.gradients for plan in zero] == [4 * numbers, numbers, numbers]
     assert [plan.optimizer for plan in zero] == [3 * numbers] * 3
+    # One bucket where reducing overlaps nothing, two where it does, one and what stage 3 gathers.
+    assert [plan.copies for plan in zero] == [4 * numbers, 8 * numbers, 8 * numbers]
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
