@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="end after so many minutes; default: when all checks have run",
+        help="end after so many minutes, 6 or more; default: when all checks have run",
     )
 
 

@@ -56,30 +56,39 @@ def check_launched(config: TrainerConfig) -> None:
 
 def _launched(config: TrainerConfig) -> _Launched | None:
     """None where a user has started this process, which starts the other ranks of its machine."""
-    environ = os.environ
     if TorchElasticEnvironment.detect():
         return _Launched(
             "torchrun",
-            nodes=int(environ["GROUP_WORLD_SIZE"]),
-            ranks=int(environ["WORLD_SIZE"]),
+            nodes=_number("GROUP_WORLD_SIZE"),
+            ranks=_number("WORLD_SIZE"),
             command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
         )
     if not SLURMEnvironment.detect():
         return None
     # A batch script is one process outside of any step, however many tasks its job has.
-    is_step = "SLURM_STEP_ID" in environ
+    is_step = "SLURM_STEP_ID" in os.environ
     return _Launched(
         "Slurm",
         nodes=_nodes_of_step(config) if is_step else 1,
-        ranks=int(environ["SLURM_NTASKS"]) if is_step else 1,
+        ranks=_number("SLURM_NTASKS") if is_step else 1,
         command=f"srun --nodes={config.nodes} --ntasks-per-node={config.devices}",
     )
 
 
 def _nodes_of_step(config: TrainerConfig) -> int:
     # Where `srun` takes a part of an allocation, SLURM_NNODES may still be the allocation's.
-    environ = os.environ
-    return int(environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES", config.nodes)))
+    for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
+        if name in os.environ:
+            return _number(name)
+    return config.nodes
+
+
+def _number(name: str) -> int:
+    """A launcher's environment variable."""
+    value = os.environ[name]
+    if not value.isdecimal():
+        raise ConfigError(f"{name}: found {value!r} in the environment, wanted a number")
+    return int(value)
 
 
 def cluster_environment() -> ClusterEnvironment | None:

@@ -14,6 +14,7 @@ from longhaul.pipeline.verification.machine import Machine
 FORMAT = 1
 _MOST_ATTEMPTS = 2
 _HARMLESS = ("passed", "skipped", "unavailable")
+_STATUSES = (*_HARMLESS, "failed", "crashed", "timed out", "begun")
 
 # What a machine must have in common with the one that began the file.
 _SAME = ("device", "name", "devices", "driver", "versions", "code")
@@ -88,6 +89,14 @@ class Record:
             self.results[key] = {"status": "begun", "attempts": attempts}
         self._write()
 
+    def take_back(self) -> None:
+        """Forget the last attempt at what has not ended: this command, and not the check, ends."""
+        for key in [key for key, one in self.results.items() if one["status"] == "begun"]:
+            self.results[key]["attempts"] -= 1
+            if not self.results[key]["attempts"]:
+                del self.results[key]
+        self._write()
+
     def end(self, key: str, status: str, **details: Any) -> None:
         """Keep what became of a check."""
         self.results.pop(key, None)  # It stands in the order in which checks end.
@@ -138,15 +147,18 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: found {error}, wanted a file of `longhaul verify`") from error
+    except OSError as error:
+        raise ValueError(f"--json: {error}, wanted a file of `longhaul verify`") from error
+    except ValueError as error:
+        raise ValueError(f"--json: found {path} damaged ({error}), wanted it whole") from error
     kinds = {"machine": dict, "pieces": list, "results": dict, "targets": list}
     is_known = isinstance(content, dict) and content.get("format") == FORMAT
     if not is_known or not all(isinstance(content.get(key), kinds[key]) for key in kinds):
-        raise ValueError(f"{path}: found another file, wanted one of `longhaul verify`")
+        raise ValueError(f"--json: found {path}, another file, wanted one of `longhaul verify`")
     known = {one.name for one in fields(Machine)}
     unknown = set(content["machine"]) - known
     results = content["results"].values()
-    if unknown or not all(isinstance(one, dict) and "status" in one for one in results):
-        raise ValueError(f"{path}: found another format, wanted format {FORMAT}")
+    statuses = {one.get("status") if isinstance(one, dict) else None for one in results}
+    if unknown or not statuses <= set(_STATUSES):
+        raise ValueError(f"--json: found {path} with unknown entries, wanted those of this version")
     return content

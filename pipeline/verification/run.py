@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +48,18 @@ def verify(path: Path, minutes: float | None) -> int:
     from longhaul.pipeline.verification.timings import targets
 
     checks = all_checks(machine)
-    # A check that is cut off twice counts as one that never ends.
+    # Each piece must end its first check, or all pieces would be in vain.
     least = 1 + math.ceil(max(check.seconds for check in checks) / 60)
-    if minutes is not None and minutes < least:
+    if minutes is not None and not minutes >= least:
         raise ValueError(
             f"--minutes: found {minutes:g}, wanted {least} or more, for the longest check"
         )
-    return run_checks(path, machine, checks, targets, deadline - _SECONDS_TO_END)
+    # Ends like an interrupt, which leaves no processes and no files behind.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        return run_checks(path, machine, checks, targets, deadline - _SECONDS_TO_END)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _machine() -> Machine:
@@ -87,8 +94,14 @@ def run_checks(
             record.skip(check.key, reason)
     left = [check for check in checks if not record.has(check.key)]
     print(f"{machine.name}: {len(checks)} checks, of which {len(left)} are to run", flush=True)
-    with tempfile.TemporaryDirectory(prefix="longhaul-verify-", ignore_cleanup_errors=True) as name:
-        _Run(record, machine, Place(machine.device, Path(name)), len(checks)).run(left, deadline)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="longhaul-verify-", ignore_cleanup_errors=True
+        ) as name:
+            place = Place(machine.device, Path(name))
+            _Run(record, machine, place, len(checks)).run(left, deadline)
+    finally:
+        record.take_back()
     record.finish(targets(record.results))
     print_summary(record, [check.key for check in checks])
     if not all(record.has(check.key) for check in checks):

@@ -43,8 +43,9 @@ def test_bad_arguments_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["verify", "--minutes", "5"]) == 2
-    assert "--minutes: found 5, wanted 6 or more, for the" in capsys.readouterr().err
+    for minutes in ("5", "nan"):
+        assert cli.main(["verify", "--minutes", minutes]) == 2
+        assert f"--minutes: found {minutes}, wanted 6 or more, for the" in capsys.readouterr().err
     assert cli.main(["verify", "--json", "no/verify.json"]) == 2
     assert "--json: found no folder no, wanted one" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
