@@ -1,5 +1,6 @@
 """`longhaul verify` on a machine without a GPU: what it runs, what it skips, what it says."""
 
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -126,3 +127,13 @@ def test_the_trainer_passes_its_checks_on_a_cpu(tmp_path: Path) -> None:
     results = read_record(path)["results"]
     assert status == 0, {key: one["faults"] for key, one in results.items()}
     assert results["trainer: resume: after half the budget"]["result"]["is_equal_to_the_bit"]
+
+
+def test_sigterm_ends_it_like_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run, "_machine", lambda: CPU)
+    monkeypatch.setattr(run, "run_checks", lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        run.verify(tmp_path / "verify.json", None)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
