@@ -13,10 +13,7 @@ import torch
 
 from longhaul.pipeline.cluster.jobs import slurm_job
 from longhaul.pipeline.doctor.finding import Finding
-from longhaul.pipeline.system.environment import (
-    source_checkout,
-    source_commit,
-)
+from longhaul.pipeline.system.environment import source_checkout, source_commit
 from longhaul.pipeline.system.programs import driver_version, output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 

@@ -161,8 +161,9 @@ class Tracker:
 
         Args:
             status: None leaves the status as it is.
-            timeout_s: how long to wait for an MLflow that fails. One that is only slow gets
-                `SLOW_UPLOAD_S` more. What is not uploaded stays in the journal.
+            timeout_s: how long to wait for MLflow. For a finished run, one that is only slow gets
+                `SLOW_UPLOAD_S` more; a run that stops may have no time left. What is not uploaded
+                stays in the journal.
 
         Returns:
             Whether everything was uploaded.
@@ -175,8 +176,8 @@ class Tracker:
             self._journal.close()
             return False
         self._thread.join(timeout_s)
-        if self._failure is None:  # on a busy machine the import alone can take that long
-            self._thread.join(SLOW_UPLOAD_S)
+        if status == "FINISHED" and self._failure is None:
+            self._thread.join(SLOW_UPLOAD_S)  # on a busy machine the import alone can take long
         self._journal.close()
         num_unsent = self._mirror.num_unsent()
         if num_unsent:

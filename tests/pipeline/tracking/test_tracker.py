@@ -422,7 +422,7 @@ def test_a_store_that_cannot_be_reached_is_one_warning_and_no_error(
     assert mlflow_run(uri, run_dir).info.status == "RUNNING"
 
 
-def test_an_upload_that_is_only_slow_is_waited_for(
+def test_a_slow_upload_is_waited_for_by_a_finished_run_and_not_by_a_stop(
     store: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(uri: str) -> None:
@@ -432,6 +432,8 @@ def test_an_upload_that_is_only_slow_is_waited_for(
     monkeypatch.setattr("longhaul.pipeline.tracking.tracker.load_mlflow", load)
     tracker = started_tracker(run_dir, store)
     tracker.log("train", 1, {"loss": 1.0})
+    assert not tracker.finish("KILLED", timeout_s=0.05)
+    tracker = started_tracker(run_dir, store)
     assert tracker.finish("FINISHED", timeout_s=0.05)
     assert mlflow_run(store, run_dir).info.status == "FINISHED"
 
