@@ -109,8 +109,11 @@ def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
-def _load_tiles(x_ptr, t_off, t_mask, tiles, K, TILE: tl.constexpr, TOKENS_LAST: tl.constexpr):
-    """Coordinates of R tiles of x: (BLOCK_T, R, TILE) float32, or (R, TILE, BLOCK_T)."""
+def _load_tiles(
+    x_ptr, t_off, t_mask, tiles, K,
+    TILE: tl.constexpr, TOKENS_LAST: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Coordinates of R tiles of x: (BLOCK_T, R, TILE) in DTYPE, or (R, TILE, BLOCK_T)."""
     column = tiles[:, None] * TILE + tl.arange(0, TILE)[None, :]
     if TOKENS_LAST:
         off = column[:, :, None] + t_off[None, None, :]
@@ -118,7 +121,7 @@ def _load_tiles(x_ptr, t_off, t_mask, tiles, K, TILE: tl.constexpr, TOKENS_LAST:
     else:
         off = column[None, :, :] + t_off[:, None, None]
         mask = (column < K)[None, :, :] & t_mask[:, None, None]
-    return tl.load(x_ptr + off, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x_ptr + off, mask=mask, other=0.0).to(DTYPE)
 
 
 @triton.jit
@@ -137,13 +140,15 @@ def _outer(slow, fast, TOKENS_LAST: tl.constexpr):
 def features(
     x_ptr, t_off, t_mask, table_ptr, block, K,
     DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
-    TOKENS_LAST: tl.constexpr, IS_READ: tl.constexpr,
+    TOKENS_LAST: tl.constexpr, IS_READ: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One block of φ(x), eq. (6), float32: (BLOCK_T, F), or (F, BLOCK_T).
+    """One block of φ(x), eq. (6): (BLOCK_T, F), or (F, BLOCK_T), of dtype DOT, float32 at degree 4.
 
     IS_READ multiplies by the multiplicities m of eq. (7). The shape is that of the operand of the
     next matrix product, so that the compiler loads the tiles directly in its layout.
     """
+    # Below degree 4 a feature is one product, times 1 or 2: rounded once in any dtype.
+    DTYPE: tl.constexpr = tl.float32 if DEGREE == 4 else DOT
     if DEGREE == 1:
         column = block * TILE + tl.arange(0, TILE)
         if TOKENS_LAST:
@@ -152,18 +157,20 @@ def features(
         else:
             off = column[None, :] + t_off[:, None]
             mask = (column < K)[None, :] & t_mask[:, None]
-        phi = tl.load(x_ptr + off, mask=mask, other=0.0).to(tl.float32)
+        phi = tl.load(x_ptr + off, mask=mask, other=0.0).to(DTYPE)
     else:
         row_ptr = table_ptr + (block * AT_ONCE + tl.arange(0, AT_ONCE)) * (DEGREE + 1)
-        fast = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr), K, TILE, TOKENS_LAST)
-        slow = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 1), K, TILE, TOKENS_LAST)
+        one, two = tl.load(row_ptr), tl.load(row_ptr + 1)
+        fast = _load_tiles(x_ptr, t_off, t_mask, one, K, TILE, TOKENS_LAST, DTYPE)
+        slow = _load_tiles(x_ptr, t_off, t_mask, two, K, TILE, TOKENS_LAST, DTYPE)
         if DEGREE == 4:
             fast = _outer(slow, fast, TOKENS_LAST)
-            third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, TOKENS_LAST)
-            fourth = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 3), K, TILE, TOKENS_LAST)
+            three, four = tl.load(row_ptr + 2), tl.load(row_ptr + 3)
+            third = _load_tiles(x_ptr, t_off, t_mask, three, K, TILE, TOKENS_LAST, DTYPE)
+            fourth = _load_tiles(x_ptr, t_off, t_mask, four, K, TILE, TOKENS_LAST, DTYPE)
             slow = _outer(fourth, third, TOKENS_LAST)
         if IS_READ:
-            multiplicity = tl.load(row_ptr + DEGREE).to(tl.float32)
+            multiplicity = tl.load(row_ptr + DEGREE).to(DTYPE)
             if TOKENS_LAST:
                 fast *= multiplicity[:, None, None]
             else:
@@ -177,14 +184,12 @@ def features(
 
 
 @triton.jit
-def matrix_offsets(K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Index of x_i x_j among the features of degree 2, and whether it exists: (BLOCK_K, BLOCK_K).
+def matrix_offsets(i, j, K, TILE: tl.constexpr):
+    """Index of x_i x_j among the features of degree 2, and whether it exists, for rows i, columns j.
 
     With the norm as a symmetric matrix N, Σ_f m_f φ(x)_f n_f = xᵀ N x is a single matrix product. A
     sum over features would instead need a reduction across the lanes of a warp for every tile.
     """
-    i = tl.arange(0, BLOCK_K)[:, None]
-    j = tl.arange(0, BLOCK_K)[None, :]
     count = tl.cdiv(K, TILE)
     first, last = tl.minimum(i, j) // TILE, tl.maximum(i, j) // TILE
     tile = first * count - first * (first - 1) // 2 + last - first
@@ -195,11 +200,45 @@ def matrix_offsets(K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
     return (tile * TILE + slow) * TILE + fast, last < count
 
 
+# Columns of the norm matrix that a kernel holds at a time. 128 x 128 float32 would fill the shared
+# memory of some chips.
+NORM_COLUMNS = tl.constexpr(64)
+
+
 @triton.jit
-def load_norm_matrix(norm_ptr, K, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """N of `matrix_offsets`. Only a norm given by the caller can be asymmetric, within a tile."""
-    off, is_there = matrix_offsets(K, TILE, BLOCK_K)
+def load_norm_columns(norm_ptr, i, j, K, TILE: tl.constexpr):
+    """Rows i and columns j of N. Only a norm given by the caller is asymmetric, within a tile."""
+    off, is_there = matrix_offsets(i, j, K, TILE)
     return tl.load(norm_ptr + off, mask=is_there, other=0.0)
+
+
+@triton.jit
+def into_columns(part, index, BLOCK_K: tl.constexpr):
+    """Place part (BLOCK_T, W) in zeros (BLOCK_T, BLOCK_K), from column index · W on."""
+    WIDTH: tl.constexpr = part.shape[1]
+    if BLOCK_K == WIDTH:
+        return part
+    else:  # noqa: RET505
+        is_place = tl.arange(0, BLOCK_K // WIDTH) == index
+        placed = tl.where(is_place[None, :, None], part[:, None, :], 0.0)
+        return tl.reshape(placed, (part.shape[0], BLOCK_K))
+
+
+@triton.jit
+def norm_gradient(
+    x, norm_ptr, K,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of xᵀ N x, which is x (N + Nᵀ)."""
+    COLUMNS: tl.constexpr = min(BLOCK_K, NORM_COLUMNS)
+    i = tl.arange(0, BLOCK_K)
+    gradient = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
+    for index in tl.static_range(BLOCK_K // COLUMNS):
+        j = index * COLUMNS + tl.arange(0, COLUMNS)
+        matrix = load_norm_columns(norm_ptr, i[:, None], j[None, :], K, TILE)
+        matrix += load_norm_columns(norm_ptr, j[None, :], i[:, None], K, TILE)
+        gradient += into_columns(times_matrix(x, matrix, DOT, PRECISION), index, BLOCK_K)
+    return gradient
 
 
 @triton.jit
@@ -223,7 +262,7 @@ def slot_gradient(
 ):  # fmt: skip
     """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x in one tile, eq. (18).
 
-    At degree 2 the term with n is computed by `load_norm_matrix` instead.
+    At degree 2 the term with n is computed by `norm_gradient` instead.
 
     x_a multiplies every product of p − 1 coordinates. A row of the slot table has the first row of
     the state for one tuple of tiles, the stride of a in it, tile and stride of every other
@@ -233,14 +272,25 @@ def slot_gradient(
     a = tl.arange(0, TILE)
     v = tl.arange(0, BLOCK_V)
     total = tl.zeros((y.shape[0], TILE), tl.float32)
+    if DEGREE == 1:
+        column = slot * TILE + a
+        columns = tl.load(
+            kv_ptr + column[:, None] * V + v[None, :],
+            mask=(column < K)[:, None] & (v < V)[None, :],
+            other=0.0,
+        ).to(DOT)
+        total = tl.dot(y, tl.trans(columns), total, input_precision=PRECISION)
+        if HAS_NORM:
+            total += c[:, None] * tl.load(norm_ptr + column, mask=column < K, other=0.0)[None, :]
     for n in range(SLOT_BLOCKS):
         entry = (slot * SLOT_BLOCKS + n) * AT_ONCE + tl.arange(0, AT_ONCE)
         row_ptr = slots_ptr + entry * (2 * DEGREE + 1)
         rows = tl.load(row_ptr)[:, None] + a[None, :] * tl.load(row_ptr + 3)[:, None]
-        z = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, False)
+        z = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 2), K, TILE, False, tl.float32)
         if DEGREE == 4:
-            second = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 4), K, TILE, False)
-            third = _load_tiles(x_ptr, t_off, t_mask, tl.load(row_ptr + 6), K, TILE, False)
+            two, three = tl.load(row_ptr + 4), tl.load(row_ptr + 6)
+            second = _load_tiles(x_ptr, t_off, t_mask, two, K, TILE, False, tl.float32)
+            third = _load_tiles(x_ptr, t_off, t_mask, three, K, TILE, False, tl.float32)
             z = _outer(_outer(third, second, False), z, False)
             rows = rows[:, None, :] + (a[None, :] * tl.load(row_ptr + 5)[:, None])[:, :, None]
             rows = (

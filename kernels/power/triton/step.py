@@ -129,12 +129,14 @@ def _power_fwd_step_kernel(
             # Several warps may load the same entry, and one of them overwrites it below.
             tl.debug_barrier()
         phi_k = features(
-            k_ptr, one, one < 1, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, False
-        ).to(tl.float32)
+            k_ptr, one, one < 1, tiles_ptr, block, K,
+            DEGREE, TILE, AT_ONCE, False, False, tl.float32,
+        )  # fmt: skip
         phi_k = tl.reshape(phi_k, (BLOCK_F,))
         phi_q = features(
-            q_ptr, r * stride_qh, r_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
-        ).to(tl.float32)  # fmt: skip
+            q_ptr, r * stride_qh, r_mask, tiles_ptr, block, K,
+            DEGREE, TILE, AT_ONCE, False, True, tl.float32,
+        )  # fmt: skip
         for repeat in tl.static_range(REPEAT):
             # A loop over heads avoids a product of heads × features × values.
             one_q = tl.sum(tl.where((r == repeat)[:, None], phi_q, 0.0), axis=0)

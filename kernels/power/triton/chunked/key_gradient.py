@@ -13,16 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.chunked.query_gradient import into_slot
 from longhaul.kernels.power.triton.chunked.state import States
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
-    load_norm_matrix,
+    into_columns,
+    norm_gradient,
     slot_gradient,
     slots_of,
-    times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
 from longhaul.kernels.power.triton.powers import power, sum_of_products
@@ -190,8 +189,9 @@ def _power_bwd_value_kernel(
     dkv_ptr += (chunk * G + g) * P * V
     for block in range(0, tl.where(has_state, NUM_BLOCKS, 0)):
         phi = features(
-            k_ptr, n * stride_kt, n_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
-        )
+            k_ptr, n * stride_kt, n_mask, tiles_ptr, block, K,
+            DEGREE, TILE, AT_ONCE, False, True, DOT,
+        )  # fmt: skip
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
         dkv = tl.load(
             dkv_ptr + f[:, None] * V + v[None, :],
@@ -292,28 +292,17 @@ def _power_bwd_key_kernel(
     if (end < sequence_end) | HAS_FINAL:
         dkv_ptr += (chunk * G + g) * P * V
         dnorm_ptr += (chunk * G + g) * P
-        if DEGREE == 1:
-            dkv = tl.load(
-                dkv_ptr + kk[:, None] * V + v[None, :],
-                mask=(kk < K)[:, None] & (v < V)[None, :],
-                other=0.0,
-            ).to(DOT)
-            acc = tl.dot(value, tl.trans(dkv), acc, input_precision=PRECISION)
-            if HAS_NORM:
-                acc += tl.load(dnorm_ptr + kk, mask=kk < K, other=0.0)[None, :]
-        else:
-            ones = tl.full((BLOCK_N,), 1.0, tl.float32)
-            for slot in range(NUM_SLOTS):
-                part = slot_gradient(
-                    value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
-                    K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
-                )  # fmt: skip
-                acc += into_slot(part, slot, TILE, BLOCK_K)
-            if HAS_NORM and DEGREE == 2:
-                matrix = load_norm_matrix(dnorm_ptr, K, TILE, BLOCK_K)
-                acc += times_matrix(k, matrix + tl.trans(matrix), DOT, PRECISION)
-            # All steps are multiplied by p at the end, but this one includes p already.
-            acc *= 1 / DEGREE
+        ones = tl.full((BLOCK_N,), 1.0, tl.float32)
+        for slot in range(NUM_SLOTS):
+            part = slot_gradient(
+                value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
+                K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
+            )  # fmt: skip
+            acc += into_columns(part, slot, BLOCK_K)
+        if HAS_NORM and DEGREE == 2:
+            acc += norm_gradient(k, dnorm_ptr, K, TILE, BLOCK_K, DOT, PRECISION)
+        # All steps are multiplied by p at the end, but this one includes p already.
+        acc *= 1 / DEGREE
 
     last_high, last_low = 0.0, 0.0
     n_high, n_low = tl.zeros((BLOCK_N,), tl.float32), tl.zeros((BLOCK_N,), tl.float32)

@@ -15,10 +15,10 @@ from longhaul.kernels.power.triton.chunked.state import States
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
-    load_norm_matrix,
+    into_columns,
+    norm_gradient,
     slot_gradient,
     slots_of,
-    times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
 from longhaul.kernels.power.triton.powers import power
@@ -94,14 +94,6 @@ def query_gradient(
 
 
 @triton.jit
-def into_slot(gradient, slot, TILE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Place (BLOCK_T, TILE) in zeros (BLOCK_T, BLOCK_K), from column slot · TILE on."""
-    is_slot = tl.arange(0, BLOCK_K // TILE) == slot
-    placed = tl.where(is_slot[None, :, None], gradient[:, None, :], 0.0)
-    return tl.reshape(placed, (gradient.shape[0], BLOCK_K))
-
-
-@triton.jit
 def _power_bwd_query_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
@@ -155,27 +147,14 @@ def _power_bwd_query_kernel(
     if (start > sequence_start) | HAS_INITIAL:
         kv_ptr += (chunk * G + g) * P * V
         norm_ptr += (chunk * G + g) * P
-        if DEGREE == 1:
-            kv = tl.load(
-                kv_ptr + kk[:, None] * V + v[None, :],
-                mask=(kk < K)[:, None] & (v < V)[None, :],
-                other=0.0,
-            ).to(DOT)
-            acc = tl.dot(dout, tl.trans(kv), acc, input_precision=PRECISION)
-            if NORMALIZE:
-                norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
-                acc -= delta[:, None] * norm[None, :]
-        else:
-            for slot in range(NUM_SLOTS):
-                part = slot_gradient(
-                    dout, -delta, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
-                    K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
-                )  # fmt: skip
-                acc += into_slot(part, slot, TILE, BLOCK_K)
-            if NORMALIZE and DEGREE == 2:
-                matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
-                product = times_matrix(q, matrix + tl.trans(matrix), DOT, PRECISION)
-                acc -= delta[:, None] * product
+        for slot in range(NUM_SLOTS):
+            part = slot_gradient(
+                dout, -delta, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
+                K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
+            )  # fmt: skip
+            acc += into_columns(part, slot, BLOCK_K)
+        if NORMALIZE and DEGREE == 2:
+            acc -= delta[:, None] * norm_gradient(q, norm_ptr, K, TILE, BLOCK_K, DOT, PRECISION)
     first_high, first_low = 0.0, 0.0
     # All steps are multiplied by p at the end, but this one includes p already.
     acc *= 1 / DEGREE

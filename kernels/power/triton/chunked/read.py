@@ -11,9 +11,10 @@ from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
+    NORM_COLUMNS,
     Tiles,
     features,
-    load_norm_matrix,
+    load_norm_columns,
     times_matrix,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch
@@ -145,14 +146,23 @@ def _power_fwd_read_kernel(
                 norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
                 den = tl.sum(q.to(tl.float32) * norm[None, :], axis=1)
             else:
-                matrix = load_norm_matrix(norm_ptr, K, TILE, BLOCK_K)
-                product = times_matrix(q, matrix, DOT, PRECISION)
-                den = sum_of_products(product, q.to(tl.float32), 1)
-                norm_square = tl.sum(matrix * matrix)
+                COLUMNS: tl.constexpr = min(BLOCK_K, NORM_COLUMNS)
+                for first in tl.static_range(0, BLOCK_K, COLUMNS):
+                    j = first + tl.arange(0, COLUMNS)
+                    matrix = load_norm_columns(norm_ptr, kk[:, None], j[None, :], K, TILE)
+                    part = tl.load(
+                        q_ptr + t[:, None] * stride_qt + j[None, :],
+                        mask=t_mask[:, None] & (j < K)[None, :],
+                        other=0.0,
+                    )
+                    product = times_matrix(q, matrix, DOT, PRECISION)
+                    den += sum_of_products(product, part.to(tl.float32), 1)
+                    norm_square += tl.sum(matrix * matrix)
     for block in range(0, tl.where(has_state, NUM_BLOCKS, 0)):
         phi = features(
-            q_ptr, t * stride_qt, t_mask, tiles_ptr, block, K, DEGREE, TILE, AT_ONCE, False, True
-        )
+            q_ptr, t * stride_qt, t_mask, tiles_ptr, block, K,
+            DEGREE, TILE, AT_ONCE, False, True, DOT,
+        )  # fmt: skip
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
         kv = tl.load(
             kv_ptr + f[:, None] * V + v[None, :],

@@ -227,7 +227,7 @@ def _power_fwd_norm_kernel(
     if DEGREE == 1:
         tl.store(norm_ptr + kk, vector * factor, mask=kk < P)
     else:
-        off, is_there = matrix_offsets(K, TILE, BLOCK_K)
+        off, is_there = matrix_offsets(kk[:, None], kk[None, :], K, TILE)
         is_first = kk[:, None] // TILE <= kk[None, :] // TILE
         tl.store(norm_ptr + off, matrix * factor, mask=is_there & is_first)
 
@@ -265,7 +265,7 @@ def _power_fwd_state_kernel(
             x_off = batch * stride_xb + token * stride_xt + head * stride_xh
             phi = features(
                 x_ptr + x_off, t * stride_xt, mask, tiles_ptr, block, K,
-                DEGREE, TILE, AT_ONCE, True, False,
+                DEGREE, TILE, AT_ONCE, True, False, DOT,
             )  # fmt: skip
             y_off = batch * stride_yb + token * stride_yt + head * stride_yh
             y = tl.load(
