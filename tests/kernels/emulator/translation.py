@@ -315,6 +315,8 @@ class _Body:
         else:
             from_kind = numpy_type(start)
             value = self.operand(one.operands[1], from_kind)
+        if to in ("bf16", "f16") and from_kind != "f4":
+            value = f"{value}.astype(f4)"
         if to == "tf32":
             self.result(one.operands[0], "f4", f"to_tf32({value})", one)
         elif to in ("bf16", "f16"):
