@@ -15,6 +15,10 @@ from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
 
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One call: T is two chunks, B is 2, with 8 query heads or more and 4 key heads.
@@ -36,13 +40,29 @@ class Shape:
 
     @property
     def name(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
         marks = " plain" * self.plain + " packed" * self.packed + " in place" * self.inplace
         marks += f" H{self.heads}" * (self.heads != 8)
-        return f"{self.form} p{self.degree} K{self.K} V{self.V} {dtype}{marks}"
+        return f"{self.form} p{self.degree} K{self.K} V{self.V} {_word(self.dtype)}{marks}"
 
 
-SHAPES = (
+@dataclass(frozen=True, kw_only=True)
+class LossShape:
+    """A call of the cross-entropy, for two rows."""
+
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        return f"loss {_word(self.dtype)}"
+
+    def launch(self) -> None:
+        logits, target = torch.zeros(2, 50_304, dtype=self.dtype), torch.zeros(2, dtype=torch.int64)
+        loss = importlib.import_module("longhaul.kernels.cross_entropy.triton")
+        for with_gradient in (True, False):
+            loss.cross_entropy_(logits, target, with_gradient=with_gradient)
+
+
+SHAPES: tuple[Shape | LossShape, ...] = (
     Shape(form="attention", degree=1, K=64, V=64, plain=True),
     Shape(form="attention", degree=2, K=64, V=64),
     Shape(form="attention", degree=2, K=128, V=128),
@@ -75,11 +95,17 @@ SHAPES = (
     Shape(form="step", degree=2, K=64, V=64, inplace=True),
     Shape(form="step", degree=2, K=128, V=128, inplace=True, heads=32),
     Shape(form="step", degree=4, K=16, V=64, inplace=True),
+    LossShape(),
+    LossShape(dtype=torch.float16),
+    LossShape(dtype=torch.float32),
 )
 
 
-def launch(shape: Shape) -> None:
+def launch(shape: Shape | LossShape) -> None:
     """Run the launchers of one shape with every configuration, on tensors of zeros."""
+    if isinstance(shape, LossShape):
+        shape.launch()
+        return
     # Imported here, as compiling other kernels must work even if these cannot be imported.
     from longhaul.kernels.power.triton.launch import configuration
     from longhaul.kernels.power.triton.tile_sizes import MOST_CANDIDATES

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
-from longhaul.kernels.offline.shapes import Shape, launch
+from longhaul.kernels.offline.shapes import LossShape, Shape, launch
 
 # Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
 # of spill loads that was inspected and found harmless. All other kernels must not spill at all.
@@ -41,7 +41,9 @@ MAY_SPILL: dict[str, int] = {
 }
 
 
-def _compile_shape(task: tuple[Shape, str]) -> tuple[Shape, str, list[Compiled], str | None]:
+def _compile_shape(
+    task: tuple[Shape | LossShape, str],
+) -> tuple[Shape | LossShape, str, list[Compiled], str | None]:
     shape, target = task
     torch.set_num_threads(1)
     compiled: list[Compiled] = []
@@ -93,7 +95,7 @@ def row(compiled: Compiled, shape: str = "") -> str:
     )
 
 
-def print_table(tasks: Iterable[tuple[Shape, str]], *, folders: bool) -> list[str]:
+def print_table(tasks: Iterable[tuple[Shape | LossShape, str]], *, folders: bool) -> list[str]:
     """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
     found = []
     seen = set()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES
 from longhaul.kernels.verify.cases import Case
+from longhaul.kernels.verify.loss_case import LossCase
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -56,6 +57,16 @@ def _features() -> Iterable[Case]:
                    is_continued=True, degree=degree, K=K, V=K)  # fmt: skip
     yield Case(name="state alone", forms=("state",), T=777, B=2, is_continued=True)
     yield Case(name="state alone, packed", forms=("state",), T=700, documents=(0, 1, 64, 300))
+
+
+def loss_cases(dtype: str) -> list[Case]:
+    """The cross-entropy, in rows of one block of the kernel and of several."""
+    return [
+        LossCase(name="loss, GPT-2's ids", dtype=dtype, T=300),
+        LossCase(name="loss, 257 ids", dtype=dtype, T=77, vocabulary=257),
+        LossCase(name="loss, one row", dtype=dtype, T=1, vocabulary=5001),
+        LossCase(name="loss, large logits", dtype=dtype, T=9, vocabulary=4100, content="large"),
+    ]
 
 
 def extreme_cases(backend: str) -> list[Case]:

@@ -17,6 +17,7 @@ from longhaul.kernels.verify.catalogue import (
     feature_cases,
     headline_cases,
     long_cases,
+    loss_cases,
 )
 from longhaul.kernels.verify.peers import own_backend
 from longhaul.pipeline.verification.check import Check, Needs, Place
@@ -46,9 +47,10 @@ def headline_checks(device: str) -> list[Check]:
 
 
 def training_dtype_checks(device: str) -> list[Check]:
-    """Every feature in bfloat16, and the extremes."""
+    """Every feature in bfloat16, the loss, and the extremes."""
     backend = own_backend(torch.device(device))
-    return _checks([*feature_cases("bfloat16"), *extreme_cases(backend)], device)
+    cases = [*feature_cases("bfloat16"), *loss_cases("bfloat16"), *extreme_cases(backend)]
+    return _checks(cases, device)
 
 
 def candidate_checks(device: str) -> list[Check]:
@@ -58,7 +60,9 @@ def candidate_checks(device: str) -> list[Check]:
 
 def remaining_checks(device: str) -> list[Check]:
     """The other dtypes, long sequences, and accesses out of bounds."""
-    features = [case for dtype in DTYPES[1:] for case in feature_cases(dtype)]
+    features = [
+        case for dtype in DTYPES[1:] for case in [*feature_cases(dtype), *loss_cases(dtype)]
+    ]
     return [
         *_checks(features, device),
         *_checks(long_cases(), device, Needs(gpu=True), seconds=280),

@@ -185,7 +185,7 @@ def features(
 
 @triton.jit
 def matrix_offsets(i, j, K, TILE: tl.constexpr):
-    """Index of x_i x_j among the features of degree 2, and whether it exists, for rows i, columns j.
+    """Index of x_i x_j among the features of degree 2, and whether it exists.
 
     With the norm as a symmetric matrix N, Σ_f m_f φ(x)_f n_f = xᵀ N x is a single matrix product. A
     sum over features would instead need a reduction across the lanes of a warp for every tile.

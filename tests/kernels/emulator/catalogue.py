@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from longhaul.kernels.verify.cases import Case
+from longhaul.kernels.verify.loss_case import LossCase
 
 _TARGETS = ("sm_90", "sm_80")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -16,7 +17,7 @@ class Run:
     """One call, forward and backward, with all kernels that it launches."""
 
     case: Case
-    form: str = "chunked"  # or "attention", "step"
+    form: str = "chunked"  # or "attention", "step", "loss"
     target: str = "sm_90"
     candidate: int = 0
     chunk_size: int = 64
@@ -84,6 +85,11 @@ def _steps() -> Iterator[Case]:
     yield replace(three, name="p4 K16", degree=4, K=16, V=64)
 
 
+def _losses() -> Iterator[Case]:
+    yield LossCase(name="two blocks of ids", T=3, vocabulary=5001)
+    yield LossCase(name="257 ids", T=2, vocabulary=257)
+
+
 def all_runs() -> list[Run]:
     """bfloat16 on sm_90 first."""
     found = []
@@ -103,12 +109,17 @@ def all_runs() -> list[Run]:
                         found.append(run)
             for case in _steps():
                 found.append(Run(case=replace(case, dtype=dtype), form="step", target=target))
+            for case in _losses():
+                found.append(Run(case=replace(case, dtype=dtype), form="loss", target=target))
     return found
 
 
 # What `make test` and `make test-all` execute; `make soak` executes everything.
 SUITES = {
-    "test": ("chunked, p2 K64, bfloat16, sm_90, candidate 0",),
+    "test": (
+        "chunked, p2 K64, bfloat16, sm_90, candidate 0",
+        "loss, 257 ids, bfloat16, sm_90, candidate 0",
+    ),
     "wide": (
         "chunked, packed, continued, two groups, bfloat16, sm_90, candidate 1",
         "chunked, p4 K16, bfloat16, sm_90, candidate 0",

@@ -279,7 +279,6 @@ def _power_bwd_key_kernel(
     n = tl.arange(0, BLOCK_N)
     t = tl.arange(0, BLOCK_T)
     kk = tl.arange(0, BLOCK_K)
-    v = tl.arange(0, BLOCK_V)
     n_mask = n < length - before
     k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
     v_ptr += batch * stride_vb + (start + before) * stride_vt + g * stride_vh

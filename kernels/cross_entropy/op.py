@@ -1,0 +1,44 @@
+"""Cross-entropy of rows of logits, which it may overwrite with their gradient."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longhaul.kernels.backend import Backend, resolve_backend, why_dtype_unsupported
+
+
+def cross_entropy_(
+    logits: Float[Tensor, "rows vocabulary"],
+    target: Int[Tensor, " rows"],
+    *,
+    with_gradient: bool,
+    backend: Backend = "auto",
+) -> Float[Tensor, " rows"]:
+    """-log softmax(logits)[target] of each row, in at least float32.
+
+    A row is read twice and written once: at a vocabulary of 50,304 in bfloat16, 302 kB. Separate
+    operations in float32 would move about 3 MB.
+
+    Args:
+        logits: contiguous. With `with_gradient` they become softmax(logits) - onehot(target), the
+            gradient of the sum of all losses, rounded to their dtype; otherwise they are kept.
+        target: an id for each row, 0 or more and less than the vocabulary (not checked).
+        backend: "torch", "triton" (not for float64) or "auto".
+    """
+    if resolve_backend(backend, logits.device) == "triton" and not why_dtype_unsupported(
+        logits.dtype
+    ):
+        # Triton takes long to import, and may not be installed.
+        from longhaul.kernels.cross_entropy import triton
+
+        return triton.cross_entropy_(logits, target, with_gradient=with_gradient)
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wanted = target[:, None]
+    normalizer = exact.logsumexp(1, keepdim=True)
+    losses = (normalizer - exact.gather(1, wanted))[:, 0]
+    if with_gradient:
+        exact.sub_(normalizer).exp_()
+        logits.copy_(exact.scatter_(1, wanted, exact.gather(1, wanted) - 1))
+    return losses
