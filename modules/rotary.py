@@ -86,16 +86,3 @@ class Rotary:
         dtype = torch.promote_types(dtype, torch.float32)
         angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
         return angle.cos(), angle.sin()
-
-
-def rotate(
-    x: Float[Tensor, "*#rows K"], cos: Float[Tensor, "*#rows J"], sin: Float[Tensor, "*#rows J"]
-) -> Float[Tensor, "*#rows K"]:
-    """Rotate each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases.
-
-    CoCA pairs coordinates like this. The conformal-sympow paper pairs neighbours, which differs by
-    a permutation of the rows of the projections, and so by nothing that is learned.
-    """
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-    return turned.to(x.dtype)

@@ -46,23 +46,31 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossShape:
-    """A call of the cross-entropy, for two rows."""
+class OtherShape:
+    """A small call of a kernel around the op."""
 
+    kernel: Literal["loss", "rotation"]
     dtype: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
-        return f"loss {_word(self.dtype)}"
+        return f"{self.kernel} {_word(self.dtype)}"
 
     def launch(self) -> None:
-        logits, target = torch.zeros(2, 50_304, dtype=self.dtype), torch.zeros(2, dtype=torch.int64)
-        loss = importlib.import_module("longhaul.kernels.cross_entropy.triton")
-        for with_gradient in (True, False):
-            loss.cross_entropy_(logits, target, with_gradient=with_gradient)
+        if self.kernel == "loss":
+            loss = importlib.import_module("longhaul.kernels.cross_entropy.triton")
+            logits, target = torch.zeros(2, 50_304, dtype=self.dtype), torch.zeros(2).long()
+            for with_gradient in (True, False):
+                loss.cross_entropy_(logits, target, with_gradient=with_gradient)
+            return
+        rotary = importlib.import_module("longhaul.kernels.rotary.triton")
+        for heads in (1, 4):
+            x, phase = torch.zeros(2, 128, 4, 64, dtype=self.dtype), torch.zeros(2, 128, heads, 32)
+            rotary.rotated(x, phase, phase)
+            rotary.gradients(x, x, phase, phase, needs_phases=True)
 
 
-SHAPES: tuple[Shape | LossShape, ...] = (
+SHAPES: tuple[Shape | OtherShape, ...] = (
     Shape(form="attention", degree=1, K=64, V=64, plain=True),
     Shape(form="attention", degree=2, K=64, V=64),
     Shape(form="attention", degree=2, K=128, V=128),
@@ -95,15 +103,17 @@ SHAPES: tuple[Shape | LossShape, ...] = (
     Shape(form="step", degree=2, K=64, V=64, inplace=True),
     Shape(form="step", degree=2, K=128, V=128, inplace=True, heads=32),
     Shape(form="step", degree=4, K=16, V=64, inplace=True),
-    LossShape(),
-    LossShape(dtype=torch.float16),
-    LossShape(dtype=torch.float32),
+    *(
+        OtherShape(kernel=kernel, dtype=dtype)
+        for kernel in ("loss", "rotation")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ),
 )
 
 
-def launch(shape: Shape | LossShape) -> None:
+def launch(shape: Shape | OtherShape) -> None:
     """Run the launchers of one shape with every configuration, on tensors of zeros."""
-    if isinstance(shape, LossShape):
+    if isinstance(shape, OtherShape):
         shape.launch()
         return
     # Imported here, as compiling other kernels must work even if these cannot be imported.

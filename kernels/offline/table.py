@@ -14,7 +14,7 @@ import torch
 import triton
 
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
-from longhaul.kernels.offline.shapes import LossShape, Shape, launch
+from longhaul.kernels.offline.shapes import OtherShape, Shape, launch
 
 # Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
 # of spill loads that was inspected and found harmless. All other kernels must not spill at all.
@@ -42,8 +42,8 @@ MAY_SPILL: dict[str, int] = {
 
 
 def _compile_shape(
-    task: tuple[Shape | LossShape, str],
-) -> tuple[Shape | LossShape, str, list[Compiled], str | None]:
+    task: tuple[Shape | OtherShape, str],
+) -> tuple[Shape | OtherShape, str, list[Compiled], str | None]:
     shape, target = task
     torch.set_num_threads(1)
     compiled: list[Compiled] = []
@@ -95,7 +95,7 @@ def row(compiled: Compiled, shape: str = "") -> str:
     )
 
 
-def print_table(tasks: Iterable[tuple[Shape | LossShape, str]], *, folders: bool) -> list[str]:
+def print_table(tasks: Iterable[tuple[Shape | OtherShape, str]], *, folders: bool) -> list[str]:
     """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
     found = []
     seen = set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES
 from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.loss_case import LossCase
+from longhaul.kernels.verify.other_cases import LossCase, RotationCase
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -59,14 +59,17 @@ def _features() -> Iterable[Case]:
     yield Case(name="state alone, packed", forms=("state",), T=700, documents=(0, 1, 64, 300))
 
 
-def loss_cases(dtype: str) -> list[Case]:
-    """The cross-entropy, in rows of one block of the kernel and of several."""
-    return [
-        LossCase(name="loss, GPT-2's ids", dtype=dtype, T=300),
-        LossCase(name="loss, 257 ids", dtype=dtype, T=77, vocabulary=257),
-        LossCase(name="loss, one row", dtype=dtype, T=1, vocabulary=5001),
-        LossCase(name="loss, large logits", dtype=dtype, T=9, vocabulary=4100, content="large"),
+def other_cases(dtype: str) -> list[Case]:
+    """The cross-entropy, in rows of one block of the kernel and of several; and rotations."""
+    cases = [
+        LossCase(name="loss, GPT-2's ids", T=300),
+        LossCase(name="loss, 257 ids", T=77, vocabulary=257),
+        LossCase(name="loss, one row", T=1, vocabulary=5001),
+        LossCase(name="loss, large logits", T=9, vocabulary=4100, content="large"),
+        RotationCase(name="rotation"),
+        RotationCase(name="rotation, odd sizes", B=2, T=333, H=3, K=20),
     ]
+    return [replace(case, dtype=dtype) for case in cases]
 
 
 def extreme_cases(backend: str) -> list[Case]:

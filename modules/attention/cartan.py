@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
@@ -15,7 +16,7 @@ from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("cartan")

@@ -7,10 +7,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.attention.softmax import SoftmaxConfig
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("coca")

@@ -7,13 +7,14 @@ from einops import rearrange
 from jaxtyping import Complex, Float, Float64, Shaped
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import Attention, InFloat32, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.parts.vector_gates import Stacked, VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("complex")

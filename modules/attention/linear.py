@@ -8,11 +8,12 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("linear")

@@ -7,11 +7,12 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("retention")

@@ -8,9 +8,10 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("softmax")

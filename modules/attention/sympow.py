@@ -8,10 +8,11 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

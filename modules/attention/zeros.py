@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
@@ -18,7 +19,7 @@ from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig,
 from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 @register("zeros")

@@ -17,7 +17,7 @@ from longhaul.kernels.verify.catalogue import (
     feature_cases,
     headline_cases,
     long_cases,
-    loss_cases,
+    other_cases,
 )
 from longhaul.kernels.verify.peers import own_backend
 from longhaul.pipeline.verification.check import Check, Needs, Place
@@ -47,9 +47,9 @@ def headline_checks(device: str) -> list[Check]:
 
 
 def training_dtype_checks(device: str) -> list[Check]:
-    """Every feature in bfloat16, the loss, and the extremes."""
+    """Every feature in bfloat16, the other kernels, and the extremes."""
     backend = own_backend(torch.device(device))
-    cases = [*feature_cases("bfloat16"), *loss_cases("bfloat16"), *extreme_cases(backend)]
+    cases = [*feature_cases("bfloat16"), *other_cases("bfloat16"), *extreme_cases(backend)]
     return _checks(cases, device)
 
 
@@ -61,7 +61,7 @@ def candidate_checks(device: str) -> list[Check]:
 def remaining_checks(device: str) -> list[Check]:
     """The other dtypes, long sequences, and accesses out of bounds."""
     features = [
-        case for dtype in DTYPES[1:] for case in [*feature_cases(dtype), *loss_cases(dtype)]
+        case for dtype in DTYPES[1:] for case in [*feature_cases(dtype), *other_cases(dtype)]
     ]
     return [
         *_checks(features, device),

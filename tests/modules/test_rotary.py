@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention import (
     Attention,
     attention_config,
@@ -12,7 +13,7 @@ from longhaul.modules.attention import (
     registered_variants,
 )
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import PositionScaling, Rotary, rotate
+from longhaul.modules.rotary import PositionScaling, Rotary
 
 CPU = torch.device("cpu")
 MILLION = 1_048_576

@@ -7,11 +7,12 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import RotaryConfig
 from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary, rotate
+from longhaul.modules.rotary import Rotary
 
 
 class Channels(VectorGates):

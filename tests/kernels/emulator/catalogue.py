@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.loss_case import LossCase
+from longhaul.kernels.verify.other_cases import LossCase, RotationCase
 
 _TARGETS = ("sm_90", "sm_80")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -17,7 +17,7 @@ class Run:
     """One call, forward and backward, with all kernels that it launches."""
 
     case: Case
-    form: str = "chunked"  # or "attention", "step", "loss"
+    form: str = "chunked"  # or "attention", "step", "loss", "rotation"
     target: str = "sm_90"
     candidate: int = 0
     chunk_size: int = 64
@@ -85,9 +85,11 @@ def _steps() -> Iterator[Case]:
     yield replace(three, name="p4 K16", degree=4, K=16, V=64)
 
 
-def _losses() -> Iterator[Case]:
+def _others() -> Iterator[Case]:
     yield LossCase(name="two blocks of ids", T=3, vocabulary=5001)
     yield LossCase(name="257 ids", T=2, vocabulary=257)
+    yield RotationCase(name="K 64", T=40, H=2)
+    yield RotationCase(name="odd sizes", B=2, T=33, H=3, K=20)
 
 
 def all_runs() -> list[Run]:
@@ -109,8 +111,9 @@ def all_runs() -> list[Run]:
                         found.append(run)
             for case in _steps():
                 found.append(Run(case=replace(case, dtype=dtype), form="step", target=target))
-            for case in _losses():
-                found.append(Run(case=replace(case, dtype=dtype), form="loss", target=target))
+            for case in _others():
+                (form,) = case.forms
+                found.append(Run(case=replace(case, dtype=dtype), form=form, target=target))
     return found
 
 
@@ -119,6 +122,7 @@ SUITES = {
     "test": (
         "chunked, p2 K64, bfloat16, sm_90, candidate 0",
         "loss, 257 ids, bfloat16, sm_90, candidate 0",
+        "rotation, odd sizes, bfloat16, sm_90, candidate 0",
     ),
     "wide": (
         "chunked, packed, continued, two groups, bfloat16, sm_90, candidate 1",

@@ -1,0 +1,84 @@
+"""Rotation of pairs of coordinates by phases that may be learned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from longhaul.kernels.backend import Backend, resolve_backend, why_dtype_unsupported
+
+
+def rotate(
+    x: Float[Tensor, "*#rows K"],
+    cos: Float[Tensor, "*#rows J"],
+    sin: Float[Tensor, "*#rows J"],
+    *,
+    backend: Backend = "auto",
+) -> Float[Tensor, "*#rows K"]:
+    """Rotate each pair (x_j, x_(j + K/2)) by its phase; computed in the dtype of the phases.
+
+    Forward reads x and writes the result; backward reads x and the gradient, and writes that of x
+    and, where they are wanted, those of the phases. Separate operations would move ten times as
+    much. torch.compile fuses them by itself, and therefore gets the formula.
+
+    CoCA pairs coordinates like this. The conformal-sympow paper pairs neighbours, which differs by
+    a permutation of the rows of the projections, and so by nothing that is learned.
+
+    Args:
+        x: in any dtype, which is also that of the result.
+        cos, sin: of J = K / 2 phases, broadcast to the rows of x.
+        backend: "torch", "triton" (where x has four dimensions, and phases are float32) or "auto".
+    """
+    if torch.compiler.is_compiling():
+        first, second = x.to(cos.dtype).chunk(2, dim=-1)
+        turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+        return turned.to(x.dtype)
+    is_on_gpu = resolve_backend(backend, x.device) == "triton" and _fits(x, cos)
+    result: Tensor = _Rotation.apply(x, cos, sin, is_on_gpu)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _fits(x: Tensor, cos: Tensor) -> bool:
+    """Whether the kernels take x and its phases, which tokens or heads may share, but not both."""
+    if not x.ndim == cos.ndim == 4 or cos.dtype != torch.float32:
+        return False
+    is_shared = [size < rows for size, rows in zip(cos.shape[1:3], x.shape[1:3], strict=True)]
+    return not all(is_shared) and not why_dtype_unsupported(x.dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_on_gpu: bool) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)
+        ctx.is_on_gpu = is_on_gpu
+        if is_on_gpu:
+            # Triton takes long to import, and may not be installed.
+            from longhaul.kernels.rotary import triton
+
+            return triton.rotated(x, cos, sin)
+        exact = x.to(cos.dtype)
+        turned = torch.empty_like(exact)
+        (first, second), (one, two) = exact.chunk(2, dim=-1), turned.chunk(2, dim=-1)
+        torch.mul(first, cos, out=one).addcmul_(second, sin, value=-1)
+        torch.mul(first, sin, out=two).addcmul_(second, cos)
+        return turned.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, cos, sin = ctx.saved_tensors
+        needs_phases = any(ctx.needs_input_grad[1:3])
+        # Second derivatives take the formulas below, which are differentiable.
+        if ctx.is_on_gpu and not torch.is_grad_enabled():
+            from longhaul.kernels.rotary import triton
+
+            return *triton.gradients(dy, x, cos, sin, needs_phases=needs_phases), None
+        dx: Tensor = _Rotation.apply(dy, cos, -sin, ctx.is_on_gpu)  # type: ignore[no-untyped-call]
+        if not needs_phases:
+            return dx, None, None, None
+        (one, two), (first, second) = (a.to(cos.dtype).chunk(2, dim=-1) for a in (dy, x))
+        dcos = (one * first).addcmul(two, second)
+        dsin = (two * first).addcmul(one, second, value=-1)
+        return dx, dcos.sum_to_size(cos.shape), dsin.sum_to_size(sin.shape), None
