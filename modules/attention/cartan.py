@@ -150,7 +150,9 @@ class Cartan(VectorGates):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         (gated_sum,), after = self.generate(x, documents, carried)
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
+            2
+        )
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (
             rotate(one, cos, sin) for one in self._with_lengths(q.to(cos.dtype), k.to(cos.dtype))

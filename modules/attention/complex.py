@@ -140,7 +140,9 @@ class ComplexAttention(VectorGates):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
+            2
+        )
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)

@@ -85,7 +85,9 @@ class Linear(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
+            2
+        )
         after = {}
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])

@@ -51,7 +51,9 @@ class Retention(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
+            2
+        )
         rotation = documents.positions(carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = log_decays(x, self.num_heads)

@@ -179,7 +179,9 @@ class Zeros(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b t h k", s=3, h=self.num_heads)
+        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
+            2
+        )
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
