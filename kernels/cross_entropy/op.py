@@ -18,8 +18,8 @@ def cross_entropy_(
 ) -> Float[Tensor, " rows"]:
     """-log softmax(logits)[target] of each row, in at least float32.
 
-    A row is read twice and written once: at a vocabulary of 50,304 in bfloat16, 302 kB. Separate
-    operations in float32 would move about 3 MB.
+    On a GPU a row is read twice and written once: at a vocabulary of 50,304 in bfloat16, 302 kB.
+    Separate operations in float32 move 2.4 MB.
 
     Args:
         logits: contiguous. With `with_gradient` they become softmax(logits) - onehot(target), the
