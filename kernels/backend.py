@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Literal, get_args
 
@@ -11,6 +13,21 @@ Backend = Literal["auto", "reference", "torch", "triton"]
 
 # A constant, because torch.compile cannot trace the search for a package.
 _HAS_TRITON = find_spec("triton") is not None
+
+
+# The backend of "auto" while `assuming` holds.
+_assumed: Literal["torch", "triton"] | None = None
+
+
+@contextmanager
+def assuming(backend: Literal["torch", "triton"]) -> Iterator[None]:
+    """Resolve "auto" as on another machine, to trace what it would do; kernels cannot run."""
+    global _assumed
+    before, _assumed = _assumed, backend
+    try:
+        yield
+    finally:
+        _assumed = before
 
 
 def why_unavailable(backend: str, device: torch.device) -> str | None:
@@ -31,7 +48,9 @@ def why_dtype_unsupported(dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "it has no float64"
     # torch.compile cannot trace Triton's settings; a graph is compiled for a GPU anyway.
-    if dtype != torch.float32 and not torch.compiler.is_compiling() and _is_interpreted():
+    if dtype == torch.float32 or _assumed is not None or torch.compiler.is_compiling():
+        return None
+    if _is_interpreted():
         return "its interpreter is silently wrong in 16 bits"
     return None
 
@@ -63,5 +82,7 @@ def resolve_backend(backend: str, device: torch.device) -> Literal["reference", 
         raise ValueError(
             f"backend: found {backend!r}, wanted one of {', '.join(get_args(Backend))}"
         )
+    if _assumed is not None:
+        return _assumed
     is_fast = device.type == "cuda" and why_unavailable("triton", device) is None
     return "triton" if is_fast else "torch"

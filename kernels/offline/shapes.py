@@ -160,6 +160,7 @@ def launch_once(shape: Shape) -> None:
         output_final_state=shape.packed,
         form=shape.form,
         chunk_size=T if shape.form == "attention" else shape.chunk_size,
+        keeps_states=shape.form == "chunked",
     )
     q, k, v = tokens(B, T, H, shape.K), tokens(B, T, G, shape.K), tokens(B, T, G, shape.V)
     log_g = None if shape.plain else gate(B, T, G)
@@ -167,6 +168,6 @@ def launch_once(shape: Shape) -> None:
     norm = torch.zeros(num_states, G, P) if shape.packed else None
     inputs = (q, k, v, log_g, kv, norm)
     after = power.forward(call, *inputs, offsets)
-    saved = Saved(*inputs, offsets, after.out, after.kv, after.norm, after.inverse, after.is_live)
+    saved = Saved(*inputs, offsets, *after)
     needs = tuple(x is not None for x in inputs)
     power.backward(call, saved, torch.zeros_like(after.out), after.kv, after.norm, needs)

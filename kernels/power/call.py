@@ -18,6 +18,7 @@ class PowerCall:
     output_final_state: bool
     form: Literal["attention", "chunked"]
     chunk_size: int  # tokens; in the attention form those of the longest sequence
+    keeps_states: bool = False  # for the backward pass, which otherwise computes them again
 
 
 class Forward(NamedTuple):
@@ -28,10 +29,12 @@ class Forward(NamedTuple):
     norm: Tensor | None  # (S, G, P)
     inverse: Tensor | None  # (B, T, H) den^(−1), or den^(−1/p): see README.md, 6
     is_live: Tensor | None  # (B, T, H) whether the denominator was above its floor
+    chunk_kv: Tensor | None = None  # (chunks, G, P, V) before each chunk, if the call keeps states
+    chunk_norm: Tensor | None = None  # (chunks, G, P); (0,) where there is no denominator
 
 
 class Saved(NamedTuple):
-    """Saved for backward: inputs, output, denominators. Scores and states are recomputed."""
+    """Saved for backward: inputs, output, denominators, perhaps states. Scores are recomputed."""
 
     q: Tensor
     k: Tensor
@@ -45,6 +48,8 @@ class Saved(NamedTuple):
     final_norm: Tensor | None
     inverse: Tensor | None
     is_live: Tensor | None
+    chunk_kv: Tensor | None = None
+    chunk_norm: Tensor | None = None
 
 
 Grads = tuple[

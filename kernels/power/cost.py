@@ -67,8 +67,8 @@ def power_backward_flops(
 ) -> int:
     """Useful floating-point operations of a backward pass, per head: 2.5 times the forward pass.
 
-    The state takes five products of 2 P V per token instead of two: its update (it is recomputed,
-    not saved), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of two: its score
+    The state takes five products of 2 P V per token instead of two: its update (counted whether it
+    is kept or computed again), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of two: its score
     again, the gradient of the score, dv, dq and dk; exactly 2.5 times the work if K = V.
     """
     return 5 * power_flops(T, K, V, degree, form, chunk_size) // 2
@@ -80,6 +80,14 @@ def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     Forward is one product of 2 P V per token. Backward is two, dv and dφ(k): dS is only scaled.
     """
     return T * 2 * symmetric_dim(K, degree) * V
+
+
+def keeps_states(K: int, V: int, degree: int, chunk_size: int) -> bool:
+    """Whether states before chunks are kept for the backward pass instead of computed again.
+
+    They are if that takes no more memory than queries, keys, values and outputs.
+    """
+    return state_features(K, degree) * V <= chunk_size * 2 * (K + V)
 
 
 def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:

@@ -6,7 +6,7 @@ absent result is an empty tensor of shape (0,); callers and backends use None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from types import ModuleType
@@ -28,18 +28,22 @@ if not __name__.startswith("longhaul."):
     _NAMESPACE += "_" + sha256(__name__.encode()).hexdigest()[:16]
 _OPS = getattr(torch.ops, _NAMESPACE)
 
+# Arguments of `power_backward` before the gradients: inputs and results of `power_forward`.
+NUM_SAVED = len(Saved._fields)
+
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
 )
 _SETTINGS = (
     "int degree, float scale, bool normalize, bool output_final_state, str form, SymInt chunk_size,"
-    " str backend"
+    " bool keeps_states, str backend"
 )
-_FORWARD = f"({_INPUTS}, *, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+_RESULTS = "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor"
+_FORWARD = f"({_INPUTS}, *, {_SETTINGS}) -> ({_RESULTS})"
 _BACKWARD = (
     f"({_INPUTS}, Tensor out, Tensor final_kv, Tensor final_norm, Tensor inverse, Tensor is_live,"
-    f" Tensor? dout, Tensor? dkv, Tensor? dnorm, *, bool[] needs, {_SETTINGS})"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " Tensor chunk_kv, Tensor chunk_norm, Tensor? dout, Tensor? dkv, Tensor? dnorm, *,"
+    f" bool[] needs, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 _STATE_INPUTS = "Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
@@ -64,7 +68,7 @@ def run(
     backend: str,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output and final state of a call, differentiable."""
-    out, final_kv, final_norm, _, _ = power_forward(
+    out, final_kv, final_norm, *_ = power_forward(
         q, k, v, log_g, kv, norm, cu_seqlens,
         degree=call.degree,
         scale=call.scale,
@@ -72,12 +76,14 @@ def run(
         output_final_state=call.output_final_state,
         form=call.form,
         chunk_size=call.chunk_size,
+        keeps_states=call.keeps_states and backend == "triton",
         backend=backend,
     )  # fmt: skip
     return (out, final_kv, final_norm) if call.output_final_state else (out, None, None)
 
 
-def _implementation(backend: str) -> ModuleType:
+def implementation(backend: str) -> ModuleType:
+    """The module with a backend's passes."""
     if backend != "triton":
         return torch_backend
     # Triton takes long to import, and may not be installed.
@@ -102,11 +108,11 @@ def _in_dtypes_of(
 
 @torch.library.custom_op(f"{_NAMESPACE}::power_forward", mutates_args=(), schema=_FORWARD)
 def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
-    """The results of a backend's `forward`: out, kv, norm, inverse, is_live."""
+    """The results of a backend's `forward`: the fields of `Forward`."""
     q = inputs[0]
     # Autocast would turn the matrix products inside into 16-bit ones.
     with torch.autocast(q.device.type, enabled=False):
-        results: Forward = _implementation(backend).forward(PowerCall(**settings), *inputs)
+        results: Forward = implementation(backend).forward(PowerCall(**settings), *inputs)
     return tuple(_or_empty(x, q) for x in results)
 
 
@@ -117,15 +123,22 @@ def power_backward(
     """Gradients of q, k, v, log_g, kv and norm."""
     call = PowerCall(**settings)
     q = tensors[0]
-    inputs, (out, final_kv, final_norm, inverse, is_live) = tensors[:7], tensors[7:12]
-    if not call.output_final_state:
-        final_kv = final_norm = None
-    if not call.normalize:
-        inverse = is_live = None
-    saved = Saved(*(*inputs, out, final_kv, final_norm, inverse, is_live))
+    saved = saved_of(call, tensors[:NUM_SAVED])
     with torch.autocast(q.device.type, enabled=False):
-        grads = _implementation(backend).backward(call, saved, *tensors[12:], tuple(needs))
-    return _in_dtypes_of(inputs, grads, q)
+        grads = implementation(backend).backward(call, saved, *tensors[NUM_SAVED:], tuple(needs))
+    return _in_dtypes_of(tensors[:7], grads, q)
+
+
+def saved_of(call: PowerCall, tensors: Sequence[Tensor | None]) -> Saved:
+    """What a backend saved, from the arguments of `power_backward`, where absent is empty."""
+    saved = Saved(*tensors)  # type: ignore[arg-type]
+    if not call.output_final_state:
+        saved = saved._replace(final_kv=None, final_norm=None)
+    if not call.normalize:
+        saved = saved._replace(inverse=None, is_live=None)
+    if not call.keeps_states:
+        saved = saved._replace(chunk_kv=None, chunk_norm=None)
+    return saved
 
 
 @power_forward.register_fake
@@ -141,20 +154,30 @@ def _(
     degree: int,
     normalize: bool,
     output_final_state: bool,
+    chunk_size: int,
+    keeps_states: bool,
     **_settings: Any,
 ) -> tuple[Tensor, ...]:
     B, T, H, K = q.shape
     G, V = v.shape[2:]
     like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
-    final_kv = final_norm = inverse = is_live = None
+    final_kv = final_norm = inverse = is_live = chunk_kv = chunk_norm = None
+    # The layout depends on K, so K is a number even where other sizes are symbolic.
+    P = state_features(int(K), degree) if output_final_state or keeps_states else 0
+    S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if output_final_state:
-        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        # The layout depends on K, so K is a number even where other sizes are symbolic.
-        P = state_features(int(K), degree)
         final_kv, final_norm = like.new_empty(S, G, P, V), like.new_empty(S, G, P)
     if normalize:
         inverse, is_live = like.new_empty(B, T, H), like.new_empty(B, T, H, dtype=torch.bool)
-    results = Forward(q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live)
+    if keeps_states:
+        # As many as chunking.py cuts.
+        num = B * (-(-T // chunk_size)) if cu_seqlens is None else T // chunk_size + S
+        chunk_kv = q.new_empty(num, G, P, V)
+        has_norm = normalize or output_final_state
+        chunk_norm = like.new_empty((num, G, P) if has_norm else (0,))
+    results = Forward(
+        q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live, chunk_kv, chunk_norm
+    )
     return tuple(_or_empty(x, q) for x in results)
 
 
@@ -167,7 +190,7 @@ def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
 ) -> None:
-    # Saved: inputs, output, final state, denominators. Recomputed: scores, features, states.
+    # Saved: inputs, output, final state, denominators, perhaps states. Recomputed: the rest.
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
@@ -232,7 +255,7 @@ def state_call(degree: int, chunk_size: int) -> PowerCall:
 def power_state(*inputs: Any, degree: int, chunk_size: int, backend: str) -> tuple[Tensor, Tensor]:
     """kv and norm after the last token of every sequence."""
     with torch.autocast(inputs[0].device.type, enabled=False):
-        state: PowerState = _implementation(backend).state_forward(
+        state: PowerState = implementation(backend).state_forward(
             state_call(degree, chunk_size), *inputs
         )
     return state.kv, state.norm
@@ -246,7 +269,7 @@ def power_state_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of k, v, log_g, kv and norm."""
     with torch.autocast(tensors[0].device.type, enabled=False):
-        grads = _implementation(backend).state_backward(
+        grads = implementation(backend).state_backward(
             state_call(degree, chunk_size), SavedState(*tensors[:8]), *tensors[8:]
         )
     wanted = (x if need else None for x, need in zip(grads, needs, strict=True))

@@ -21,7 +21,7 @@ from longhaul.kernels.power.checks import (
     check_state,
     check_tensors,
 )
-from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form
+from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, keeps_states
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
 
@@ -125,6 +125,11 @@ def power_attention(
         output_final_state=output_final_state,
         form=form,
         chunk_size=chunk_size,
+        # A single chunk needs no state.
+        keeps_states=_needs_gradient(q, k, v, log_g, kv, norm)
+        and form == "chunked"
+        and chunk_size < T
+        and keeps_states(K, V, degree, chunk_size),
     )
     if resolved == "triton":
         resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)

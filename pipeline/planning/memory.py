@@ -26,7 +26,7 @@ from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
 from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
-from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace
+from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace, traced_as
 
 # Elements of the live parameters of stage 3, DeepSpeed's own default.
 _DEEPSPEED_LIVE = 1_000_000_000
@@ -84,7 +84,8 @@ class Planner:
 
     def __init__(self, config: RunConfig, backend: Backend = "triton") -> None:
         self._config = config
-        self._workspace = OpWorkspace(backend)
+        self._backend = backend
+        self._workspace = OpWorkspace()
         self._traced: dict[tuple[int, int, bool], _Traced] = {}
 
     def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
@@ -118,9 +119,10 @@ class Planner:
         is_sharded = settings.strategy == "fsdp"
         key = config.trainer.micro_batch, settings.checkpointing, is_sharded
         if key not in self._traced:
-            self._traced[key] = _trace_update(
-                config, settings.checkpointing, self._workspace, is_sharded=is_sharded
-            )
+            with traced_as(self._backend):
+                self._traced[key] = _trace_update(
+                    config, settings.checkpointing, self._workspace, is_sharded=is_sharded
+                )
         return self._traced[key]
 
 

@@ -52,6 +52,7 @@ def _chunked() -> Iterator[tuple[Case, int]]:
     yield _ONE_HEAD, 2
     yield _CONTINUED, 2
     yield replace(_ONE_HEAD, name="p2 K16", K=16, V=16), 2
+    yield replace(_CONTINUED, name="kept states", K=16, V=16, is_continued=False), 1
     yield replace(_ONE_HEAD, name="p2 K128", K=128, V=128), 2
     yield replace(_ONE_HEAD, name="p1 K64", degree=1), 2
     yield replace(_ONE_HEAD, name="p1 K128, a sum", degree=1, K=128, V=128, normalize=False), 2

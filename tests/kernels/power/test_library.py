@@ -57,6 +57,7 @@ def call(
         "output_final_state": False,
         "form": "chunked",
         "chunk_size": 8,
+        "keeps_states": False,
         "backend": "torch",
     }
     return (*leaves, *others, offsets), defaults | settings
@@ -70,6 +71,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "from state to state": {"is_continued": True, "output_final_state": True},
     "packed": {"is_packed": True},
     "packed, states": {"is_packed": True, "is_continued": True, "output_final_state": True},
+    "kept states": {"keeps_states": True, "backend": "triton"},
+    # Not packed: the states of empty chunks are never written.
+    "kept states, a sum": {"keeps_states": True, "normalize": False, "backend": "triton"},
 }
 per_call = pytest.mark.parametrize("how", CALLS.values(), ids=CALLS.keys())
 
@@ -154,7 +158,7 @@ def test_the_op_runs_on_meta() -> None:
 def test_denominators_have_no_gradient() -> None:
     inputs, settings = call(output_final_state=True)
     results = library.power_forward(*inputs, **settings)
-    assert [x.requires_grad for x in results] == [True, True, True, False, False]
+    assert [x.requires_grad for x in results] == [True, True, True, False, False, False, False]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -25,7 +25,7 @@ from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.fit import verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import MemorySettings, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
-from longhaul.pipeline.planning.op_workspaces import OpWorkspace
+from longhaul.pipeline.planning.op_workspaces import OpWorkspace, traced_as
 from longhaul.pipeline.system.devices import Device
 
 PAPER = "run/paper/conformal-sympow-p2-1024.yaml"
@@ -241,8 +241,8 @@ def test_every_kind_can_be_traced(kind: str) -> None:
 
 def test_states_of_the_kernels_are_counted() -> None:
     T, H, K = 16_384, 4, 64
-    live = MemoryTracker(OpWorkspace("triton"))
-    with FakeTensorMode(), live:
+    live = MemoryTracker(OpWorkspace())
+    with traced_as("triton"), FakeTensorMode(), live:
         q, k, v = (
             torch.zeros(1, T, H, K, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
         )
@@ -256,7 +256,7 @@ def test_states_of_the_kernels_are_counted() -> None:
 
 def test_an_op_takes_what_its_own_code_allocates() -> None:
     shape = 1, 256, 4, 64
-    live = MemoryTracker(OpWorkspace("torch"))
+    live = MemoryTracker(OpWorkspace())
     with FakeTensorMode(), live:
         q = torch.zeros(shape)
         power_attention(q, q, q, degree=2)

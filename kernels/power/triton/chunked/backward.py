@@ -34,7 +34,8 @@ def chunked_backward(
     """Gradients of q, k, v, log_g and the initial state.
 
     The states S and their gradients dS exist at the same time. An even number of key heads is
-    processed in two halves, so that both together are no larger than one state per chunk.
+    processed in two halves, so that both together are no larger than one state per chunk, or than
+    one and a half where the forward pass has kept all S.
     """
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
@@ -68,6 +69,7 @@ def chunked_backward(
                     _narrow(saved.final_norm, state),
                     _narrow(saved.inverse, queries),
                     None,
+                    *_heads_of(saved, state),
                 ),
                 chunks,
                 dout.narrow(*queries),
@@ -86,6 +88,14 @@ def chunked_backward(
     )
     grads = (dq, dk, dv, dlog_g, dkv0, dnorm0)
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
+
+
+def _heads_of(saved: Saved, heads: tuple[int, int, int]) -> tuple[Tensor | None, Tensor | None]:
+    """The kept states of some key heads. Not a copy, so that no second state per chunk exists."""
+    kv, norm = saved.chunk_kv, saved.chunk_norm
+    if kv is None or norm is None:
+        return None, None
+    return kv.narrow(*heads), norm.narrow(*heads) if norm.ndim > 1 else norm
 
 
 def _narrow(x: Tensor | None, heads: tuple[int, int, int]) -> Tensor | None:
@@ -117,7 +127,9 @@ def _backward_of_heads(
 
     states = dstates = no_states(q)
     products = k.new_zeros(chunks.num, G, dtype=torch.float64)
-    if has_states:
+    if saved.chunk_kv is not None and saved.chunk_norm is not None:
+        states = States(saved.chunk_kv, saved.chunk_norm)
+    elif has_states:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
             has_norm=has_norm,

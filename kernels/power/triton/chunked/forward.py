@@ -103,4 +103,5 @@ def chunked_forward(
         call, q, k, v, gates, states, chunks, tiles, operands_of(q),
         has_initial=kv is not None, rounding=_rounding(q, tiles),
     )  # fmt: skip
-    return Forward(out, final_kv, final_norm, inverse, is_live)
+    kept = states if call.keeps_states else (None, None)
+    return Forward(out, final_kv, final_norm, inverse, is_live, *kept)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from longhaul.kernels.offline import recording
 from longhaul.kernels.power import triton
 from longhaul.kernels.power.call import PowerCall, Saved
-from longhaul.kernels.power.cost import choose_chunk_size
+from longhaul.kernels.power.cost import choose_chunk_size, keeps_states
 from longhaul.kernels.shapes import state_features
 
 
@@ -54,11 +54,12 @@ with recording("sm_90"), alive:
     inputs = alive.now
     call = PowerCall(
         degree=2, scale=0.125, normalize=True, output_final_state=False, form="chunked",
-        chunk_size=C,
+        chunk_size=C, keeps_states=keeps_states(K, K, 2, C),
     )
     after = triton.forward(call, q, k, v, log_g, None, None, None)
     saved = Saved(
-        q, k, v, log_g, None, None, None, after.out, None, None, after.inverse, after.is_live
+        q, k, v, log_g, None, None, None, after.out, None, None, after.inverse, after.is_live,
+        after.chunk_kv, after.chunk_norm,
     )
     grads = triton.backward(
         call, saved, torch.empty_like(after.out), None, None, (True,) * 4 + (False,) * 2

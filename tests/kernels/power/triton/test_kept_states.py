@@ -1,0 +1,80 @@
+"""States that the forward pass keeps for the backward pass, where they are small enough."""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from longhaul.kernels import PowerState, power_attention, state_features
+from longhaul.kernels.power import cost, library, op
+
+T, H, G, K, V = 40, 4, 2, 8, 16
+
+
+def gradients(keep: bool, **settings: Any) -> tuple[list[Tensor], bool]:
+    """Gradients of one call, and whether its backward pass got states."""
+    torch.manual_seed(0)
+    settings = {"chunk_size": 16, "normalize": True, "is_continued": False} | settings
+    q, k, v = torch.randn(1, T, H, K), torch.randn(1, T, G, K), torch.randn(1, T, G, V)
+    log_g = logsigmoid(torch.randn(1, T, G) + 3)
+    offsets = settings.get("cu_seqlens")
+    state = None
+    if settings.pop("is_continued"):
+        S, P = 1 if offsets is None else len(offsets) - 1, state_features(K, 2)
+        state = PowerState(torch.randn(S, G, P, V), torch.rand(S, G, P))
+    leaves = [x.requires_grad_() for x in (q, k, v, log_g, *(state or ()))]
+    got_states = []
+    restore = library.saved_of
+
+    def watched(*args: Any) -> Any:
+        saved = restore(*args)
+        got_states.append(saved.chunk_kv is not None)
+        return saved
+
+    with (
+        patch.object(op, "keeps_states", lambda *_: keep),
+        patch.object(library, "saved_of", watched),
+    ):
+        out, _ = power_attention(
+            *leaves[:4], initial_state=state, form="chunked", backend="triton", **settings
+        )
+        found = torch.autograd.grad(out.square().sum(), leaves)
+    return list(found), got_states == [True]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"is_continued": True, "cu_seqlens": torch.tensor([0, 1, 23, T])},
+        {"normalize": False},
+    ],
+    ids=["plain", "packed, continued", "not normalised"],
+)
+def test_kept_states_change_no_gradient(settings: dict[str, Any]) -> None:
+    kept, got_states = gradients(True, **settings)
+    assert got_states
+    computed, got_states = gradients(False, **settings)
+    assert not got_states
+    for one, other in zip(kept, computed, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_nothing_is_kept_without_gradients_or_for_a_single_chunk() -> None:
+    assert not gradients(True, chunk_size=T)[1]
+    q = torch.randn(1, T, H, K)
+    with (
+        torch.no_grad(),
+        patch.object(library, "power_forward", wraps=library.power_forward) as run,
+    ):
+        power_attention(q, q, q, form="chunked", chunk_size=16, backend="triton")
+    assert run.call_args.kwargs["keeps_states"] is False
+
+
+def test_states_are_kept_where_they_are_no_larger_than_the_tokens() -> None:
+    # 2,304 features of 64 values are as many numbers as 576 tokens of q, k, v and out.
+    assert cost.keeps_states(64, 64, 2, 576)
+    assert not cost.keeps_states(64, 64, 2, 575)
