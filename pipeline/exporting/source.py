@@ -24,7 +24,9 @@ _STAND_INS = {
     for name, file in {
         "jaxtyping": "jaxtyping",
         "longhaul.kernels.backend": "backend",
+        "longhaul.kernels.cross_entropy.triton": "triton",
         "longhaul.kernels.power.triton": "triton",
+        "longhaul.kernels.rotary.triton": "triton",
     }.items()
 }
 _ROOTS = (f"{_HERE}.configuration_longhaul", f"{_HERE}.modeling_longhaul")
