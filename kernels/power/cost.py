@@ -68,8 +68,9 @@ def power_backward_flops(
     """Useful floating-point operations of a backward pass, per head: 2.5 times the forward pass.
 
     The state takes five products of 2 P V per token instead of two: its update (counted whether it
-    is kept or computed again), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of two: its score
-    again, the gradient of the score, dv, dq and dk; exactly 2.5 times the work if K = V.
+    is kept or computed again), dφ(q), dS, dv and dφ(k). A pair of tokens also takes five instead of
+    two: its score again, the gradient of the score, dv, dq and dk; exactly 2.5 times the work if
+    K = V.
     """
     return 5 * power_flops(T, K, V, degree, form, chunk_size) // 2
 

@@ -140,7 +140,7 @@ def test_bad_options_are_named(kind: str, options: dict[str, object], message: s
         build_attention(kind, WIDTH, HEADS, **options)
 
 
-PLAIN, SHORT = {"gate_init": "plain"}, {"longest_document": 50}
+LONG, SHORT = {"gate_init": "long_memory"}, {"longest_document": 50}
 LEARNED = "; if a gate is learned"
 WITHOUT_TURNS = "none (longest_document is not read)"
 
@@ -148,12 +148,12 @@ WITHOUT_TURNS = "none (longest_document is not read)"
 @pytest.mark.parametrize(
     ("kind", "option", "reads", "ignores", "words"),
     [
-        ("sympow_gated", PLAIN, {"gate": "data"}, {"gate": "retention"}, LEARNED),
-        ("conformal_sympow", PLAIN, {"gate": "learned"}, {"gate": "alibi"}, LEARNED),
-        ("linear", PLAIN, {"gate": "data"}, {"gate": "none"}, LEARNED),
-        ("cartan", PLAIN, {"generator": "full"}, {"generator": "additive"}, LEARNED),
-        ("cartan", PLAIN, {"generator": "product"}, {"generator": "additive"}, LEARNED),
-        ("zeros", PLAIN, {"ordered": True}, {"ordered": False}, LEARNED),
+        ("sympow_gated", LONG, {"gate": "data"}, {"gate": "retention"}, LEARNED),
+        ("conformal_sympow", LONG, {"gate": "learned"}, {"gate": "alibi"}, LEARNED),
+        ("linear", LONG, {"gate": "data"}, {"gate": "none"}, LEARNED),
+        ("cartan", LONG, {"generator": "full"}, {"generator": "additive"}, LEARNED),
+        ("cartan", LONG, {"generator": "product"}, {"generator": "additive"}, LEARNED),
+        ("zeros", LONG, {"ordered": True}, {"ordered": False}, LEARNED),
         (
             "linear",
             {"rotary_base": 50.0},

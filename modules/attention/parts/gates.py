@@ -36,7 +36,7 @@ class ForgetGateConfig(AttentionConfig):
     whichever of these options the kind has.
     """
 
-    gate_init: str = "long_memory"
+    gate_init: str = "plain"
     """plain (sigmoid(W x), no bias) | long_memory (a bias, gamma near 1); if a gate is learned."""
 
     def __post_init__(self) -> None:

@@ -68,7 +68,7 @@ def generator_diagonal(attention: Attention, x: Tensor, width: int) -> Diagonal:
             for generator in GENERATORS
             for per in ("head", "pair", "coordinate")
         ),
-        {"generator_per": "coordinate", "negative_diagonal": True, "gate_init": "plain"},
+        {"generator_per": "coordinate", "negative_diagonal": True, "gate_init": "long_memory"},
         {"step_size": True},
         {"step_size": True, "generator_per": "pair", "lengths": "raw"},
         {"lengths": "ratio"},
@@ -146,7 +146,8 @@ def test_one_generator_in_all_parts_of_a_head_equals_one_per_head() -> None:
 
 
 def test_new_gates_of_the_parts_of_a_head_start_alike() -> None:
-    bias = build_attention("cartan", 16, 2, generator_per="pair").gate.bias
+    options = {"generator_per": "pair", "gate_init": "long_memory"}
+    bias = build_attention("cartan", 16, 2, **options).gate.bias
     assert_same(bias, torch.tensor([31.0] * 4 + [63.0] * 4).log(), 1e-6)
 
 

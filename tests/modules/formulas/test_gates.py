@@ -54,7 +54,7 @@ def test_gates_begin_as_they_are_named(gate: str, gate_init: str, wanted: list[f
 
 
 @pytest.mark.parametrize(
-    ("gate", "numbers"), [("data", 3 * 48 + 3), ("learned", 3), ("retention", 0), ("alibi", 0)]
+    ("gate", "numbers"), [("data", 3 * 48), ("learned", 3), ("retention", 0), ("alibi", 0)]
 )
 def test_gates_that_are_fixed_have_no_parameters(gate: str, numbers: int) -> None:
     attention = build_attention("conformal_sympow", 48, 3, gate=gate)

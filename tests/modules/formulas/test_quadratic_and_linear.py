@@ -213,7 +213,7 @@ def test_linear_weights_are_products_of_features(
 def test_linear_weights_are_rotated_before_the_feature_map_and_gated(
     rotary: str, gate: str, initial_state: str
 ) -> None:
-    options = {"rotary": rotary, "gate": gate, "gate_init": "plain", "rotary_base": 50.0}
+    options = {"rotary": rotary, "gate": gate, "gate_init": "long_memory", "rotary_base": 50.0}
     attention = build("linear", initial_state=initial_state, **options)
     x = tokens()
     q, k, v = projections(x, attention.qkv.weight)

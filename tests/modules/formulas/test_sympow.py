@@ -67,7 +67,7 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     [
         ("sympow", {"rotary": "none"}),
         *(
-            ("sympow_gated", {"gate": gate, "rotary": rotary, "gate_init": "plain"})
+            ("sympow_gated", {"gate": gate, "rotary": rotary, "gate_init": "long_memory"})
             for gate in ("data", "learned", "retention", "alibi")
             for rotary in ("fixed", "none")
         ),

@@ -154,7 +154,7 @@ NOTES = [
 
 
 @INITIAL_STATE
-@pytest.mark.parametrize("options", [*NOTES, {**NOTES[1], "gate_init": "plain"}], ids=str)
+@pytest.mark.parametrize("options", [*NOTES, {**NOTES[1], "gate_init": "long_memory"}], ids=str)
 def test_zeros_of_the_notes_matches_its_formula(
     options: dict[str, object], initial_state: str
 ) -> None:
@@ -224,7 +224,7 @@ def test_zeros_terms_are_the_taylor_terms_of_the_softmax() -> None:
 
 @pytest.mark.parametrize("second_order", [False, True])
 def test_ordered_zeros_with_gates_of_one_equals_unordered(second_order: bool) -> None:
-    ordered = build("zeros", ordered=True, second_order=second_order)
+    ordered = build("zeros", ordered=True, second_order=second_order, gate_init="long_memory")
     unordered = build("zeros", second_order=second_order)
     unordered.load_state_dict(ordered.state_dict(), strict=False)
     wanted = unordered(tokens(), keep_state=False)[0]
