@@ -2,9 +2,9 @@
 
     python docs/scripts/elementwise_bytes.py [KIND] [TOKENS]
 
-Counts inputs and outputs of every operation, forward and backward in bfloat16, of one row of TOKENS
-tokens on a CPU, and scales them to 12 blocks and 32,768 tokens. Matrix products and the op are left
-out; rotations are counted as their Triton kernels.
+Counts inputs and outputs of every operation, forward and backward in bfloat16, of a micro-batch of
+32,768 tokens on a CPU, times 12 blocks. Matrix products and the op are left out; rotations are
+counted as their Triton kernels.
 """
 
 import sys
@@ -60,7 +60,8 @@ def count(kind: str, tokens: int) -> Counted:
             layers=1, width=768, heads=12, vocabulary=50_304,
         )
     )  # fmt: skip
-    x, gradient = torch.randn(1, tokens, 768, requires_grad=True), torch.randn(1, tokens, 768)
+    shape = _TOKENS // tokens, tokens, 768
+    x, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
     counted = Counted()
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def count(kind: str, tokens: int) -> Counted:
 
 def main(kind: str = "conformal_sympow", tokens: str = "4096") -> None:
     counted = count(kind, int(tokens))
-    scale = _BLOCKS * _TOKENS / int(tokens) / 1e9
+    scale = _BLOCKS / 1e9
     total = 0.0
     for name, size in counted.bytes.most_common():
         if name not in _PRODUCTS:
