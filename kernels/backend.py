@@ -15,19 +15,18 @@ Backend = Literal["auto", "reference", "torch", "triton"]
 _HAS_TRITON = find_spec("triton") is not None
 
 
-# The backend of "auto" while `assuming` holds.
-_assumed: Literal["torch", "triton"] | None = None
+_is_triton_assumed = False
 
 
 @contextmanager
-def assuming(backend: Literal["torch", "triton"]) -> Iterator[None]:
-    """Resolve "auto" as on another machine, to trace what it would do; kernels cannot run."""
-    global _assumed
-    before, _assumed = _assumed, backend
+def assuming_triton() -> Iterator[None]:
+    """Resolve "auto" as on a machine with a GPU, to trace what it would call; nothing can run."""
+    global _is_triton_assumed
+    before, _is_triton_assumed = _is_triton_assumed, True
     try:
         yield
     finally:
-        _assumed = before
+        _is_triton_assumed = before
 
 
 def why_unavailable(backend: str, device: torch.device) -> str | None:
@@ -48,7 +47,7 @@ def why_dtype_unsupported(dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "it has no float64"
     # torch.compile cannot trace Triton's settings; a graph is compiled for a GPU anyway.
-    if dtype == torch.float32 or _assumed is not None or torch.compiler.is_compiling():
+    if dtype == torch.float32 or _is_triton_assumed or torch.compiler.is_compiling():
         return None
     if _is_interpreted():
         return "its interpreter is silently wrong in 16 bits"
@@ -82,7 +81,17 @@ def resolve_backend(backend: str, device: torch.device) -> Literal["reference", 
         raise ValueError(
             f"backend: found {backend!r}, wanted one of {', '.join(get_args(Backend))}"
         )
-    if _assumed is not None:
-        return _assumed
+    if _is_triton_assumed:
+        return "triton"
     is_fast = device.type == "cuda" and why_unavailable("triton", device) is None
     return "triton" if is_fast else "torch"
+
+
+def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool:
+    """Whether a function without a reference runs its kernel, which a reason may forbid."""
+    resolved = resolve_backend(backend, device)
+    if resolved == "reference":
+        raise cannot_run(backend, "this function has no reference")
+    if resolved == backend == "triton" and why_not:
+        raise cannot_run(backend, why_not)
+    return resolved == "triton" and not why_not

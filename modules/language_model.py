@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.block import Block
-from longhaul.modules.cross_entropy import linear_cross_entropy, rows_at_once
+from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 
@@ -271,8 +271,8 @@ class LanguageModel(nn.Module):
         losses = [
             F.cross_entropy(self.head(rows), wanted, reduction="none")
             for rows, wanted in zip(
-                hidden.flatten(0, 1).split(rows_at_once(hidden)),
-                target.flatten().split(rows_at_once(hidden)),
+                hidden.flatten(0, 1).split(ROWS_AT_ONCE),
+                target.flatten().split(ROWS_AT_ONCE),
                 strict=True,
             )
         ]

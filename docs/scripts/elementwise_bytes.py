@@ -69,14 +69,13 @@ def count(kind: str, tokens: int) -> Counted:
         counted.add("rotate", x, cos, sin, y)
         return y
 
-    def gradients(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, **_: bool) -> Any:
+    def gradients(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
         made = [torch.empty_like(like) for like in (x, cos, sin)]
         counted.add("rotate, backward", dy, x, cos, sin, *made)
         return made
 
     with (
-        patch.object(rotary, "resolve_backend", lambda backend, device: "triton"),
-        patch.object(rotary, "_fits", lambda x, cos: True),
+        patch.object(rotary, "uses_triton", lambda backend, device, why_not: True),
         patch.object(rotary_kernels, "rotated", rotated),
         patch.object(rotary_kernels, "gradients", gradients),
         torch.autocast("cpu", torch.bfloat16),

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.backend import Backend, uses_triton, why_dtype_unsupported
 
 
 def cross_entropy_(
@@ -24,12 +24,16 @@ def cross_entropy_(
     Args:
         logits: contiguous. With `with_gradient` they become softmax(logits) - onehot(target), the
             gradient of the sum of all losses, rounded to their dtype; otherwise they are kept.
-        target: an id for each row, 0 or more and less than the vocabulary (not checked).
+        target: an id for each row. For one outside of the vocabulary, torch raises an error on a
+            CPU; on a GPU the loss of the row is NaN.
         backend: "torch", "triton" (not for float64) or "auto".
+
+    Raises:
+        ValueError: if the logits are not contiguous.
     """
-    if resolve_backend(backend, logits.device) == "triton" and not why_dtype_unsupported(
-        logits.dtype
-    ):
+    if not logits.is_contiguous():
+        raise ValueError(f"logits: found strides {logits.stride()}, wanted a contiguous tensor")
+    if uses_triton(backend, logits.device, why_dtype_unsupported(logits.dtype)):
         # Triton takes long to import, and may not be installed.
         from longhaul.kernels.cross_entropy import triton
 

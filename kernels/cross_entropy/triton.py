@@ -17,7 +17,7 @@ def cross_entropy_(logits: Tensor, target: Tensor, *, with_gradient: bool) -> Te
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         _cross_entropy_kernel[(rows,)](
             logits,
-            target,
+            target.contiguous(),
             losses,
             vocabulary,
             BLOCK=min(_LARGEST_BLOCK, triton.next_power_of_2(vocabulary)),
@@ -36,7 +36,8 @@ def _cross_entropy_kernel(
     logits_ptr += row * vocabulary
     # Loaded before the sums, whose barriers then keep other warps from overwriting it too early.
     wanted = tl.load(target_ptr + row)
-    wanted_logit = tl.load(logits_ptr + wanted).to(tl.float32)
+    is_known = (wanted >= 0) & (wanted < vocabulary)
+    wanted_logit = tl.load(logits_ptr + wanted, mask=is_known, other=float("nan")).to(tl.float32)
     column = tl.arange(0, BLOCK)
     # Not -inf, whose difference from a first block of -inf would be NaN.
     largest = tl.full((), -3e38, tl.float32)

@@ -67,7 +67,7 @@ class OtherShape:
         for heads in (1, 4):
             x, phase = torch.zeros(2, 128, 4, 64, dtype=self.dtype), torch.zeros(2, 128, heads, 32)
             rotary.rotated(x, phase, phase)
-            rotary.gradients(x, x, phase, phase, needs_phases=True)
+            rotary.gradients(x, x, phase, phase)
 
 
 SHAPES: tuple[Shape | OtherShape, ...] = (

@@ -83,12 +83,19 @@ def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     return T * 2 * symmetric_dim(K, degree) * V
 
 
-def keeps_states(K: int, V: int, degree: int, chunk_size: int) -> bool:
+def keeps_states(tokens: int, chunks: int, K: int, V: int, degree: int, bytes_each: int) -> bool:
     """Whether states before chunks are kept for the backward pass instead of computed again.
 
-    They are if that takes no more memory than queries, keys, values and outputs.
+    They are if that takes no more memory than queries, keys, values and outputs: of one head, with
+    as many key heads as query heads.
+
+    Args:
+        tokens, chunks: of all documents.
+        bytes_each: of a number of q, k, v and of a state.
     """
-    return state_features(K, degree) * V <= chunk_size * 2 * (K + V)
+    norm_bytes = 4
+    state = state_features(K, degree) * (V * bytes_each + norm_bytes)
+    return chunks * state <= tokens * 2 * (K + V) * bytes_each
 
 
 def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:

@@ -172,7 +172,8 @@ def _(
     if keeps_states:
         # As many as chunking.py cuts.
         num = B * (-(-T // chunk_size)) if cu_seqlens is None else T // chunk_size + S
-        chunk_kv = q.new_empty(num, G, P, V)
+        # Not of float16: its products have operands of float32.
+        chunk_kv = (q if q.dtype == torch.bfloat16 else like).new_empty(num, G, P, V)
         has_norm = normalize or output_final_state
         chunk_norm = like.new_empty((num, G, P) if has_norm else (0,))
     results = Forward(

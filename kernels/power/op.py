@@ -129,7 +129,9 @@ def power_attention(
         keeps_states=_needs_gradient(q, k, v, log_g, kv, norm)
         and form == "chunked"
         and chunk_size < T
-        and keeps_states(K, V, degree, chunk_size),
+        and keeps_states(
+            B * T, _num_chunks(B, T, chunk_size, cu_seqlens), K, V, degree, q.itemsize
+        ),
     )
     if resolved == "triton":
         resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)
@@ -233,6 +235,13 @@ def _longest(cu_seqlens: Tensor, T: int) -> int:
     if torch.compiler.is_compiling() or cu_seqlens.is_meta or type(cu_seqlens) is not Tensor:
         return T
     return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, T)))
+
+
+def _num_chunks(B: int, T: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
+    """Chunks of all documents; if they are packed, an upper bound that needs no lengths."""
+    if cu_seqlens is None:
+        return B * (-(-T // chunk_size))
+    return T // chunk_size + cu_seqlens.shape[0] - 1
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

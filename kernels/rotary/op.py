@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.backend import Backend, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.backend import Backend, uses_triton, why_dtype_unsupported
 
 
 def rotate(
@@ -31,28 +31,42 @@ def rotate(
         x: in any dtype, which is also that of the result.
         cos, sin: of J = K / 2 phases, broadcast to the rows of x.
         backend: "torch", "triton" (where x has four dimensions, and phases are float32) or "auto".
+
+    Raises:
+        ValueError: if the phases do not fit x.
     """
+    wanted = (*x.shape[:-1], x.shape[-1] // 2)
+    is_wrong = cos.shape != sin.shape or cos.shape[-1:] != wanted[-1:]
+    if is_wrong or torch.broadcast_shapes(cos.shape, wanted) != wanted:
+        raise ValueError(
+            f"phases: found {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}, "
+            "wanted a phase for each pair, of all rows or shared by some"
+        )
     if torch.compiler.is_compiling():
         first, second = x.to(cos.dtype).chunk(2, dim=-1)
         turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
         return turned.to(x.dtype)
-    is_on_gpu = resolve_backend(backend, x.device) == "triton" and _fits(x, cos)
+    is_on_gpu = uses_triton(backend, x.device, _why_not(x, cos))
     result: Tensor = _Rotation.apply(x, cos, sin, is_on_gpu)  # type: ignore[no-untyped-call]
     return result
 
 
-def _fits(x: Tensor, cos: Tensor) -> bool:
-    """Whether the kernels take x and its phases, which tokens or heads may share, but not both."""
-    if not x.ndim == cos.ndim == 4 or cos.dtype != torch.float32:
-        return False
-    is_shared = [size < rows for size, rows in zip(cos.shape[1:3], x.shape[1:3], strict=True)]
-    return not all(is_shared) and not why_dtype_unsupported(x.dtype)
+def _why_not(x: Tensor, cos: Tensor) -> str | None:
+    """Why the kernels cannot rotate x; None if they can."""
+    if not x.ndim == cos.ndim == 4:
+        return f"its kernels take four dimensions, found {x.ndim} and {cos.ndim}"
+    if cos.dtype != torch.float32:
+        return f"its kernels take phases in float32, found {cos.dtype}"
+    if all(size < rows for size, rows in zip(cos.shape[1:3], x.shape[1:3], strict=True)):
+        return "its kernels take phases that tokens or heads share, not both"
+    return why_dtype_unsupported(x.dtype)
 
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_on_gpu: bool) -> Tensor:
-        ctx.save_for_backward(x, cos, sin)
+        # Only gradients of phases depend on x.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, cos, sin)
         ctx.is_on_gpu = is_on_gpu
         if is_on_gpu:
             # Triton takes long to import, and may not be installed.
@@ -71,10 +85,10 @@ class _Rotation(torch.autograd.Function):
         x, cos, sin = ctx.saved_tensors
         needs_phases = any(ctx.needs_input_grad[1:3])
         # Second derivatives take the formulas below, which are differentiable.
-        if ctx.is_on_gpu and not torch.is_grad_enabled():
+        if needs_phases and ctx.is_on_gpu and not torch.is_grad_enabled():
             from longhaul.kernels.rotary import triton
 
-            return *triton.gradients(dy, x, cos, sin, needs_phases=needs_phases), None
+            return *triton.gradients(dy, x, cos, sin), None
         dx: Tensor = _Rotation.apply(dy, cos, -sin, ctx.is_on_gpu)  # type: ignore[no-untyped-call]
         if not needs_phases:
             return dx, None, None, None

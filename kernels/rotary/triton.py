@@ -19,12 +19,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def gradients(
-    dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor, *, needs_phases: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def gradients(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, cos and sin."""
-    if not needs_phases:
-        return rotated(dy, cos, -sin), None, None
     dx = x.new_empty(x.shape)
     # A row of phases for each batch row, although they may share one.
     shape = [max(sizes) for sizes in zip(cos.shape[:1], x.shape[:1], strict=True)]
@@ -75,7 +71,8 @@ def _rotate_kernel(
     y_ptr += b * stride_yb + t * stride_yt + j
     cos_ptr += b * stride_cb + t * stride_ct + j
     sin_ptr += b * stride_sb + t * stride_st + j
-    for h in range(H):
+    for head in range(H):
+        h = tl.cast(head, tl.int64)
         cos = tl.load(cos_ptr + h * stride_ch, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + h * stride_sh, mask=mask, other=0.0)
         first = tl.load(x_ptr + h * stride_xh, mask=mask, other=0.0).to(tl.float32)
@@ -108,7 +105,8 @@ def _rotate_backward_kernel(
     dsin_ptr += b * stride_dsb + t * stride_dst + j
     dcos = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
     dsin = tl.zeros((BLOCK_T, BLOCK_J), tl.float32)
-    for h in range(H):
+    for head in range(H):
+        h = tl.cast(head, tl.int64)
         cos = tl.load(cos_ptr + h * stride_ch, mask=mask, other=0.0)
         sin = tl.load(sin_ptr + h * stride_sh, mask=mask, other=0.0)
         first = tl.load(x_ptr + h * stride_xh, mask=mask, other=0.0).to(tl.float32)

@@ -68,6 +68,8 @@ def other_cases(dtype: str) -> list[Case]:
         LossCase(name="loss, large logits", T=9, vocabulary=4100, content="large"),
         RotationCase(name="rotation"),
         RotationCase(name="rotation, odd sizes", B=2, T=333, H=3, K=20),
+        RotationCase(name="rotation, phases per head", T=333, has_phases_per_head=True),
+        RotationCase(name="rotation, heads first", B=2, T=333, has_heads_first=True),
     ]
     return [replace(case, dtype=dtype) for case in cases]
 

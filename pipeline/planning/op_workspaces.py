@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from longhaul.kernels.backend import assuming
+from longhaul.kernels.backend import assuming_triton
 from longhaul.kernels.power import library
 from longhaul.kernels.power.call import PowerCall
 from longhaul.pipeline.planning.memory_tracker import MemoryTracker
@@ -26,7 +26,7 @@ def traced_as(backend: Backend) -> Iterator[None]:
     # Imported here: Triton is optional, and slow to import.
     from longhaul.kernels.offline import skipping
 
-    with assuming("triton"), skipping("sm_90"):
+    with assuming_triton(), skipping("sm_90"):
         yield
 
 

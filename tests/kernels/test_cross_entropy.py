@@ -44,9 +44,28 @@ def test_logits_are_kept_where_no_gradient_is_wanted(backend: Backend) -> None:
     torch.testing.assert_close(losses, -before.log_softmax(1)[range(3), target])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_float64_stays_float64(backend: Backend) -> None:
+def test_float64_stays_float64() -> None:
     logits, target = torch.randn(2, 30, dtype=torch.float64), torch.tensor([5, 0])
     wanted = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-    losses = cross_entropy_(logits, target, with_gradient=True, backend=backend)
+    losses = cross_entropy_(logits, target, with_gradient=True)
     torch.testing.assert_close(losses, wanted, rtol=1e-14, atol=0)
+    with pytest.raises(ValueError, match="'triton' cannot run: it has no float64"):
+        cross_entropy_(logits, target, with_gradient=True, backend="triton")
+
+
+def test_strided_targets_are_read_and_strided_logits_refused() -> None:
+    logits, target = torch.randn(3, 30), torch.tensor([[5, 1], [0, 2], [29, 3]])[:, 0]
+    wanted = torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    losses = cross_entropy_(logits.clone(), target, with_gradient=True, backend="triton")
+    torch.testing.assert_close(losses, wanted)
+    with pytest.raises(ValueError, match=r"logits: found strides \(1, 3\), wanted a contiguous"):
+        cross_entropy_(torch.randn(30, 3).mT, target, with_gradient=True)
+
+
+@pytest.mark.parametrize("unknown", [-100, 30])
+def test_an_unknown_id_is_never_a_loss(unknown: int) -> None:
+    target = torch.tensor([5, unknown])
+    losses = cross_entropy_(torch.randn(2, 30), target, with_gradient=True, backend="triton")
+    assert losses.isnan().tolist() == [False, True]
+    with pytest.raises((IndexError, RuntimeError)):
+        cross_entropy_(torch.randn(2, 30), target, with_gradient=True, backend="torch")

@@ -30,7 +30,6 @@ def results(x: Tensor, angle: Tensor, direction: Tensor, rotated: Tensor) -> lis
         ((2, 3, 40), (1, 1, 40)),  # heads before tokens, positions shared by the batch
         ((2, 1, 3), (2, 1, 1)),  # one token
         ((1, 5, 1), (1, 1, 1)),
-        ((2, 5, 3), (1, 1, 1)),  # more is shared than the kernels take
     ],
 )
 @pytest.mark.parametrize("pairs", [1, 12])
@@ -69,16 +68,55 @@ def test_narrow_numbers_are_rounded_once(dtype: torch.dtype) -> None:
     assert torch.equal(turned, exact.to(dtype))
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_second_derivatives(backend: Backend) -> None:
+def test_second_derivatives() -> None:
     x = torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True)
     angle = torch.randn(1, 3, 1, 2, dtype=torch.float64, requires_grad=True)
 
     def turned(x: Tensor, angle: Tensor) -> Tensor:
-        return rotate(x, angle.cos(), angle.sin(), backend=backend)
+        return rotate(x, angle.cos(), angle.sin())
 
     assert torch.autograd.gradcheck(turned, (x, angle))
     assert torch.autograd.gradgradcheck(turned, (x, angle))
+
+
+def test_second_derivatives_of_the_kernels_are_those_of_torch() -> None:
+    x, angle = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 1, 2)
+    found = []
+    backends: tuple[Backend, ...] = ("torch", "triton")
+    for backend in backends:
+        leaves = [a.clone().requires_grad_() for a in (x, angle)]
+        turned = rotate(leaves[0], leaves[1].cos(), leaves[1].sin(), backend=backend)
+        first = torch.autograd.grad(turned.pow(3).sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(a.square().sum() for a in first), leaves))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("x", "phases"), [((1, 5, 2, 4), (2, 5, 1, 2)), ((1, 5, 2, 4), (1, 5, 1, 1))]
+)
+def test_phases_that_do_not_fit_are_refused(x: tuple[int, ...], phases: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"phases: found .*, wanted a phase for each pair"):
+        rotate(torch.randn(x), torch.randn(phases), torch.randn(phases))
+
+
+def test_a_kernel_that_cannot_run_is_named() -> None:
+    x, phase = torch.randn(2, 5, 3, 4), torch.randn(1, 1, 1, 2)
+    torch.testing.assert_close(rotate(x, phase, phase)[0], rotate(x[0], phase[0], phase[0]))
+    with pytest.raises(ValueError, match="'triton' cannot run: its kernels take phases that"):
+        rotate(x, phase, phase, backend="triton")
+    with pytest.raises(ValueError, match="'reference' cannot run"):
+        rotate(x, phase, phase, backend="reference")
+
+
+def test_only_learned_phases_keep_x_for_the_backward_pass() -> None:
+    kept: list[Tensor] = []
+    x, phase = torch.randn(1, 5, 2, 4, requires_grad=True), torch.randn(1, 5, 1, 2)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        rotate(x, phase, phase)
+        assert {len(t.untyped_storage()) for t in kept} == {len(phase.untyped_storage())}
+        rotate(x, phase.clone().requires_grad_(), phase)
+    assert any(t is x or t.shape == x.shape for t in kept)
 
 
 def test_a_compiled_rotation_is_the_same() -> None:

@@ -200,11 +200,6 @@ def matrix_offsets(i, j, K, TILE: tl.constexpr):
     return (tile * TILE + slow) * TILE + fast, last < count
 
 
-# Columns of the norm matrix that a kernel holds at a time. 128 x 128 float32 would fill the shared
-# memory of some chips.
-NORM_COLUMNS = tl.constexpr(64)
-
-
 @triton.jit
 def load_norm_columns(norm_ptr, i, j, K, TILE: tl.constexpr):
     """Rows i and columns j of N. Only a norm given by the caller is asymmetric, within a tile."""
@@ -227,18 +222,22 @@ def into_columns(part, index, BLOCK_K: tl.constexpr):
 @triton.jit
 def norm_gradient(
     x, norm_ptr, K,
-    TILE: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_K: tl.constexpr, NORM_COLUMNS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of xᵀ N x, which is x (N + Nᵀ)."""
-    COLUMNS: tl.constexpr = min(BLOCK_K, NORM_COLUMNS)
     i = tl.arange(0, BLOCK_K)
-    gradient = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
-    for index in tl.static_range(BLOCK_K // COLUMNS):
-        j = index * COLUMNS + tl.arange(0, COLUMNS)
-        matrix = load_norm_columns(norm_ptr, i[:, None], j[None, :], K, TILE)
-        matrix += load_norm_columns(norm_ptr, j[None, :], i[:, None], K, TILE)
-        gradient += into_columns(times_matrix(x, matrix, DOT, PRECISION), index, BLOCK_K)
-    return gradient
+    if NORM_COLUMNS == BLOCK_K:
+        matrix = load_norm_columns(norm_ptr, i[:, None], i[None, :], K, TILE)
+        return times_matrix(x, matrix + tl.trans(matrix), DOT, PRECISION)
+    else:  # noqa: RET505
+        gradient = tl.zeros((x.shape[0], BLOCK_K), tl.float32)
+        for index in tl.static_range(BLOCK_K // NORM_COLUMNS):
+            j = index * NORM_COLUMNS + tl.arange(0, NORM_COLUMNS)
+            matrix = load_norm_columns(norm_ptr, i[:, None], j[None, :], K, TILE)
+            matrix += load_norm_columns(norm_ptr, j[None, :], i[:, None], K, TILE)
+            gradient += into_columns(times_matrix(x, matrix, DOT, PRECISION), index, BLOCK_K)
+        return gradient
 
 
 @triton.jit

@@ -15,6 +15,10 @@ def why_dtype_unsupported(dtype: torch.dtype) -> str | None:
     return "an exported model does not carry Triton's kernels"
 
 
+def uses_triton(backend: str, device: torch.device, why_not: str | None) -> bool:
+    return False
+
+
 def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
     if backend == "reference":
         return "reference"

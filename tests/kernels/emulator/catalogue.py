@@ -91,6 +91,8 @@ def _others() -> Iterator[Case]:
     yield LossCase(name="257 ids", T=2, vocabulary=257)
     yield RotationCase(name="K 64", T=40, H=2)
     yield RotationCase(name="odd sizes", B=2, T=33, H=3, K=20)
+    yield RotationCase(name="phases per head", T=33, H=2, K=32, has_phases_per_head=True)
+    yield RotationCase(name="heads first", B=2, T=33, H=2, K=32, has_heads_first=True)
 
 
 def all_runs() -> list[Run]:

@@ -23,7 +23,7 @@ from longhaul.kernels.power.triton.features import (
     slot_gradient,
     slots_of,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
 from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import KEY_GRADIENT
 
@@ -115,6 +115,7 @@ def key_gradient(
             *sizes,
             NUM_SLOTS=triton.cdiv(K, tiles.tile),
             SLOT_BLOCKS=slots.num_blocks,
+            NORM_COLUMNS=norm_columns(K),
             HAS_NORM=has_norm,
             HAS_PRODUCT=k_dk is not None,
             **meta,
@@ -264,8 +265,9 @@ def _power_bwd_key_kernel(
     stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_PRODUCT: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, NORM_COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr,
+    HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PRODUCT: tl.constexpr,
+    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_N % BLOCK_T == 0)
     per_chunk = tl.cdiv(chunk_size, BLOCK_N)
@@ -299,7 +301,7 @@ def _power_bwd_key_kernel(
             )  # fmt: skip
             acc += into_columns(part, slot, BLOCK_K)
         if HAS_NORM and DEGREE == 2:
-            acc += norm_gradient(k, dnorm_ptr, K, TILE, BLOCK_K, DOT, PRECISION)
+            acc += norm_gradient(k, dnorm_ptr, K, TILE, BLOCK_K, NORM_COLUMNS, DOT, PRECISION)
         # All steps are multiplied by p at the end, but this one includes p already.
         acc *= 1 / DEGREE
 

@@ -20,7 +20,7 @@ from longhaul.kernels.power.triton.features import (
     slot_gradient,
     slots_of,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
 from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import QUERY_GRADIENT
 
@@ -87,6 +87,7 @@ def query_gradient(
         AT_ONCE=tiles.at_once,
         BLOCK_K=block_of(K),
         BLOCK_V=block_of(V),
+        NORM_COLUMNS=norm_columns(K),
         HAS_GATES=gates is not None,
         HAS_INITIAL=has_initial,
         NORMALIZE=call.normalize,
@@ -103,8 +104,8 @@ def _power_bwd_query_kernel(
     stride_dh, stride_kv, stride_norm, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, NORM_COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_T % BLOCK_N == 0)
     per_chunk = tl.cdiv(chunk_size, BLOCK_T)
@@ -157,7 +158,8 @@ def _power_bwd_query_kernel(
             )  # fmt: skip
             acc += into_columns(part, slot, BLOCK_K)
         if NORMALIZE and DEGREE == 2:
-            acc -= delta[:, None] * norm_gradient(q, norm_ptr, K, TILE, BLOCK_K, DOT, PRECISION)
+            product = norm_gradient(q, norm_ptr, K, TILE, BLOCK_K, NORM_COLUMNS, DOT, PRECISION)
+            acc -= delta[:, None] * product
     first_high, first_low = 0.0, 0.0
     # All steps are multiplied by p at the end, but this one includes p already.
     acc *= 1 / DEGREE

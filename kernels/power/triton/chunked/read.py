@@ -11,13 +11,12 @@ from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
-    NORM_COLUMNS,
     Tiles,
     features,
     load_norm_columns,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch
+from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
 from longhaul.kernels.power.triton.powers import power, rounded_weights, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import READ
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
@@ -87,6 +86,7 @@ def read_out(
         BLOCK_F=tiles.at_once * tiles.tile**call.degree,
         BLOCK_K=block_of(K),
         BLOCK_V=block_v,
+        NORM_COLUMNS=norm_columns(K),
         HAS_GATES=gates is not None,
         HAS_INITIAL=has_initial,
         NORMALIZE=call.normalize,
@@ -103,8 +103,8 @@ def _power_fwd_read_kernel(
     stride_vb, stride_vt, stride_vh, T, H, G, K, V, P, scale, state_scale, rounding, chunk_size,
     NUM_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
     BLOCK_F: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, NORM_COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Steps: the state, then earlier blocks of keys, then the block's own keys. Decays are factored
     # at the block's first token b, eq. (5): G_b and G_b − G_i first, G_t − G_b last.
@@ -146,9 +146,8 @@ def _power_fwd_read_kernel(
                 norm = tl.load(norm_ptr + kk, mask=kk < K, other=0.0)
                 den = tl.sum(q.to(tl.float32) * norm[None, :], axis=1)
             else:
-                COLUMNS: tl.constexpr = min(BLOCK_K, NORM_COLUMNS)
-                for first in tl.static_range(0, BLOCK_K, COLUMNS):
-                    j = first + tl.arange(0, COLUMNS)
+                for first in tl.static_range(0, BLOCK_K, NORM_COLUMNS):
+                    j = first + tl.arange(0, NORM_COLUMNS)
                     matrix = load_norm_columns(norm_ptr, kk[:, None], j[None, :], K, TILE)
                     part = tl.load(
                         q_ptr + t[:, None] * stride_qt + j[None, :],

@@ -6,9 +6,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import logsigmoid
 
 from longhaul.kernels import PowerState, power_attention, state_features
+from longhaul.kernels.offline import skipping
 from longhaul.kernels.power import cost, library, op
 
 T, H, G, K, V = 40, 4, 2, 8, 16
@@ -65,7 +67,7 @@ def test_kept_states_change_no_gradient(settings: dict[str, Any]) -> None:
 
 def test_nothing_is_kept_without_gradients_or_for_a_single_chunk() -> None:
     assert not gradients(True, chunk_size=T)[1]
-    q = torch.randn(1, T, H, K)
+    q = torch.randn(1, T, H, K, requires_grad=True)
     with (
         torch.no_grad(),
         patch.object(library, "power_forward", wraps=library.power_forward) as run,
@@ -75,6 +77,26 @@ def test_nothing_is_kept_without_gradients_or_for_a_single_chunk() -> None:
 
 
 def test_states_are_kept_where_they_are_no_larger_than_the_tokens() -> None:
-    # 2,304 features of 64 values are as many numbers as 576 tokens of q, k, v and out.
-    assert cost.keeps_states(64, 64, 2, 576)
-    assert not cost.keeps_states(64, 64, 2, 575)
+    # 2,304 features of 64 values and a float32 norm, against 256 numbers a token, in bfloat16.
+    smallest = 2304 * (64 * 2 + 4) // (256 * 2)
+    assert cost.keeps_states(smallest, 1, 64, 64, 2, 2)
+    assert not cost.keeps_states(smallest - 1, 1, 64, 64, 2, 2)
+    # Of packed documents each has a chunk of its own, however short it is.
+    offsets = torch.tensor([0, 1, 2, 3, T])
+    assert op._num_chunks(1, T, 16, offsets) == T // 16 + 4
+    assert op._num_chunks(2, T, 16, None) == 2 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fake_states_are_as_the_kernels_make_them(dtype: torch.dtype) -> None:
+    q, k, v = (torch.zeros(1, T, h, n, dtype=dtype) for h, n in ((H, K), (G, K), (G, V)))
+    settings = {
+        "degree": 2, "scale": 1.0, "normalize": True, "output_final_state": False,
+        "form": "chunked", "chunk_size": 16, "keeps_states": True, "backend": "triton",
+    }  # fmt: skip
+    with skipping("sm_90"):
+        real = library.power_forward(q, k, v, None, None, None, None, **settings)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        found = library.power_forward(*fakes, None, None, None, None, **settings)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in real]
