@@ -35,9 +35,9 @@ def rotate(
     Raises:
         ValueError: if the phases do not fit x.
     """
-    wanted = (*x.shape[:-1], x.shape[-1] // 2)
-    is_wrong = cos.shape != sin.shape or cos.shape[-1:] != wanted[-1:]
-    if is_wrong or torch.broadcast_shapes(cos.shape, wanted) != wanted:
+    shared = zip(cos.shape[-2::-1], x.shape[-2::-1], strict=False)
+    is_shared = cos.ndim <= x.ndim and all(size in (1, rows) for size, rows in shared)
+    if not is_shared or cos.shape != sin.shape or 2 * cos.shape[-1] != x.shape[-1]:
         raise ValueError(
             f"phases: found {tuple(cos.shape)} and {tuple(sin.shape)} for x {tuple(x.shape)}, "
             "wanted a phase for each pair, of all rows or shared by some"

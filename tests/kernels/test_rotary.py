@@ -93,8 +93,10 @@ def test_second_derivatives_of_the_kernels_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "phases"), [((1, 5, 2, 4), (2, 5, 1, 2)), ((1, 5, 2, 4), (1, 5, 1, 1))]
+    ("x", "phases"),
+    [((1, 5, 2, 4), (2, 5, 1, 2)), ((1, 5, 2, 4), (1, 5, 1, 1)), ((3, 5, 2, 4), (2, 5, 1, 2))],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_phases_that_do_not_fit_are_refused(x: tuple[int, ...], phases: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"phases: found .*, wanted a phase for each pair"):
         rotate(torch.randn(x), torch.randn(phases), torch.randn(phases))
