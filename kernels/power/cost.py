@@ -83,19 +83,27 @@ def power_state_flops(T: int, K: int, V: int, degree: int) -> int:
     return T * 2 * symmetric_dim(K, degree) * V
 
 
-def keeps_states(tokens: int, chunks: int, K: int, V: int, degree: int, bytes_each: int) -> bool:
+def num_chunks(B: int, T: int, chunk_size: int, documents: int | None) -> int:
+    """Chunks of all sequences. If they are packed, an upper bound that needs no lengths."""
+    if documents is None:
+        return B * (-(-T // chunk_size))
+    return T // chunk_size + documents
+
+
+def keeps_states(
+    tokens: int, chunks: int, K: int, V: int, degree: int, *, token_bytes: int, state_bytes: int
+) -> bool:
     """Whether states before chunks are kept for the backward pass instead of computed again.
 
     They are if that takes no more memory than queries, keys, values and outputs: of one head, with
     as many key heads as query heads.
 
     Args:
-        tokens, chunks: of all documents.
-        bytes_each: of a number of q, k, v and of a state.
+        tokens, chunks: of all sequences.
+        token_bytes, state_bytes: of a number of q, k and v, and of a state; a norm has float32.
     """
-    norm_bytes = 4
-    state = state_features(K, degree) * (V * bytes_each + norm_bytes)
-    return chunks * state <= tokens * 2 * (K + V) * bytes_each
+    state = state_features(K, degree) * (V * state_bytes + 4)
+    return chunks * state <= tokens * 2 * (K + V) * token_bytes
 
 
 def choose_chunk_size(T: int, K: int, V: int, degree: int, backend: str = "torch") -> int:

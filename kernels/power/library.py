@@ -17,7 +17,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
-from longhaul.kernels.power.cost import power_backward_flops, power_flops, power_state_flops
+from longhaul.kernels.power.cost import (
+    power_backward_flops,
+    power_flops,
+    power_state_flops,
+)
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.shapes import state_features
@@ -170,7 +174,7 @@ def _(
     if normalize:
         inverse, is_live = like.new_empty(B, T, H), like.new_empty(B, T, H, dtype=torch.bool)
     if keeps_states:
-        # As many as chunking.py cuts.
+        # As cost.py has it, for sizes that may be symbolic.
         num = B * (-(-T // chunk_size)) if cu_seqlens is None else T // chunk_size + S
         # Not of float16: its products have operands of float32.
         chunk_kv = (q if q.dtype == torch.bfloat16 else like).new_empty(num, G, P, V)

@@ -21,7 +21,13 @@ from longhaul.kernels.power.checks import (
     check_state,
     check_tensors,
 )
-from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, keeps_states
+from longhaul.kernels.power.cost import (
+    Form,
+    choose_chunk_size,
+    choose_form,
+    keeps_states,
+    num_chunks,
+)
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import check_degree
 
@@ -126,12 +132,10 @@ def power_attention(
         form=form,
         chunk_size=chunk_size,
         # A single chunk needs no state.
-        keeps_states=_needs_gradient(q, k, v, log_g, kv, norm)
-        and form == "chunked"
+        keeps_states=form == "chunked"
         and chunk_size < T
-        and keeps_states(
-            B * T, _num_chunks(B, T, chunk_size, cu_seqlens), K, V, degree, q.itemsize
-        ),
+        and _needs_gradient(q, k, v, log_g, kv, norm)
+        and _keeps_states(q, V, degree, chunk_size, cu_seqlens),
     )
     if resolved == "triton":
         resolved = _backend_for_call(backend, call, q, v, has_state=initial_state is not None)
@@ -237,11 +241,16 @@ def _longest(cu_seqlens: Tensor, T: int) -> int:
     return max(end - start for start, end in pairwise(check_offsets(cu_seqlens, T)))
 
 
-def _num_chunks(B: int, T: int, chunk_size: int, cu_seqlens: Tensor | None) -> int:
-    """Chunks of all documents; if they are packed, an upper bound that needs no lengths."""
-    if cu_seqlens is None:
-        return B * (-(-T // chunk_size))
-    return T // chunk_size + cu_seqlens.shape[0] - 1
+def _keeps_states(
+    q: Tensor, V: int, degree: int, chunk_size: int, cu_seqlens: Tensor | None
+) -> bool:
+    B, T, _, K = q.shape
+    documents = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    chunks = num_chunks(B, T, chunk_size, documents)
+    state_bytes = 2 if q.dtype == torch.bfloat16 else 4
+    return keeps_states(
+        B * T, chunks, K, V, degree, token_bytes=q.itemsize, state_bytes=state_bytes
+    )
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

@@ -37,7 +37,7 @@ def gradients(keep: bool, **settings: Any) -> tuple[list[Tensor], bool]:
         return saved
 
     with (
-        patch.object(op, "keeps_states", lambda *_: keep),
+        patch.object(op, "_keeps_states", lambda *_: keep),
         patch.object(library, "saved_of", watched),
     ):
         out, _ = power_attention(
@@ -79,12 +79,12 @@ def test_nothing_is_kept_without_gradients_or_for_a_single_chunk() -> None:
 def test_states_are_kept_where_they_are_no_larger_than_the_tokens() -> None:
     # 2,304 features of 64 values and a float32 norm, against 256 numbers a token, in bfloat16.
     smallest = 2304 * (64 * 2 + 4) // (256 * 2)
-    assert cost.keeps_states(smallest, 1, 64, 64, 2, 2)
-    assert not cost.keeps_states(smallest - 1, 1, 64, 64, 2, 2)
+    sizes = {"token_bytes": 2, "state_bytes": 2}
+    assert cost.keeps_states(smallest, 1, 64, 64, 2, **sizes)
+    assert not cost.keeps_states(smallest - 1, 1, 64, 64, 2, **sizes)
     # Of packed documents each has a chunk of its own, however short it is.
-    offsets = torch.tensor([0, 1, 2, 3, T])
-    assert op._num_chunks(1, T, 16, offsets) == T // 16 + 4
-    assert op._num_chunks(2, T, 16, None) == 2 * 3
+    assert cost.num_chunks(1, T, 16, 4) == T // 16 + 4
+    assert cost.num_chunks(2, T, 16, None) == 2 * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -54,7 +54,9 @@ with recording("sm_90"), alive:
     inputs = alive.now
     call = PowerCall(
         degree=2, scale=0.125, normalize=True, output_final_state=False, form="chunked",
-        chunk_size=C, keeps_states=keeps_states(T, T // C, K, K, 2, 2),
+        chunk_size=C, keeps_states=keeps_states(
+            T, T // C, K, K, 2, token_bytes=2, state_bytes=2
+        ),
     )
     after = triton.forward(call, q, k, v, log_g, None, None, None)
     saved = Saved(
