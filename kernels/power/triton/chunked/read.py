@@ -149,11 +149,13 @@ def _power_fwd_read_kernel(
                 for first in tl.static_range(0, BLOCK_K, NORM_COLUMNS):
                     j = first + tl.arange(0, NORM_COLUMNS)
                     matrix = load_norm_columns(norm_ptr, kk[:, None], j[None, :], K, TILE)
-                    part = tl.load(
-                        q_ptr + t[:, None] * stride_qt + j[None, :],
-                        mask=t_mask[:, None] & (j < K)[None, :],
-                        other=0.0,
-                    )
+                    part = q
+                    if NORM_COLUMNS < BLOCK_K:
+                        part = tl.load(
+                            q_ptr + t[:, None] * stride_qt + j[None, :],
+                            mask=t_mask[:, None] & (j < K)[None, :],
+                            other=0.0,
+                        )
                     product = times_matrix(q, matrix, DOT, PRECISION)
                     den += sum_of_products(product, part.to(tl.float32), 1)
                     norm_square += tl.sum(matrix * matrix)
