@@ -84,7 +84,7 @@ def test_every_kind_is_reported(kind: str) -> None:
 
 
 def test_gates_and_rates_are_the_modules_own() -> None:
-    model = model_of("conformal_sympow")
+    model = model_of("conformal_sympow", gate_init="long_memory")
     (x, _) = attention_inputs(model, torch.randint(60, (1, 24)))
     attention = model.blocks[0].attention
     reports, _ = report_layer(attention, x, 0)
