@@ -136,7 +136,8 @@ def test_cartan_without_bilinear_form_sums_per_channel(
 
 
 def test_one_generator_in_all_parts_of_a_head_equals_one_per_head() -> None:
-    one, many = build("cartan"), build("cartan", generator_per="coordinate")
+    one = build("cartan", gate_init="long_memory")
+    many = build("cartan", generator_per="coordinate", gate_init="long_memory")
     copies = {"logit.weight": 8, "gate.weight": 8, "gate.bias": 8}
     weights = {
         name: x.repeat_interleave(copies.get(name, 1), 0) for name, x in one.state_dict().items()
