@@ -150,10 +150,14 @@ def measure_together(
             for process in others:
                 process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            threading.Thread(
+            watch = threading.Thread(
                 target=_watch, args=(others, has_failed, interrupts), daemon=True
-            ).start()
+            )
+            watch.start()
             _join(measure, 0, count, rendezvous, args, kwargs)
+            # Others close their connection with the file in `rendezvous`. Without its folder they
+            # would look for it until a timeout of minutes.
+            watch.join()
         except BaseException:
             has_failed.set()
             _terminate(others)

@@ -1,5 +1,7 @@
 """Processes that evaluate together; tests/pipeline/evaluation/test_together.py starts real ones."""
 
+import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longhaul.pipeline.runs.ranks import Ranks, _join
+from longhaul.pipeline.runs.ranks import Ranks, _join, measure_together
 
 
 def test_results_are_exchanged_over_gloo_on_gpus_too(
@@ -26,3 +28,20 @@ def test_results_are_exchanged_over_gloo_on_gpus_too(
     assert devices == [0]
     assert "nccl" not in backends[0]
     assert not dist.is_initialized()
+
+
+def leave_late(ranks: Ranks) -> None:
+    """In all processes but the first, close the connections after it has closed its own."""
+    if not ranks.is_first:
+        close = dist.destroy_process_group
+
+        def close_late() -> None:
+            time.sleep(1)
+            close()
+
+        dist.destroy_process_group = close_late
+
+
+def test_a_process_that_leaves_late_still_finds_what_it_closes() -> None:
+    measure_together(2, leave_late)
+    assert multiprocessing.active_children() == []
