@@ -23,7 +23,7 @@ def _word(dtype: torch.dtype) -> str:
 class Shape:
     """One call: T is two chunks, B is 2, with 8 query heads or more and 4 key heads.
 
-    The backward pass splits the key heads in two halves. Triton compiles the same kernels for 2 as
+    Backward passes may split the key heads in two halves. Triton compiles the same kernels for 2 as
     for 4 heads, but others for 1.
     """
 

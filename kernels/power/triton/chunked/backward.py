@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -33,9 +36,9 @@ def chunked_backward(
 ) -> Grads:
     """Gradients of q, k, v, log_g and the initial state.
 
-    The states S and their gradients dS exist at the same time. An even number of key heads is
-    processed in two halves, so that both together are no larger than one state per chunk, or than
-    one and a half where the forward pass has kept all S.
+    The states S and their gradients dS exist at the same time. Where the forward pass has kept no
+    S, because they are large, an even number of key heads is processed in two halves, so that both
+    together are no larger than one state per chunk.
     """
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
@@ -43,13 +46,15 @@ def chunked_backward(
     if delta is None and dnorm is not None:
         delta = torch.zeros_like(row_sums)
     chunks = chunks_of(call, q, saved.cu_seqlens)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    dq = q.new_empty(q.shape)
+    # Allocated when they are needed: while the states are scanned, memory is at its peak.
+    key_grads = cache(lambda: (k.new_empty(k.shape), v.new_empty(v.shape)))
     dlog_g = None
     if saved.log_g is not None and needs[3]:
         dlog_g = saved.log_g.new_empty(saved.log_g.shape)
     dinitial = []
     G, R = k.shape[2], q.shape[2] // k.shape[2]
-    size = G // 2 if G % 2 == 0 else G
+    size = G // 2 if G % 2 == 0 and saved.chunk_kv is None else G
     for g in range(0, G, size):
         keys, queries = (2, g, size), (2, g * R, size * R)
         state = (1, g, size)
@@ -77,7 +82,8 @@ def chunked_backward(
                 row_sums.narrow(*queries).contiguous(),
                 _narrow(dkv, state),
                 _narrow(dnorm, state),
-                (dq.narrow(*queries), dk.narrow(*keys), dv.narrow(*keys)),
+                dq.narrow(*queries),
+                lambda keys=keys: [x.narrow(*keys) for x in key_grads()],
                 None if dlog_g is None else dlog_g.narrow(*keys),
                 needs,
             )
@@ -86,6 +92,7 @@ def chunked_backward(
         None if parts[0] is None else torch.cat(parts, dim=1)
         for parts in zip(*dinitial, strict=True)
     )
+    dk, dv = key_grads()
     grads = (dq, dk, dv, dlog_g, dkv0, dnorm0)
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
 
@@ -111,7 +118,8 @@ def _backward_of_heads(
     row_sums: Tensor,
     dkv: Tensor | None,
     dnorm: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
+    dq: Tensor,
+    key_grads: Callable[[], list[Tensor]],
     dlog_g: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -126,7 +134,7 @@ def _backward_of_heads(
     has_states = has_initial or has_final or has_later_chunks(call, chunks, T)
 
     states = dstates = no_states(q)
-    products = k.new_zeros(chunks.num, G, dtype=torch.float64)
+    products = None
     if saved.chunk_kv is not None and saved.chunk_norm is not None:
         states = States(saved.chunk_kv, saved.chunk_norm)
     elif has_states:
@@ -137,7 +145,7 @@ def _backward_of_heads(
     if needs_q:
         query_gradient(
             call, q, k, v, dout, saved.inverse, delta, gates, states, chunks, tiles, operands,
-            has_initial=has_initial, dq=grads[0],
+            has_initial=has_initial, dq=dq,
         )  # fmt: skip
     dinitial: tuple[Tensor | None, Tensor | None] = (None, None)
     if has_states:
@@ -145,14 +153,16 @@ def _backward_of_heads(
             call, saved, dout, delta, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
         )
     if needs_kv or needs_gates:
+        dk, dv = key_grads()
         k_dk = k.new_empty(k.shape[0], G, T, dtype=torch.float32) if dlog_g is not None else None
         key_gradient(
             call, q, k, v, dout, saved.inverse, delta, gates, dstates, chunks, tiles, operands,
             has_final=has_final, has_norm=has_norm and has_states,
-            dk=grads[1] if needs[1] or needs_gates else None, dv=grads[2] if needs[2] else None,
-            k_dk=k_dk,
+            dk=dk if needs[1] or needs_gates else None, dv=dv if needs[2] else None, k_dk=k_dk,
         )  # fmt: skip
         if dlog_g is not None and k_dk is not None and saved.log_g is not None:
+            if products is None:
+                products = k.new_zeros(chunks.num, G, dtype=torch.float64)
             gate_gradient(row_sums, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
     return dinitial
 
@@ -170,7 +180,7 @@ def _state_gradients(
     dnorm: Tensor | None,
     *,
     has_norm: bool,
-) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor]:
+) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor | None]:
     """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19)."""
     parts = chunk_states(
         Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, saved.k.shape[2],
@@ -178,7 +188,7 @@ def _state_gradients(
         has_norm=has_norm, needs_all=saved.kv is not None,
     )  # fmt: skip
     rest = (gates, chunks, tiles, saved.k.shape[1], call.degree)
-    products = parts.kv.new_zeros(parts.kv.shape[:2], dtype=torch.float64)
+    products: Tensor | None = None
     dinitial: list[Tensor | None] = []
     results = []
     for part, read, first, initial, last, dlast, is_needed in (
@@ -200,8 +210,9 @@ def _state_gradients(
             other=None if gates is None else first,
         )
         results.append(result)
-        if product is not None:
-            products += product
+        if product is None:
+            continue
+        products = product if products is None else products + product
         if dlast is not None and last is not None:
             # The scan has no product at the end of a sequence, as no later chunk reads that state.
             end = chunks.sequences.sum(dim=1) - 1

@@ -361,7 +361,7 @@ def scan(
         # With fewer values than threads, one warp could overwrite what another has yet to load.
         num_warps=4 if block_p * block_v >= 128 else 1,
     )
-    return read, None if products is None else products.double().sum(dim=2)
+    return read, None if products is None else products.sum(dim=2, dtype=torch.float64)
 
 
 @triton.jit
