@@ -1,25 +1,31 @@
-"""Bytes that the elementwise operations of a block of the 124M model move, in eager mode.
+"""Bytes that the elementwise operations of a block of the 124M model move.
 
     python docs/scripts/elementwise_bytes.py [KIND] [TOKENS]
 
 Counts inputs and outputs of every operation, forward and backward in bfloat16, of a micro-batch of
 32,768 tokens on a CPU, times 12 blocks. Matrix products and the op are left out; rotations are
-counted as their Triton kernels.
+counted as their Triton kernels. Then the same of a compiled block: inputs and outputs of what
+torch's compiler has fused, as it fuses for a CPU, rotations included.
 """
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longhaul.kernels.rotary import op as rotary
 from longhaul.kernels.rotary import triton as rotary_kernels
 from longhaul.modules.attention import attention_config
+from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 
 _BLOCKS, _TOKENS = 12, 32_768
@@ -52,7 +58,7 @@ class Counted(TorchDispatchMode):
         return result
 
 
-def count(kind: str, tokens: int) -> Counted:
+def one_block(kind: str) -> Block:
     options = {"degree": 2} if "sympow" in kind else {}
     model = LanguageModel(
         LanguageModelConfig(
@@ -60,8 +66,19 @@ def count(kind: str, tokens: int) -> Counted:
             layers=1, width=768, heads=12, vocabulary=50_304,
         )
     )  # fmt: skip
-    shape = _TOKENS // tokens, tokens, 768
+    return model.blocks[0]  # type: ignore[return-value]
+
+
+def run(forward: Callable[..., tuple[Tensor, Any]], batch: int, tokens: int) -> None:
+    """Forward and backward in bfloat16."""
+    shape = batch, tokens, 768
     x, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = forward(x, keep_state=False)
+    y.backward(gradient)
+
+
+def count(kind: str, tokens: int) -> Counted:
     counted = Counted()
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -78,12 +95,40 @@ def count(kind: str, tokens: int) -> Counted:
         patch.object(rotary, "uses_triton", lambda backend, device, why_not: True),
         patch.object(rotary_kernels, "rotated", rotated),
         patch.object(rotary_kernels, "gradients", gradients),
-        torch.autocast("cpu", torch.bfloat16),
         counted,
     ):
-        y, _ = model.blocks[0](x, keep_state=False)
-        y.backward(gradient)
+        run(one_block(kind), _TOKENS // tokens, tokens)
     return counted
+
+
+def count_compiled(kind: str, batch: int, tokens: int) -> int:
+    """Bytes that the fused operations of a compiled block move, without products and the op."""
+    total = 0
+    codegen = GraphLowering.codegen
+
+    def counting(graph: GraphLowering) -> Any:
+        nonlocal total
+        done = codegen(graph)
+        total += sum(
+            node.get_read_write_buffers_sizes()
+            for node in graph.scheduler.nodes
+            if not isinstance(node, ExternKernelSchedulerNode)
+        )
+        return done
+
+    torch._dynamo.reset()
+    with (
+        patch.object(GraphLowering, "codegen", counting),
+        inductor.patch(force_disable_caches=True),  # what a cache holds is not generated again
+    ):
+        run(torch.compile(one_block(kind).forward, dynamic=False), batch, tokens)
+    return total
+
+
+def extrapolated(kind: str) -> float:
+    """The same of a whole micro-batch. Weights and tokens have bytes of their own, which add up."""
+    one, two = (count_compiled(kind, batch, 512) for batch in (1, 2))
+    return one + (two - one) * (_TOKENS / 512 - 1)
 
 
 def main(kind: str = "conformal_sympow", tokens: str = "4096") -> None:
@@ -96,6 +141,7 @@ def main(kind: str = "conformal_sympow", tokens: str = "4096") -> None:
             print(f"{name:32} {size * scale:8.2f} GB in {counted.calls[name]} calls a block")
     calls = counted.calls.total()
     print(f"{kind}, 12 blocks, {_TOKENS:,} tokens: {total:.0f} GB, {calls} calls a block")
+    print(f"compiled: {extrapolated(kind) * scale:.0f} GB")
 
 
 if __name__ == "__main__":

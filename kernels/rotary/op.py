@@ -43,9 +43,10 @@ def rotate(
             "wanted a phase for each pair, of all rows or shared by some"
         )
     if torch.compiler.is_compiling():
-        first, second = x.to(cos.dtype).chunk(2, dim=-1)
-        turned = torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
-        return turned.to(x.dtype)
+        # The compiler fuses a cast with the halves of `cat` and `chunk`, not with the whole.
+        first, second = (half.to(cos.dtype) for half in x.chunk(2, dim=-1))
+        turned = first * cos - second * sin, first * sin + second * cos
+        return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
     is_on_gpu = uses_triton(backend, x.device, _why_not(x, cos))
     result: Tensor = _Rotation.apply(x, cos, sin, is_on_gpu)  # type: ignore[no-untyped-call]
     return result
