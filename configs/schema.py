@@ -46,8 +46,8 @@ class TrainerConfig:
     activation_checkpointing: int = 0
     """n: recompute every n-th block in the backward pass; 0: none."""
 
-    compile: bool = False
-    """Compile each block; not with deepspeed or context_parallel."""
+    compile: bool | None = None
+    """Compile each block; null: on GPUs; never with deepspeed, context_parallel, deterministic."""
 
     deterministic: bool = False
     """Repeat a run to the bit on GPUs too, and on any number of ranks; slower; not with compile."""
@@ -120,6 +120,13 @@ class TrainerConfig:
     def data_ranks(self) -> int:
         """Number of ranks, or of groups of ranks that share sequences, with different samples."""
         return self.world_size // self.context_parallel
+
+    def is_compiled(self, *, on_gpu: bool) -> bool:
+        """Whether blocks are compiled on GPUs, or on CPUs."""
+        if self.compile is not None:
+            return self.compile
+        can_be = self.strategy != "deepspeed" and self.context_parallel == 1
+        return on_gpu and can_be and not self.deterministic
 
     def _check_ranks(self) -> None:
         if self.strategy == "single" and self.world_size != 1:

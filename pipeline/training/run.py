@@ -190,7 +190,7 @@ def build_module(config: RunConfig) -> Pretraining:
     prepare_blocks(
         module.model,
         checkpoint_every=config.trainer.activation_checkpointing,
-        compiled=config.trainer.compile,
+        compiled=config.trainer.is_compiled(on_gpu=uses_gpu(config.trainer.accelerator)),
     )
     return module
 

@@ -60,6 +60,7 @@ optim:
 trainer:
   max_tokens: {budget}
   micro_batch: 1
+  compile: false
   validate_every_tokens: {budget}
 checkpoint:
   every_tokens: {half}

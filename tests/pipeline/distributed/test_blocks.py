@@ -12,6 +12,7 @@ from longhaul.configs import load_run_config
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.distributed.blocks import prepare_blocks
+from longhaul.pipeline.training import run
 
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
 
@@ -99,3 +100,30 @@ def test_ddp_does_not_cut_the_graphs_of_compiled_blocks() -> None:
     with torch._dynamo.config.patch(optimize_ddp=True):
         prepare_blocks(model, checkpoint_every=0, compiled=True)
         assert torch._dynamo.config.optimize_ddp is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "is_compiled"),
+    [
+        ([], True, True),
+        ([], False, False),
+        (["trainer.compile=false"], True, False),
+        (["trainer.compile=true"], False, True),
+        (["trainer.strategy=fsdp", "trainer.devices=2"], True, True),
+        (["trainer.strategy=deepspeed"], True, False),
+        (["trainer.strategy=ddp", "trainer.devices=2", "trainer.context_parallel=2"], True, False),
+        (["trainer.deterministic=true"], True, False),
+        (["trainer.accelerator=cpu"], True, False),
+    ],
+)
+def test_blocks_are_compiled_on_gpus_unless_a_setting_forbids_it(
+    settings: list[str], on_gpu: bool, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(
+        run, "prepare_blocks", lambda model, *, checkpoint_every, compiled: found.append(compiled)
+    )
+    config = load_run_config("run/demo.yaml", ["model.layers=1", *settings])
+    run.build_module(config)
+    assert found == [is_compiled]

@@ -166,9 +166,17 @@ def test_a_driver_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyPatch) ->
         assert said or "too old" not in finding.text
 
 
-@pytest.mark.parametrize("has_tools", [True, False])
+@pytest.mark.parametrize(
+    ("has_tools", "settings", "is_needed"),
+    [
+        (True, [], True),
+        (True, ["trainer.compile=false"], False),
+        (True, ["trainer.deterministic=true"], False),
+        (False, [], True),
+    ],
+)
 def test_what_lies_beside_gpus_is_checked_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, has_tools: bool
+    monkeypatch: pytest.MonkeyPatch, has_tools: bool, settings: list[str], is_needed: bool
 ) -> None:
     def check(subject: str, status: Any = "ok") -> Any:
         return lambda *args, **settings: Finding(status, subject, f"{args} {settings}")
@@ -177,8 +185,8 @@ def test_what_lies_beside_gpus_is_checked_where_there_are_some(
     monkeypatch.setattr(diagnosis, "check_tools", check("tools", "ok" if has_tools else "FAILURE"))
     for name in ("gpus", "idle", "local_nccl", "triton", "compile", "gloo", "disk"):
         monkeypatch.setattr(diagnosis, f"check_{name}", check(name.removeprefix("local_")))
-    run = load_run_config("run/demo.yaml", ["trainer.compile=true"])
+    run = load_run_config("run/demo.yaml", settings)
     found = {one.subject: one for one in diagnosis._machine_findings(run, None)}
     assert found.keys() >= {"nccl", "tools", "cache", "memlock", "shm", "cpus"}
     assert ({"triton", "compile"} <= found.keys()) is has_tools
-    assert not has_tools or "'is_needed': True" in found["compile"].text
+    assert not has_tools or f"'is_needed': {is_needed}" in found["compile"].text
