@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.power.triton.launch import chip, is_interpreted
 from longhaul.kernels.shapes import padded_width, state_features, tile_width
 
 # The index of a tile beyond every key width: all its coordinates are masked.
@@ -92,6 +93,16 @@ def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetr
         table += rows
     per_slot = len(table) // count
     return Slots(torch.tensor(table, dtype=torch.int32, device=device), per_slot // at_once)
+
+
+def in_pairs(K: int, degree: int, dtype: torch.dtype) -> bool:
+    """Whether `state_gradient` adds up the gradients of all tiles of x at once.
+
+    That takes all registers of a program in bfloat16 on chips whose products read both operands
+    from shared memory; elsewhere it takes more. The interpreter stands in for those chips.
+    """
+    has_registers = dtype == torch.bfloat16 and chip() in ("sm_90", "sm_100")
+    return degree == 2 and K <= 64 and (has_registers or is_interpreted())
 
 
 def _orderings(tiles: tuple[int, ...]) -> int:
@@ -254,14 +265,105 @@ def times_matrix(x, matrix, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def slot_gradient(
+def state_gradient(
+    y, c, x, x_ptr, t_off, t_mask, kv_ptr, norm_ptr, slots_ptr, K, V,
+    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
+    AT_ONCE: tl.constexpr, IN_PAIRS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x, eq. (18): (BLOCK_T, BLOCK_K).
+
+    At degree 2 the term with n is computed by `norm_gradient` instead.
+    """
+    if IN_PAIRS:
+        return _pairs_gradient(
+            y, x, x_ptr, t_off, t_mask, kv_ptr, K, V,
+            NUM_SLOTS, TILE, BLOCK_K, BLOCK_V, DOT, PRECISION,
+        )  # fmt: skip
+    else:  # noqa: RET505
+        total = tl.zeros((y.shape[0], BLOCK_K), tl.float32)
+        for slot in range(NUM_SLOTS):
+            part = _slot_gradient(
+                y, c, x_ptr, t_off, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
+                DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
+            )  # fmt: skip
+            total += into_columns(part, slot, BLOCK_K)
+        return total
+
+
+@triton.jit
+def _load_pair(
+    kv_ptr, first, last, V, mask, other,
+    NUM_SLOTS: tl.constexpr, TILE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The features x_a x_b of two tiles, (TILE², BLOCK_V); a, of the first tile, varies fastest."""
+    v = tl.arange(0, BLOCK_V)
+    pair = first * NUM_SLOTS - first * (first - 1) // 2 + last - first
+    row = pair * TILE * TILE + tl.arange(0, TILE * TILE)
+    return tl.load(
+        kv_ptr + row[:, None] * V + v[None, :], mask=mask & (v < V)[None, :], other=other
+    )
+
+
+@triton.jit
+def _pairs_gradient(
+    y, x, x_ptr, t_off, t_mask, kv_ptr, K, V,
+    NUM_SLOTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`state_gradient` at degree 2, which reads every tile of the state once.
+
+    With D = S_f·y of the features x_a x_b of two tiles, the gradient of x_a is Σ_b D_ab x_b, whose
+    terms one thread holds, and that of x_b is Σ_a D_ab x_a, whose terms several threads hold. The
+    inner loop is unrolled, so that the first sum goes to registers that are known, and the second
+    waits for its end.
+    """
+    BLOCK_T: tl.constexpr = y.shape[0]
+    slots = tl.arange(0, BLOCK_K // TILE)[None, :, None]
+    coordinate = tl.arange(0, TILE)
+    t_off, t_mask = t_off[:, None, None], t_mask[:, None, None]
+    total = tl.zeros((BLOCK_T, BLOCK_K // TILE, TILE), tl.float32)
+    # A product with the identity, which is exact, places x where the other products are: a, b and
+    # the slot are then known registers of a thread, and choosing one of them takes no instruction.
+    identity = tl.arange(0, BLOCK_K)[:, None] == tl.arange(0, BLOCK_K)[None, :]
+    all_x = tl.dot(x, identity.to(DOT), input_precision=PRECISION)
+    all_x = tl.reshape(all_x, (BLOCK_T, BLOCK_K // TILE, TILE))
+    following = _load_pair(kv_ptr, 0, 0, V, True, 0.0, NUM_SLOTS, TILE, BLOCK_V)
+    for last in range(NUM_SLOTS):
+        b = (last * TILE + coordinate)[None, :, None]
+        x_last = tl.load(x_ptr + t_off + b, mask=t_mask & (b < K), other=0.0).to(tl.float32)
+        # Here, so that it is brought into its layout once for all pairs.
+        x_last = tl.broadcast_to(x_last, (BLOCK_T, TILE, TILE))
+        terms = tl.zeros((BLOCK_T, TILE, TILE), tl.float32)
+        for first in tl.static_range(NUM_SLOTS):
+            kv = following.to(DOT)
+            is_pair, is_end = first <= last, first == last
+            # Loaded while this pair's product is computed.
+            following = _load_pair(
+                kv_ptr, tl.where(is_end, 0, first + 1), tl.where(is_end, last + 1, last), V,
+                is_pair & (~is_end | (last + 1 < NUM_SLOTS)), following, NUM_SLOTS, TILE, BLOCK_V,
+            )  # fmt: skip
+            if is_pair:
+                product = tl.dot(y, tl.trans(kv), input_precision=PRECISION)
+                product = tl.reshape(product, (BLOCK_T, TILE, TILE))  # t, b, a
+                half = tl.where(is_end, 0.5, 1.0)  # multiplicity 1, others have 2
+                part = half * tl.sum(product * x_last, axis=1)
+                total = tl.where(slots == first, total + part[:, None, :], total)
+                # Adding −0 changes nothing, which a compiler knows. It would keep additions of 0.
+                x_first = tl.sum(tl.where(slots == first, all_x, -0.0), axis=1)
+                terms += product * (half * x_first)[:, None, :]
+        part = tl.sum(terms, axis=2)
+        total = tl.where(slots == last, total + part[:, None, :], total)
+    return tl.reshape(2 * total, (BLOCK_T, BLOCK_K))
+
+
+@triton.jit
+def _slot_gradient(
     y, c, x_ptr, t_off, t_mask, kv_ptr, norm_ptr, slots_ptr, slot, K, V,
     DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr, SLOT_BLOCKS: tl.constexpr,
     BLOCK_V: tl.constexpr, HAS_NORM: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of Σ_f m_f φ(x_t)_f (S_f y_t + n_f c_t) for x in one tile, eq. (18).
-
-    At degree 2 the term with n is computed by `norm_gradient` instead.
+    """The part of `state_gradient` for x in one tile.
 
     x_a multiplies every product of p − 1 coordinates. A row of the slot table has the first row of
     the state for one tuple of tiles, the stride of a in it, tile and stride of every other

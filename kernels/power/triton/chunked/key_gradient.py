@@ -18,10 +18,10 @@ from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, 
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
-    into_columns,
+    in_pairs,
     norm_gradient,
-    slot_gradient,
     slots_of,
+    state_gradient,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
 from longhaul.kernels.power.triton.powers import power, sum_of_products
@@ -115,6 +115,7 @@ def key_gradient(
             *sizes,
             NUM_SLOTS=triton.cdiv(K, tiles.tile),
             SLOT_BLOCKS=slots.num_blocks,
+            IN_PAIRS=in_pairs(K, call.degree, q.dtype),
             NORM_COLUMNS=norm_columns(K),
             HAS_NORM=has_norm,
             HAS_PRODUCT=k_dk is not None,
@@ -263,7 +264,8 @@ def _power_bwd_key_kernel(
     dk_ptr, k_dk_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
     stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db,
     stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
-    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, IN_PAIRS: tl.constexpr,
+    DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, NORM_COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr,
     HAS_FINAL: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PRODUCT: tl.constexpr,
@@ -294,12 +296,11 @@ def _power_bwd_key_kernel(
         dkv_ptr += (chunk * G + g) * P * V
         dnorm_ptr += (chunk * G + g) * P
         ones = tl.full((BLOCK_N,), 1.0, tl.float32)
-        for slot in range(NUM_SLOTS):
-            part = slot_gradient(
-                value, ones, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, slot,
-                K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, HAS_NORM, DOT, PRECISION,
-            )  # fmt: skip
-            acc += into_columns(part, slot, BLOCK_K)
+        acc = state_gradient(
+            value, ones, k, k_ptr, n * stride_kt, n_mask, dkv_ptr, dnorm_ptr, slots_ptr, K, V,
+            NUM_SLOTS, SLOT_BLOCKS, DEGREE, TILE, AT_ONCE, IN_PAIRS, BLOCK_K, BLOCK_V, HAS_NORM,
+            DOT, PRECISION,
+        )  # fmt: skip
         if HAS_NORM and DEGREE == 2:
             acc += norm_gradient(k, dnorm_ptr, K, TILE, BLOCK_K, NORM_COLUMNS, DOT, PRECISION)
         # All steps are multiplied by p at the end, but this one includes p already.

@@ -15,10 +15,10 @@ from longhaul.kernels.power.triton.chunked.state import States
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
-    into_columns,
+    in_pairs,
     norm_gradient,
-    slot_gradient,
     slots_of,
+    state_gradient,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
 from longhaul.kernels.power.triton.powers import power
@@ -82,6 +82,7 @@ def query_gradient(
         chunks.size,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
+        IN_PAIRS=in_pairs(K, call.degree, q.dtype),
         DEGREE=call.degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
@@ -102,7 +103,8 @@ def _power_bwd_query_kernel(
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
     stride_dh, stride_kv, stride_norm, T, H, G, K, V, P, factor, chunk_size,
-    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
+    NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, IN_PAIRS: tl.constexpr,
+    DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, NORM_COLUMNS: tl.constexpr, HAS_GATES: tl.constexpr,
     HAS_INITIAL: tl.constexpr, NORMALIZE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
@@ -151,12 +153,11 @@ def _power_bwd_query_kernel(
         # The heads of kept states may be a part of all.
         kv_ptr += chunk * stride_kv + g * P * V
         norm_ptr += chunk * stride_norm + g * P
-        for slot in range(NUM_SLOTS):
-            part = slot_gradient(
-                dout, -delta, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, slot,
-                K, V, DEGREE, TILE, AT_ONCE, SLOT_BLOCKS, BLOCK_V, NORMALIZE, DOT, PRECISION,
-            )  # fmt: skip
-            acc += into_columns(part, slot, BLOCK_K)
+        acc = state_gradient(
+            dout, -delta, q, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, K, V,
+            NUM_SLOTS, SLOT_BLOCKS, DEGREE, TILE, AT_ONCE, IN_PAIRS, BLOCK_K, BLOCK_V, NORMALIZE,
+            DOT, PRECISION,
+        )  # fmt: skip
         if NORMALIZE and DEGREE == 2:
             product = norm_gradient(q, norm_ptr, K, TILE, BLOCK_K, NORM_COLUMNS, DOT, PRECISION)
             acc -= delta[:, None] * product
