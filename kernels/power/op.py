@@ -288,9 +288,14 @@ def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "tr
         return "triton"
     if backend == "triton":
         raise cannot_run(backend, reason)
-    if not torch.compiler.is_compiling():
-        _log_once(reason)
+    _say(reason)
     return "torch"
+
+
+@torch.compiler.assume_constant_result  # so that it is called while a graph is traced
+def _say(reason: str) -> bool:
+    _log_once(reason)
+    return True
 
 
 @lru_cache(maxsize=64)

@@ -142,7 +142,7 @@ def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
     yield tools
     if tools.status == "ok":  # otherwise both fail for the same reason
         yield run_check("triton", check_triton, COMPILING_SECONDS)
-        is_needed = trainer is not None and trainer.is_compiled(on_gpu=True)
+        is_needed = trainer is None or trainer.is_compiled(on_gpu=True)
         check = partial(check_compile, is_needed=is_needed)
         yield run_check("compile", check, COMPILING_SECONDS)
     for subject, one in (

@@ -155,8 +155,8 @@ def measure_together(
             )
             watch.start()
             _join(measure, 0, count, rendezvous, args, kwargs)
-            # Others close their connection with the file in `rendezvous`. Without its folder they
-            # would look for it until a timeout of minutes.
+            # To close their connection, others open the file in `rendezvous`. Without its folder
+            # they would look for it until a timeout of minutes.
             watch.join()
         except BaseException:
             has_failed.set()

@@ -1,5 +1,6 @@
 """Which backend runs a call: the one chosen, what is available, and what it supports."""
 
+import inspect
 import logging
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -108,6 +109,18 @@ def test_auto_falls_back_and_logs_it_once(
         for _ in range(2):
             power_attention(*tensors(20))
     assert kernels.calls == 0
+    assert [record.message for record in caplog.records] == [
+        "power attention runs in torch, not Triton: it has no degree 12"
+    ]
+
+
+def test_a_compiled_call_logs_it_too(kernels: FakeTriton, caplog: pytest.LogCaptureFixture) -> None:
+    choose = inspect.unwrap(op._triton_unless)  # without the checks that pytest adds
+    compiled = torch.compile(
+        lambda x: x + len(choose("auto", "it has no degree 12")), fullgraph=True, backend="eager"
+    )
+    with caplog.at_level(logging.WARNING):
+        assert compiled(torch.zeros(1)) == len("torch")
     assert [record.message for record in caplog.records] == [
         "power attention runs in torch, not Triton: it has no degree 12"
     ]

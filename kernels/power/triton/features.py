@@ -67,7 +67,7 @@ def tiles_of(K: int, degree: int, device: torch.device, dtype: torch.dtype) -> T
 
 @cache  # for good: see chunking.py
 def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetric: bool) -> Slots:
-    """For every tile of x, the features that contain it, as `slot_gradient` reads them.
+    """For every tile of x, the features that contain it, as `_slot_gradient` reads them.
 
     A state that is a sum of φ(k) vᵀ is symmetric: swapping two coordinates in equal tiles does not
     change it, so one place of the tile in every tuple is enough. A state given by the caller may be
@@ -95,14 +95,15 @@ def slots_of(K: int, degree: int, device: torch.device, at_once: int, is_symmetr
     return Slots(torch.tensor(table, dtype=torch.int32, device=device), per_slot // at_once)
 
 
-def in_pairs(K: int, degree: int, dtype: torch.dtype) -> bool:
+def in_pairs(K: int, V: int, degree: int, dtype: torch.dtype) -> bool:
     """Whether `state_gradient` adds up the gradients of all tiles of x at once.
 
     That takes all registers of a program in bfloat16 on chips whose products read both operands
     from shared memory; elsewhere it takes more. The interpreter stands in for those chips.
     """
-    has_registers = dtype == torch.bfloat16 and chip() in ("sm_90", "sm_100")
-    return degree == 2 and K <= 64 and (has_registers or is_interpreted())
+    if degree != 2 or max(K, V) > 64:
+        return False
+    return is_interpreted() or (dtype == torch.bfloat16 and chip() in ("sm_90", "sm_100"))
 
 
 def _orderings(tiles: tuple[int, ...]) -> int:
@@ -368,7 +369,7 @@ def _slot_gradient(
     x_a multiplies every product of p − 1 coordinates. A row of the slot table has the first row of
     the state for one tuple of tiles, the stride of a in it, tile and stride of every other
     coordinate, and a weight. Rows of the state are read more than once (1.8 times at degree 2,
-    K = 64), which costs less than reading them once and scattering into p tiles.
+    K = 64); reading them once takes the registers that `in_pairs` asks for.
     """
     a = tl.arange(0, TILE)
     v = tl.arange(0, BLOCK_V)

@@ -271,20 +271,36 @@ def test_triton_equals_the_definition(case: Case, how: dict[str, Any]) -> None:
     case.check(torch.float32, **how)
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("K", [16, 20])
-def test_two_tiles_at_once(monkeypatch: pytest.MonkeyPatch, K: int) -> None:
-    """bfloat16 computes two tiles at a time. At K = 16 there are three, and the table is padded."""
+@pytest.mark.parametrize(
+    ("K", "at_once"),
+    [
+        pytest.param(20, 1, id="one tile"),
+        pytest.param(16, 2, marks=pytest.mark.wide, id="two of three tiles"),
+        pytest.param(20, 2, marks=pytest.mark.wide, id="two of six tiles"),
+    ],
+)
+def test_gradients_of_a_tile_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, K: int, at_once: int
+) -> None:
+    """As on most chips; bfloat16 takes two at a time. With three tiles the table is padded."""
     from longhaul.kernels.power.triton import features
-    from longhaul.kernels.power.triton.chunked import backward, forward
+    from longhaul.kernels.power.triton.chunked import (
+        backward,
+        forward,
+        key_gradient,
+        query_gradient,
+    )
 
     def tiles_of(*args: Any) -> Any:
         return features.tiles_of.__wrapped__(*args)
 
-    monkeypatch.setattr(features, "_tiles_at_once", lambda *_: 2)
+    for module in (query_gradient, key_gradient):
+        monkeypatch.setattr(module, "in_pairs", lambda *_: False)
+    monkeypatch.setattr(features, "_tiles_at_once", lambda *_: at_once)
     monkeypatch.setattr(forward, "tiles_of", tiles_of)
     monkeypatch.setattr(backward, "tiles_of", tiles_of)
-    assert tiles_of(16, 2, torch.device("cpu"), torch.float32).table.shape == (4, 3)
+    rows = 4 if at_once == 2 else 3
+    assert tiles_of(16, 2, torch.device("cpu"), torch.float32).table.shape == (rows, 3)
     case = Case(T=40, B=1, K=K, state="arbitrary")
     case.check(torch.float32, **TRITON[CHUNKED_16])
 

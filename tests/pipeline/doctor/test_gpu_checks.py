@@ -169,6 +169,7 @@ def test_a_driver_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("has_tools", "settings", "is_needed"),
     [
+        (True, None, True),
         (True, [], True),
         (True, ["trainer.compile=false"], False),
         (True, ["trainer.deterministic=true"], False),
@@ -176,7 +177,7 @@ def test_a_driver_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_what_lies_beside_gpus_is_checked_where_there_are_some(
-    monkeypatch: pytest.MonkeyPatch, has_tools: bool, settings: list[str], is_needed: bool
+    monkeypatch: pytest.MonkeyPatch, has_tools: bool, settings: list[str] | None, is_needed: bool
 ) -> None:
     def check(subject: str, status: Any = "ok") -> Any:
         return lambda *args, **settings: Finding(status, subject, f"{args} {settings}")
@@ -185,7 +186,7 @@ def test_what_lies_beside_gpus_is_checked_where_there_are_some(
     monkeypatch.setattr(diagnosis, "check_tools", check("tools", "ok" if has_tools else "FAILURE"))
     for name in ("gpus", "idle", "local_nccl", "triton", "compile", "gloo", "disk"):
         monkeypatch.setattr(diagnosis, f"check_{name}", check(name.removeprefix("local_")))
-    run = load_run_config("run/demo.yaml", settings)
+    run = None if settings is None else load_run_config("run/demo.yaml", settings)
     found = {one.subject: one for one in diagnosis._machine_findings(run, None)}
     assert found.keys() >= {"nccl", "tools", "cache", "memlock", "shm", "cpus"}
     assert ({"triton", "compile"} <= found.keys()) is has_tools

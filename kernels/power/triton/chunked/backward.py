@@ -37,8 +37,8 @@ def chunked_backward(
     """Gradients of q, k, v, log_g and the initial state.
 
     The states S and their gradients dS exist at the same time. Where the forward pass has kept no
-    S, because they are large, an even number of key heads is processed in two halves, so that both
-    together are no larger than one state per chunk.
+    S, an even number of key heads is processed in two halves, so that both together are no larger
+    than one state per chunk.
     """
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
@@ -47,7 +47,7 @@ def chunked_backward(
         delta = torch.zeros_like(row_sums)
     chunks = chunks_of(call, q, saved.cu_seqlens)
     dq = q.new_empty(q.shape)
-    # Allocated when they are needed: while the states are scanned, memory is at its peak.
+    # Allocated after the first scan of states, where memory is at its peak.
     key_grads = cache(lambda: (k.new_empty(k.shape), v.new_empty(v.shape)))
     dlog_g = None
     if saved.log_g is not None and needs[3]:
@@ -74,7 +74,8 @@ def chunked_backward(
                     _narrow(saved.final_norm, state),
                     _narrow(saved.inverse, queries),
                     None,
-                    *_heads_of(saved, state),
+                    saved.chunk_kv,
+                    saved.chunk_norm,
                 ),
                 chunks,
                 dout.narrow(*queries),
@@ -95,14 +96,6 @@ def chunked_backward(
     dk, dv = key_grads()
     grads = (dq, dk, dv, dlog_g, dkv0, dnorm0)
     return tuple(grad if need else None for grad, need in zip(grads, needs, strict=True))  # type: ignore[return-value]
-
-
-def _heads_of(saved: Saved, heads: tuple[int, int, int]) -> tuple[Tensor | None, Tensor | None]:
-    """The kept states of some key heads. Not a copy, so that no second state per chunk exists."""
-    kv, norm = saved.chunk_kv, saved.chunk_norm
-    if kv is None or norm is None:
-        return None, None
-    return kv.narrow(*heads), norm.narrow(*heads) if norm.ndim > 1 else norm
 
 
 def _narrow(x: Tensor | None, heads: tuple[int, int, int]) -> Tensor | None:

@@ -115,7 +115,7 @@ def key_gradient(
             *sizes,
             NUM_SLOTS=triton.cdiv(K, tiles.tile),
             SLOT_BLOCKS=slots.num_blocks,
-            IN_PAIRS=in_pairs(K, call.degree, q.dtype),
+            IN_PAIRS=in_pairs(K, V, call.degree, q.dtype),
             NORM_COLUMNS=norm_columns(K),
             HAS_NORM=has_norm,
             HAS_PRODUCT=k_dk is not None,

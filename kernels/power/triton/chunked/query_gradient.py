@@ -82,7 +82,7 @@ def query_gradient(
         chunks.size,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
-        IN_PAIRS=in_pairs(K, call.degree, q.dtype),
+        IN_PAIRS=in_pairs(K, V, call.degree, q.dtype),
         DEGREE=call.degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
@@ -150,7 +150,6 @@ def _power_bwd_query_kernel(
     # Step 1: the state.
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     if (start > sequence_start) | HAS_INITIAL:
-        # The heads of kept states may be a part of all.
         kv_ptr += chunk * stride_kv + g * P * V
         norm_ptr += chunk * stride_norm + g * P
         acc = state_gradient(
