@@ -292,7 +292,8 @@ def _triton_unless(backend: Backend, reason: str | None) -> Literal["torch", "tr
     return "torch"
 
 
-@torch.compiler.assume_constant_result  # so that it is called while a graph is traced
+# So that it is called while a graph is traced.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say(reason: str) -> bool:
     _log_once(reason)
     return True

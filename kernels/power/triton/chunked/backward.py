@@ -84,7 +84,8 @@ def chunked_backward(
                 _narrow(dkv, state),
                 _narrow(dnorm, state),
                 dq.narrow(*queries),
-                lambda keys=keys: [x.narrow(*keys) for x in key_grads()],
+                key_grads,
+                keys,
                 None if dlog_g is None else dlog_g.narrow(*keys),
                 needs,
             )
@@ -112,7 +113,8 @@ def _backward_of_heads(
     dkv: Tensor | None,
     dnorm: Tensor | None,
     dq: Tensor,
-    key_grads: Callable[[], list[Tensor]],
+    key_grads: Callable[[], tuple[Tensor, Tensor]],
+    keys: tuple[int, int, int],
     dlog_g: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -146,7 +148,7 @@ def _backward_of_heads(
             call, saved, dout, delta, gates, states, chunks, tiles, dkv, dnorm, has_norm=has_norm
         )
     if needs_kv or needs_gates:
-        dk, dv = key_grads()
+        dk, dv = (x.narrow(*keys) for x in key_grads())
         k_dk = k.new_empty(k.shape[0], G, T, dtype=torch.float32) if dlog_g is not None else None
         key_gradient(
             call, q, k, v, dout, saved.inverse, delta, gates, dstates, chunks, tiles, operands,
