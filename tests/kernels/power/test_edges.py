@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from power_cases import MULTIPLE_PER_DEGREE
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,8 +45,7 @@ def wide(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.wide)
 
 
-# As in test_op.py, for degree 2.
-MULTIPLE = 30.0
+MULTIPLE = 2 * MULTIPLE_PER_DEGREE  # at degree 2
 
 
 def is_triton(how: dict[str, Any]) -> bool:

@@ -1,18 +1,14 @@
 """Every form and backend against the definition in float64: outputs, states, every gradient."""
 
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from power_cases import Case, has_backward
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
-from longhaul.kernels import PowerState, power_attention, power_attention_step, state_features
-from longhaul.kernels.backend import Backend
+from longhaul.kernels import PowerState, power_attention, power_attention_step
 from longhaul.kernels.power.cost import choose_form
-from longhaul.kernels.testing import assert_close
 
 FORMS: dict[str, dict[str, Any]] = {
     "attention": {"form": "attention"},
@@ -27,124 +23,6 @@ TRITON: dict[str, dict[str, Any]] = {
     for name, how in FORMS.items()
     if name != "chunked-auto"
 }
-# Allowed multiple of the definition's error. Features sum terms of both signs where the definition
-# raises one sum to a power, which cancels more digits the higher the degree, and gradients of gates
-# are differences of long sums.
-MULTIPLE_PER_DEGREE = 15.0
-
-
-def has_backward(how: dict[str, Any]) -> bool:
-    """Triton's recurrent form is only a kernel for decoding, without a backward."""
-    return how.get("backend") != "triton" or how["form"] != "recurrent"
-
-
-@dataclass(frozen=True)
-class Case:
-    T: int
-    B: int = 2
-    H: int = 2
-    G: int = 1
-    K: int = 5
-    V: int = 3
-    degree: int = 2
-    normalize: bool = True
-    gates: str = "soft"
-    state: str = "of some past"  # "none", or "arbitrary", which is not a sum of features of keys
-
-    def inputs(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Random inputs; q, k and v in `dtype`, the others in float32."""
-        B, P = self.B, state_features(self.K, self.degree)
-        tensors = {
-            "q": torch.randn(B, self.T, self.H, self.K),
-            "k": torch.randn(B, self.T, self.G, self.K),
-            "v": torch.randn(B, self.T, self.G, self.V),
-        }
-        if self.normalize and (
-            self.degree == 1 or self.gates == "hard" or self.state == "arbitrary"
-        ):
-            # Positive features give a denominator worth dividing by at degree 1. After a reset
-            # a row has one key, and its gradient is a difference of equal terms over (q·k)².
-            tensors["q"], tensors["k"] = tensors["q"].abs() + 0.1, tensors["k"].abs() + 0.1
-        tensors = {name: x.to(dtype) for name, x in tensors.items()}
-        if self.gates != "none":
-            log_g = logsigmoid(torch.randn(B, self.T, self.G) + 2)
-            if self.gates == "hard":
-                log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
-                log_g[torch.rand(log_g.shape) < 0.3] = 0
-            tensors["log_g"] = log_g
-        if self.state == "arbitrary":
-            tensors["kv"] = torch.randn(B, self.G, P, self.V)
-            tensors["norm"] = torch.rand(B, self.G, P) + 3
-        elif self.state == "of some past":
-            past = torch.randn(B, 7, self.G, self.K).abs()
-            _, state = power_attention(
-                past,
-                past,
-                torch.randn(B, 7, self.G, self.V),
-                degree=self.degree,
-                output_final_state=True,
-                backend="reference",
-            )
-            assert state is not None
-            assert state.kv.shape == (B, self.G, P, self.V)
-            tensors["kv"], tensors["norm"] = state
-        return tensors
-
-    def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
-        """All results, and the gradients of a random linear function of them."""
-        leaves = {name: x.detach().to(dtype) for name, x in inputs.items()}
-        if dtype != torch.float64:
-            for name in ("log_g", "kv", "norm"):
-                if name in inputs:
-                    leaves[name] = inputs[name].detach().float()
-        for x in leaves.values() if has_backward(how) else ():
-            x.requires_grad_()
-        state = PowerState(leaves["kv"], leaves["norm"]) if "kv" in leaves else None
-        out, after = power_attention(
-            leaves["q"],
-            leaves["k"],
-            leaves["v"],
-            leaves.get("log_g"),
-            degree=self.degree,
-            normalize=self.normalize,
-            initial_state=state,
-            output_final_state=self.state != "none",
-            **how,
-        )
-        assert out.dtype == dtype
-        results = {"out": out}
-        if after is not None:
-            results |= {"final kv": after.kv, "final norm": after.norm}
-        if not has_backward(how):
-            return results
-        generator = torch.Generator().manual_seed(1)
-        loss = sum(
-            (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum()
-            for x in results.values()
-        )
-        grads = torch.autograd.grad(loss, list(leaves.values()))
-        results |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-        return {name: x.detach() for name, x in results.items()}
-
-    def check(self, dtype: torch.dtype, **how: Any) -> None:
-        inputs, oracle, definition = expected(self, dtype)
-        actual = self.run(inputs, dtype, **how)
-        multiple = MULTIPLE_PER_DEGREE * max(self.degree, 2)
-        names = [name for name in oracle if has_backward(how) or not name.startswith("d")]
-        assert list(actual) == names
-        for name in names:
-            assert_close(actual[name], oracle[name], definition[name], multiple=multiple, name=name)
-
-
-@cache
-def expected(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
-    """Inputs, the results of the definition in float64, and its results in `dtype`."""
-    torch.manual_seed(0)
-    inputs = case.inputs(dtype)
-    oracle = case.run(inputs, torch.float64, backend="reference")
-    rounded = torch.float32 if dtype == torch.float64 else dtype
-    return inputs, oracle, case.run(inputs, rounded, backend="reference")
-
 
 CASES = {
     "one token": Case(T=1),
@@ -386,95 +264,6 @@ def test_state_alone_has_gradients(how: dict[str, Any]) -> None:
     state.kv.sum().backward()
     assert v.grad is not None
     assert v.grad.abs().sum() > 0
-
-
-# (backend, dtype, degree, V): every degree of each backend; V = 17 needs two blocks of the kernel.
-STEPS = [
-    ("torch", torch.float64, 1, 3),
-    ("torch", torch.float64, 2, 3),
-    ("torch", torch.float64, 4, 3),
-    ("torch", torch.float64, 6, 3),
-    ("torch", torch.float64, 8, 3),
-    pytest.param("triton", torch.float32, 1, 17, marks=pytest.mark.wide),
-    ("triton", torch.float32, 2, 17),
-    pytest.param("triton", torch.float32, 4, 17, marks=pytest.mark.wide),
-]
-
-
-@pytest.mark.parametrize(("backend", "dtype", "degree", "V"), STEPS)
-def test_steps_equal_the_definition(
-    backend: Backend, dtype: torch.dtype, degree: int, V: int
-) -> None:
-    case = Case(
-        T=12, H=4, G=2, K=3, V=V, degree=degree, normalize=degree > 1, state="none", gates="hard"
-    )  # fmt: skip
-    inputs = {name: x.to(dtype) for name, x in case.inputs(torch.float64).items()}
-    settings: dict[str, Any] = {"degree": degree, "normalize": case.normalize}
-    (wanted, final), (rounded, rounded_final) = (
-        power_attention(
-            **{name: x.to(precision) for name, x in inputs.items()},
-            backend="reference",
-            output_final_state=True,
-            **settings,
-        )
-        for precision in (torch.float64, torch.float32)
-    )
-    assert final is not None
-    assert rounded_final is not None
-    P = state_features(case.K, degree)
-    state = PowerState(torch.zeros(2, 2, P, V, dtype=dtype), torch.zeros(2, 2, P, dtype=dtype))
-    multiple = MULTIPLE_PER_DEGREE * max(degree, 2)
-    for t in range(case.T):
-        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
-        before = PowerState(*(x.clone() for x in state))
-        out, after = power_attention_step(state, **token, **settings, backend=backend)
-        assert torch.equal(state.kv, before.kv)
-        assert torch.equal(state.norm, before.norm)
-        state = after
-        at = (slice(None), slice(t, t + 1))
-        assert_close(out, wanted[at], rounded[at], multiple=multiple)
-    assert_close(state.kv, final.kv, rounded_final.kv, multiple=multiple)
-    assert_close(state.norm, final.norm, rounded_final.norm, multiple=multiple)
-
-
-@pytest.mark.parametrize("degree", [1, 2])
-@pytest.mark.parametrize(
-    ("backend", "dtype", "state_dtype"),
-    [
-        ("torch", torch.float64, torch.float64),
-        ("torch", torch.float64, torch.float32),
-        ("triton", torch.float32, torch.float32),
-        ("triton", torch.float32, torch.float64),
-    ],
-)
-def test_steps_in_place_overwrite_the_state(
-    backend: Backend, dtype: torch.dtype, degree: int, state_dtype: torch.dtype
-) -> None:
-    case = Case(T=5, V=17, degree=degree)
-    inputs = {name: x.to(dtype) for name, x in case.inputs(torch.float64).items()}
-    kept = PowerState(inputs.pop("kv").to(state_dtype), inputs.pop("norm").to(state_dtype))
-    state = PowerState(*(x.clone() for x in kept))
-    memory = [x.data_ptr() for x in state]
-    settings: dict[str, Any] = {"degree": degree, "backend": backend}
-    for t in range(case.T):
-        token = {name: x[:, t : t + 1] for name, x in inputs.items()}
-        wanted, kept = power_attention_step(kept, **token, **settings)
-        kept = PowerState(*(x.to(state_dtype) for x in kept))
-        out, state = power_attention_step(state, **token, **settings, inplace=True)
-        torch.testing.assert_close(out, wanted)
-    torch.testing.assert_close(tuple(state), tuple(kept))
-    assert [x.data_ptr() for x in state] == memory
-
-
-def test_a_step_of_the_reference_equals_a_step_in_torch() -> None:
-    case = Case(T=1)
-    inputs = {name: x.double() for name, x in case.inputs(torch.float64).items()}
-    state = PowerState(inputs.pop("kv"), inputs.pop("norm"))
-    wanted, after = power_attention_step(state, **inputs)
-    out, other = power_attention_step(state, **inputs, backend="reference", inplace=True)
-    torch.testing.assert_close(out, wanted)
-    assert other.kv is state.kv
-    torch.testing.assert_close(tuple(state), tuple(after))
 
 
 EVERY_FORM = FORMS | TRITON

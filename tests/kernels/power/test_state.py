@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from power_cases import MULTIPLE_PER_DEGREE
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import logsigmoid
@@ -20,9 +21,6 @@ from longhaul.kernels.testing import assert_close
 
 with torch.device("cpu"):  # as in test_library.py
     torch.ones(1)
-
-# As in test_op.py.
-MULTIPLE_PER_DEGREE = 15.0
 
 
 @dataclass(frozen=True)

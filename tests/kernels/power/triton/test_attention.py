@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from power_cases import MULTIPLE_PER_DEGREE
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -20,9 +21,6 @@ if not triton.knobs.runtime.interpret:
 
 from longhaul.kernels.power.triton.attention.backward import attention_backward  # noqa: E402
 from longhaul.kernels.power.triton.attention.forward import attention_forward  # noqa: E402
-
-# As in test_op.py.
-MULTIPLE_PER_DEGREE = 15.0
 
 
 def wide(value: int) -> Any:
@@ -65,7 +63,7 @@ class Case:
         q = torch.randn(self.B, self.T, self.H, self.K)
         k = torch.randn(self.B, self.T, self.G, self.K)
         if self.normalize and (self.degree == 1 or self.gates == "hard"):
-            # For the reason given in test_op.py.
+            # For the reason given in power_cases.py.
             q, k = q.abs() + 0.1, k.abs() + 0.1
         log_g = None
         if self.gates != "none":
