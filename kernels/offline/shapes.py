@@ -36,12 +36,14 @@ class Shape:
     packed: bool = False  # two documents of odd lengths, with initial and final states
     chunk_size: int = 128  # tokens
     inplace: bool = False  # a step that writes over its state
+    has_bfloat16_state: bool = False  # of a step
     heads: int = 8  # query heads
 
     @property
     def name(self) -> str:
         marks = " plain" * self.plain + " packed" * self.packed + " in place" * self.inplace
         marks += f" H{self.heads}" * (self.heads != 8)
+        marks += " bfloat16 state" * self.has_bfloat16_state
         return f"{self.form} p{self.degree} K{self.K} V{self.V} {_word(self.dtype)}{marks}"
 
 
@@ -101,6 +103,8 @@ SHAPES: tuple[Shape | OtherShape, ...] = (
     Shape(form="step", degree=1, K=64, V=64, dtype=torch.float32, inplace=True),
     Shape(form="step", degree=1, K=256, V=256, inplace=True),
     Shape(form="step", degree=2, K=64, V=64, inplace=True),
+    Shape(form="step", degree=2, K=64, V=64, has_bfloat16_state=True),
+    Shape(form="step", degree=2, K=64, V=64, inplace=True, has_bfloat16_state=True),
     Shape(form="step", degree=2, K=128, V=128, inplace=True, heads=32),
     Shape(form="step", degree=4, K=16, V=64, inplace=True),
     *(
@@ -141,8 +145,9 @@ def launch_once(shape: Shape) -> None:
         return torch.zeros(*sizes, dtype=shape.dtype)
 
     if shape.form == "step":
+        state = PowerState(torch.zeros(B, G, P, shape.V), torch.zeros(B, G, P))
         power.step(
-            PowerState(torch.zeros(B, G, P, shape.V), torch.zeros(B, G, P)),
+            state.to_bfloat16() if shape.has_bfloat16_state else state,
             tokens(B, 1, H, shape.K),
             tokens(B, 1, G, shape.K),
             tokens(B, 1, G, shape.V),

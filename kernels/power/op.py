@@ -158,6 +158,9 @@ def power_attention_step(
 ) -> tuple[Float[Tensor, "B 1 H V"], PowerState]:
     """One token of `power_attention`, at a cost that does not depend on the tokens before it.
 
+    A state from `PowerState.to_bfloat16` keeps kv in bfloat16: sums are computed in float32 and
+    rounded at random. docs/kernels.md has the error after 65,536 tokens.
+
     Args, Raises: as for `power_attention`, with T = 1, and
         inplace: overwrite `state` and return it; then no tensor may require a gradient.
             Otherwise `state` is left unchanged.
@@ -172,6 +175,11 @@ def power_attention_step(
     check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)
     if inplace and (any(x.requires_grad for x in state) or _needs_gradient(q, k, v, log_g)):
         raise ValueError("inplace: found tensors that need a gradient, wanted torch.no_grad()")
+    if state.kv.dtype == torch.bfloat16 and _needs_gradient(q, k, v, log_g, *state):
+        raise ValueError(
+            "state.kv: found bfloat16 and tensors that need a gradient, wanted float32 or "
+            "torch.no_grad()"
+        )
     resolved = resolve_backend(backend, q.device)
     if resolved == "triton":
         resolved = _backend_for_step(backend, degree, q, k, v, log_g, *state)

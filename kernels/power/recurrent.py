@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.reference import power_attention_reference
-from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.state import PowerState, round_kv
 from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.power.torch.step import power_attention_recurrent
 from longhaul.kernels.shapes import state_features
@@ -35,7 +35,10 @@ def step(
 ) -> tuple[Tensor, PowerState]:
     """One token, T = 1. In place, `state` is overwritten and returned, whatever its dtype."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    work = PowerState(state.kv.to(dtype), state.norm.to(dtype))
+    is_rounded = state.kv.dtype == torch.bfloat16
+    # Triton's kernel reads and writes bfloat16 itself.
+    kv = state.kv if is_rounded and backend == "triton" else state.kv.to(dtype)
+    work = PowerState(kv, state.norm.to(dtype))
     if backend == "reference":
         out, after = _reference(
             q, k, v, log_g, work, degree=degree, scale=scale, normalize=normalize
@@ -56,6 +59,8 @@ def step(
             work, q, k, v, log_g,
             degree=degree, scale=scale, normalize=normalize, inplace=inplace,
         )  # fmt: skip
+    if is_rounded and after.kv.dtype != torch.bfloat16:
+        after = PowerState(round_kv(after.kv.float(), after.norm), after.norm)
     if not inplace:
         return out, after
     for old, new in zip(state, after, strict=True):

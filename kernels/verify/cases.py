@@ -50,6 +50,7 @@ class Case:
     content: str = "normal"
     documents: tuple[int, ...] = ()  # offsets of packed documents, without the last one
     is_continued: bool = False  # starts from an initial state and returns the final one
+    has_bfloat16_state: bool = False  # of a single step, whose sums are then rounded once
     wanted: tuple[str, ...] = ()  # inputs that need a gradient; empty for all
     candidate: int | None = None  # of the configurations of each kernel; None: that of the chip
 
@@ -137,6 +138,8 @@ class Case:
             assert state is not None
             assert state.norm.shape == (S, G, P)
             tensors["kv"], tensors["norm"] = state
+            if self.has_bfloat16_state:
+                tensors["kv"] = state.kv.bfloat16().float()
         if "state" in self.forms:
             del tensors["q"]
         return tensors
@@ -216,6 +219,8 @@ class Case:
     def steps(self, inputs: dict[str, Tensor], backend: Backend) -> dict[str, Tensor]:
         """Token by token, without gradients. Every second step is in place, never on the inputs."""
         state = PowerState(inputs["kv"], inputs["norm"])
+        if self.has_bfloat16_state:
+            state = PowerState(state.kv.bfloat16(), state.norm)
         outputs = []
         with torch.no_grad():
             for t in range(self.T):

@@ -55,6 +55,8 @@ def _features() -> Iterable[Case]:
     for degree, K in ((2, 64), (2, 128), (1, 64), (4, 16)):
         yield Case(name=f"steps, degree {degree}, K {K}", forms=("step",), T=9, B=2,
                    is_continued=True, degree=degree, K=K, V=K)  # fmt: skip
+    yield Case(name="a step, bfloat16 state", forms=("step",), T=1, B=2, is_continued=True,
+               has_bfloat16_state=True)  # fmt: skip
     yield Case(name="state alone", forms=("state",), T=777, B=2, is_continued=True)
     yield Case(name="state alone, packed", forms=("state",), T=700, documents=(0, 1, 64, 300))
 

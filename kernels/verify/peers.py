@@ -62,6 +62,8 @@ _RETENTION = re.compile(r"retention(?P<compiled>, compiled)?, chunk (?P<chunk>\d
 # The backend that SDPA is restricted to.
 _SDPA = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
 SDPA = tuple(_SDPA)
+# The dtype of states in decoding.
+DECODERS = {"longhaul, float32 state": torch.float32, "longhaul, bfloat16 state": torch.bfloat16}
 
 
 def own_backend(device: torch.device) -> Literal["torch", "triton"]:
@@ -127,8 +129,8 @@ def decoding_call(
 ) -> Callable[[], None]:
     """One token for each of `num_states` layers, whose states together exceed the GPU's cache.
 
-    SDPA reads the keys and values of all T tokens, "longhaul" reads one state per layer and writes
-    a new one, as generation does, and "longhaul, in place" writes into the one that it reads.
+    SDPA reads the keys and values of all T tokens. The others read one state per layer and write a
+    new one, as generation does: DECODERS has their dtypes.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -155,16 +157,16 @@ def decoding_call(
     q, k, v = (randn(B, 1, H, K) for _ in range(3))
     log_g = logsigmoid(randn(B, 1, H, dtype=torch.float32) + 5)
 
+    if DECODERS[implementation] == torch.bfloat16:
+        states = [state.to_bfloat16() for state in states]
     backend = own_backend(device)
-    inplace = implementation == "longhaul, in place"
 
     def step() -> None:
         with torch.no_grad():
             for state in states:
                 power_attention_step(
                     state, q, k, v, log_g,
-                    degree=shape.degree, normalize=shape.normalize, inplace=inplace,
-                    backend=backend,
+                    degree=shape.degree, normalize=shape.normalize, backend=backend,
                 )  # fmt: skip
 
     return step
@@ -175,4 +177,5 @@ def decoding_bytes(implementation: str, shape: Shape) -> int:
     rows = shape.B * shape.H
     if implementation in _SDPA:
         return 2 * rows * shape.T * shape.K * shape.dtype.itemsize
-    return 2 * rows * state_features(shape.K, shape.degree) * (shape.K + 1) * 4
+    entry = shape.K * DECODERS[implementation].itemsize + 4  # with its norm
+    return 2 * rows * state_features(shape.K, shape.degree) * entry

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 from longhaul.kernels.verify.benchmark import Compilation, Task
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES
-from longhaul.kernels.verify.peers import RETENTION_CHUNKS, SDPA, Shape
+from longhaul.kernels.verify.peers import DECODERS, RETENTION_CHUNKS, SDPA, Shape
 
 HEADLINE = "degree 2, K 64"
 DEGREE_1 = "degree 1, K 64"
 NARROW = "degree 2, K 32"
 ATTENTION = "attention form"
-DECODING = "decoding"
+# The rows of decoding, and their batches.
+DECODING = {"decoding, batch 8": 8, "decoding, batch 1": 1}
 
 # The configurations that each peer's autotuner tries are compiled by so many processes.
 _PARTS = {"retention": 12, "chunk_simple_gla": 2}
@@ -27,7 +28,6 @@ class Sizes:
     crossover_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16_384)
     heads: int = 8
     widths: tuple[int, int] = (64, 32)
-    decoding_batch: int = 8
     matmul: int = 8192
 
     @property
@@ -60,11 +60,12 @@ def op_tasks(sizes: Sizes) -> list[Task]:
     tasks += _training(HEADLINE, rows.pop(HEADLINE), "sdpa cudnn")
     for row, shape in rows.items():
         tasks += _training(row, shape, "longhaul", *SDPA)
-    decoded = replace(sizes.headline, B=sizes.decoding_batch)
-    tasks += [
-        Task(what="decoding", row=DECODING, implementation=implementation, shape=decoded)
-        for implementation in ("longhaul", "longhaul, in place", *SDPA)
-    ]
+    for row, batch in DECODING.items():
+        decoded = replace(sizes.headline, B=batch)
+        tasks += [
+            Task(what="decoding", row=row, implementation=implementation, shape=decoded)
+            for implementation in (*DECODERS, *SDPA)
+        ]
     for T in sizes.crossover_tokens:
         shape = replace(sizes.headline, T=T, form="auto")
         short = _training(f"T {T}", shape, "longhaul", *SDPA)

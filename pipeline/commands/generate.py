@@ -45,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a saved state; prompts follow the text that it has read",
     )
     parser.add_argument(
+        "--state-dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of states of fixed size: bfloat16 halves the memory that a token reads and writes, "
+        "and adds an error that docs/kernels.md gives (%(default)s)",
+    )
+    parser.add_argument(
         "--save-state",
         type=Path,
         metavar="FILE",
@@ -64,6 +71,7 @@ def main(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=args.stop,
         state=args.state,
+        has_bfloat16_state=args.state_dtype == "bfloat16",
         save_state=args.save_state,
     )
     named = named_model(args)

@@ -1,7 +1,7 @@
 """Continues sequences: prompts are read in pieces through the state, tokens by recurrent steps."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 
+from longhaul.kernels import PowerState
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 
@@ -107,18 +108,27 @@ class Session:
 
 
 def decode(
-    model: LanguageModel, sessions: Sequence[Session], *, num_tokens: int, sampling: Sampling
+    model: LanguageModel,
+    sessions: Sequence[Session],
+    *,
+    num_tokens: int,
+    sampling: Sampling,
+    has_bfloat16_states: bool = False,
 ) -> Iterator[tuple[int, int]]:
     """Continue sequences of any lengths, each with the same result as alone.
 
     First all are read, one after the other. Then sequences whose states have the same shape are
     decoded as one batch: with a state of fixed size all sequences, with a cache of keys and values
-    those of equal length.
+    those of equal length. With `has_bfloat16_states` states of fixed size are bfloat16 from there
+    on, as `PowerState.to_bfloat16` describes.
 
     Yields:
         The index of a session, and its next token. The token stays in `unread` until the next step.
     """
     logits = [session.read(model) for session in sessions]
+    if has_bfloat16_states:
+        for session in sessions:
+            session.state = map_power_states(PowerState.to_bfloat16, session.state)
     alike: dict[tuple[torch.Size, ...], list[int]] = defaultdict(list)
     for index, session in enumerate(sessions):
         alike[tuple(leaf.shape for leaf in pytree.tree_leaves(session.state))].append(index)
@@ -127,6 +137,15 @@ def decode(
         together = torch.cat([logits[index] for index in group])
         for row, token in _decode_batch(model, members, together, num_tokens, sampling):
             yield group[row], token
+
+
+def map_power_states(change: Callable[[PowerState], PowerState], state: Any) -> Any:
+    """A model's state with every `PowerState` in it changed."""
+    return pytree.tree_map(
+        lambda part: change(part) if isinstance(part, PowerState) else part,
+        state,
+        is_leaf=lambda part: isinstance(part, PowerState),
+    )
 
 
 def _decode_batch(

@@ -42,8 +42,14 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     )
     printer = _Printer(prompts)
     texts = [StoppingDecoder(tokenizer.stream_decoder(), options.stop) for _ in prompts]
-    num_tokens = options.num_tokens
-    for index, token in decode(trained.model, sessions, num_tokens=num_tokens, sampling=sampling):
+    decoded = decode(
+        trained.model,
+        sessions,
+        num_tokens=options.num_tokens,
+        sampling=sampling,
+        has_bfloat16_states=options.has_bfloat16_state,
+    )
+    for index, token in decoded:
         session, text = sessions[index], texts[index]
         session.is_done = token == tokenizer.eot_id
         if not session.is_done:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save
 from torch.utils import _pytree as pytree
 
 from longhaul.datamodules.untrusted import Count, Sha256, one_line, parse_json, shown
+from longhaul.kernels import PowerState
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.tensor_header import read_header
-from longhaul.pipeline.generation.decoding import Session
+from longhaul.pipeline.generation.decoding import Session, map_power_states
 from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel
 from longhaul.pipeline.system.files import write_atomically
@@ -47,7 +48,7 @@ def origin(trained: TrainedModel) -> str:
 
 def save_session(path: Path, session: Session, model_origin: str) -> None:
     """Write a session that has been read; the file is complete or absent."""
-    flat, _ = pytree.tree_flatten_with_path(session.state)
+    flat, _ = pytree.tree_flatten_with_path(map_power_states(_widened, session.state))
     # Copies, since rows of a batch share memory, which safetensors refuses.
     tensors = {
         pytree.keystr(key): part.cpu().clone(memory_format=torch.contiguous_format)
@@ -56,6 +57,11 @@ def save_session(path: Path, session: Session, model_origin: str) -> None:
     described = {"format": _FORMAT, "of": model_origin, "unread": session.unread}
     described["sha256"] = _digest(tensors, session.unread)
     write_atomically(path, save(tensors, {_KEY: json.dumps(described)}))
+
+
+def _widened(state: PowerState) -> PowerState:
+    """bfloat16 as float32, which can go on as either."""
+    return state._replace(kv=state.kv.to(state.norm.dtype))
 
 
 def load_session(path: Path, model: LanguageModel, model_origin: str) -> Session:

@@ -1,4 +1,8 @@
-"""The recurrent form: one token at constant cost, all sequences and heads in one kernel."""
+"""The recurrent form: one token at constant cost, all sequences and heads in two kernels.
+
+The first updates and reads the state, in parallel over its features too: with a batch of 1 there
+are otherwise too few programs to keep a GPU's memory busy. The second adds up what was read.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.state import HASH_MULTIPLIERS, PowerState
 from longhaul.kernels.power.triton.features import features, tiles_of
 from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
 from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
+_BY_NORM, _BY_COLUMN, _FINAL = (tl.constexpr(x) for x in HASH_MULTIPLIERS)
 # Decoding is limited by reading and writing the state, so narrow blocks give more programs.
 _BLOCK_V = 16
+# About four for every multiprocessor of a large GPU.
+_PROGRAMS = 512
 
 
 def take_step(
@@ -30,27 +37,37 @@ def take_step(
     normalize: bool,
     inplace: bool,
 ) -> tuple[Tensor, PowerState]:
-    """Update the state, S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ, and read it; q is (B, 1, H, K)."""
+    """Update the state, S_t = γ_t S_{t−1} + φ(k_t) v_tᵀ, and read it; q is (B, 1, H, K).
+
+    kv may be bfloat16, and then stays so; anything else becomes float32.
+    """
     B, _, H, K = q.shape
     G, V = v.shape[2:]
     q, k, v = with_dense_rows(q), with_dense_rows(k), with_dense_rows(v)
     tiles = tiles_of(K, degree, q.device, q.dtype)
-    kv, norm = (x.float().contiguous() for x in state)
+    kv = state.kv if state.kv.dtype == torch.bfloat16 else state.kv.float()
+    kv, norm = kv.contiguous(), state.norm.float().contiguous()
     # In place, the program that writes a norm must be the only one that reads it.
     block_v = block_of(V) if inplace else min(block_of(V), _BLOCK_V)
     new_kv = kv if inplace else torch.empty_like(kv)
     new_norm = norm if inplace else torch.empty_like(norm)
+    blocks_v = triton.cdiv(V, block_v)
+    parts = min(max(_PROGRAMS // (B * G * blocks_v), 1), tiles.num_blocks)
+    blocks_per_part = triton.cdiv(tiles.num_blocks, parts)
+    parts = triton.cdiv(tiles.num_blocks, blocks_per_part)
+    # Sums over a part's features of a head: V values, the denominator, and squares of the norm.
+    sums = torch.empty(B * G, parts, H // G, V + 2, dtype=torch.float32, device=q.device)
     out = q.new_empty(B, 1, H, V)
-    _power_fwd_step_kernel[(B * G, triton.cdiv(V, block_v))](
+    _power_fwd_step_kernel[(B * G, blocks_v, parts)](
         q,
         k,
         v,
-        kv if log_g is None else log_g,
+        norm if log_g is None else log_g,
         kv,
         norm,
         new_kv,
         new_norm,
-        out,
+        sums,
         tiles.table,
         q.stride(0),
         q.stride(2),
@@ -64,23 +81,46 @@ def take_step(
         K,
         V,
         tiles.P,
-        scale,
-        scale**degree,
-        4 * torch.finfo(torch.float32).eps,
-        NUM_BLOCKS=tiles.num_blocks,
+        tiles.num_blocks,
+        blocks_per_part,
         REPEAT=H // G,
         DEGREE=degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=tiles.at_once * tiles.tile**degree,
         BLOCK_R=triton.next_power_of_2(H // G),
-        BLOCK_K=block_of(K),
         BLOCK_V=block_v,
         HAS_GATES=log_g is not None,
         NORMALIZE=normalize,
         IN_PLACE=inplace,
         # In place a block of the state is wide: 128 values do not fit in the registers of 4 warps.
         num_warps=8 if block_v > 64 else 4,
+    )
+    _power_fwd_step_output_kernel[(B * G,)](
+        q,
+        k,
+        v,
+        sums,
+        out,
+        q.stride(0),
+        q.stride(2),
+        k.stride(0),
+        k.stride(2),
+        v.stride(0),
+        v.stride(2),
+        G,
+        K,
+        V,
+        parts,
+        scale,
+        scale**degree,
+        4 * torch.finfo(torch.float32).eps,
+        REPEAT=H // G,
+        DEGREE=degree,
+        BLOCK_R=triton.next_power_of_2(H // G),
+        BLOCK_K=block_of(K),
+        BLOCK_V=block_of(V),
+        NORMALIZE=normalize,
     )
     if inplace and kv is not state.kv:
         state.kv.copy_(kv)
@@ -91,19 +131,18 @@ def take_step(
 
 @triton.jit
 def _power_fwd_step_kernel(
-    q_ptr, k_ptr, v_ptr, log_g_ptr, kv_ptr, norm_ptr, new_kv_ptr, new_norm_ptr, out_ptr, tiles_ptr,
+    q_ptr, k_ptr, v_ptr, log_g_ptr, kv_ptr, norm_ptr, new_kv_ptr, new_norm_ptr, sums_ptr, tiles_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_gb, stride_gh,
-    G, K, V, P, scale, state_scale, rounding,
-    NUM_BLOCKS: tl.constexpr, REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr,
-    AT_ONCE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr, NORMALIZE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    G, K, V, P, num_blocks, blocks_per_part,
+    REPEAT: tl.constexpr, DEGREE: tl.constexpr, TILE: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_GATES: tl.constexpr,
+    NORMALIZE: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // G).to(tl.int64)
     g = (tl.program_id(0) % G).to(tl.int64)
     v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    part = tl.program_id(2)
     r = tl.arange(0, BLOCK_R)
-    kk = tl.arange(0, BLOCK_K)
     v_mask = v < V
     r_mask = r < REPEAT
     q_ptr += b * stride_qb + g * REPEAT * stride_qh
@@ -119,11 +158,12 @@ def _power_fwd_step_kernel(
     acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK_R,), tl.float32)
     norm_square = 0.0
-    for block in range(NUM_BLOCKS):
+    first = part * blocks_per_part
+    for block in range(first, tl.minimum(first + blocks_per_part, num_blocks)):
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
         kv_off = (state_off + f)[:, None] * V + v[None, :]
         kv_mask = (f < P)[:, None] & v_mask[None, :]
-        kv = gate * tl.load(kv_ptr + kv_off, mask=kv_mask, other=0.0)
+        kv = gate * tl.load(kv_ptr + kv_off, mask=kv_mask, other=0.0).to(tl.float32)
         norm = gate * tl.load(norm_ptr + state_off + f, mask=f < P, other=0.0)
         if IN_PLACE:
             # Several warps may load the same entry, and one of them overwrites it below.
@@ -142,7 +182,10 @@ def _power_fwd_step_kernel(
             one_q = tl.sum(tl.where((r == repeat)[:, None], phi_q, 0.0), axis=0)
             read = sum_of_products(one_q[:, None], kv, 0)
             acc += tl.where((r == repeat)[:, None], read[None, :], 0.0)
-        tl.store(new_kv_ptr + kv_off, kv + phi_k[:, None] * value[None, :], mask=kv_mask)
+        new_kv = kv + phi_k[:, None] * value[None, :]
+        if new_kv_ptr.dtype.element_ty == tl.bfloat16:
+            new_kv = _rounded(new_kv, norm + phi_k, v)
+        tl.store(new_kv_ptr + kv_off, new_kv, mask=kv_mask)
         if NORMALIZE:
             den += sum_of_products(phi_q, norm[None, :], 1)
             if DEGREE > 1:
@@ -152,6 +195,40 @@ def _power_fwd_step_kernel(
                 norm_square += tl.sum(tl.sum(squares, axis=1) * multiplicity)
         if tl.program_id(1) == 0:
             tl.store(new_norm_ptr + state_off + f, norm + phi_k, mask=f < P)
+    parts = tl.cdiv(num_blocks, blocks_per_part)
+    sums_off = (((b * G + g) * parts + part) * REPEAT + r) * (V + 2)
+    tl.store(sums_ptr + sums_off[:, None] + v[None, :], acc, mask=r_mask[:, None] & v_mask[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(sums_ptr + sums_off + V, den, mask=r_mask)
+        tl.store(sums_ptr + sums_off + V + 1, tl.zeros_like(den) + norm_square, mask=r_mask)
+
+
+@triton.jit
+def _power_fwd_step_output_kernel(
+    q_ptr, k_ptr, v_ptr, sums_ptr, out_ptr,
+    stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
+    G, K, V, parts, scale, state_scale, rounding,
+    REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    b = (tl.program_id(0) // G).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
+    v = tl.arange(0, BLOCK_V)
+    r = tl.arange(0, BLOCK_R)
+    kk = tl.arange(0, BLOCK_K)
+    r_mask = r < REPEAT
+    mask = r_mask[:, None] & (v < V)[None, :]
+    q_ptr += b * stride_qb + g * REPEAT * stride_qh
+    k_ptr += b * stride_kb + g * stride_kh
+    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
+    den = tl.zeros((BLOCK_R,), tl.float32)
+    norm_square = tl.zeros((BLOCK_R,), tl.float32)
+    for part in range(parts):
+        sums = sums_ptr + (((b * G + g) * parts + part) * REPEAT + r) * (V + 2)
+        acc += tl.load(sums[:, None] + v[None, :], mask=mask, other=0.0)
+        if NORMALIZE:
+            den += tl.load(sums + V, mask=r_mask, other=0.0)
+            norm_square += tl.load(sums + V + 1, mask=r_mask, other=0.0)
     # The token's weight for itself is the power, as a sum of features would cancel digits.
     q = tl.load(
         q_ptr + r[:, None] * stride_qh + kk[None, :],
@@ -160,7 +237,8 @@ def _power_fwd_step_kernel(
     ).to(tl.float32)
     k = tl.load(k_ptr + kk, mask=kk < K, other=0.0).to(tl.float32)
     own = power(scale * sum_of_products(q, k[None, :], 1), DEGREE)
-    acc = acc * state_scale + own[:, None] * value[None, :]
+    value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v < V, other=0.0)
+    acc = acc * state_scale + own[:, None] * value.to(tl.float32)[None, :]
     if NORMALIZE:
         den = den * state_scale + own
         floor = tl.full((BLOCK_R,), _FLOOR, tl.float32)
@@ -171,9 +249,19 @@ def _power_fwd_step_kernel(
             bound = power(scale * scale * sum_of_products(q, q, 1), DEGREE // 2)
             floor = tl.maximum(floor, rounding * bound * tl.sqrt(norm_square))
         acc /= tl.where(size >= floor, den, floor)[:, None]
-    out_off = (b * G + g) * REPEAT + r.to(tl.int64)
+    out_off = (b * G + g) * REPEAT + r
     tl.store(
-        out_ptr + out_off[:, None] * V + v[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=r_mask[:, None] & v_mask[None, :],
+        out_ptr + out_off[:, None] * V + v[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask
     )
+
+
+@triton.jit
+def _rounded(kv, norm, v):
+    """kv (BLOCK_F, BLOCK_V) from float32 to bfloat16 at random: state.py, `round_kv`."""
+    mixed = norm.to(tl.uint32, bitcast=True)[:, None] * _BY_NORM
+    mixed += v.to(tl.uint32)[None, :] * _BY_COLUMN
+    noise = ((mixed ^ (mixed >> 15)) * _FINAL) >> 16
+    bits = kv.to(tl.uint32, bitcast=True)
+    is_finite = (bits & 0x7F800000) != 0x7F800000
+    bits = tl.where(is_finite, (bits + noise) & 0xFFFF0000, bits)
+    return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)

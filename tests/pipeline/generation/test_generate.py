@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from longhaul.datamodules.decoding import StoppingDecoder
 from longhaul.modules.attention import attention_config, registered_variants
@@ -245,6 +246,26 @@ def test_a_saved_session_goes_on_as_if_it_had_not_ended(kind: str, tmp_path: Pat
     again.unread += added
     rest = continuations(model, [again], 4)
     assert rest == [likeliest(model, [*prompt, *found, *added], 4)]
+
+
+@pytest.mark.parametrize("kind", ["conformal_sympow", "zeros"])
+def test_states_in_bfloat16_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
+    model, prompt, file = model_of(kind).float(), prompt_of(14), tmp_path / "s"
+    short, whole = Session(list(prompt)), Session(list(prompt))
+    sampling = Sampling(vocabulary=VOCABULARY)
+
+    def tokens_of(session: Session, count: int) -> list[int]:
+        found = decode(
+            model, [session], num_tokens=count, sampling=sampling, has_bfloat16_states=True
+        )
+        return [token for _, token in found]
+
+    found = tokens_of(short, 4)
+    leaves = pytree.tree_leaves(short.state)
+    assert any(leaf.dtype == torch.bfloat16 for leaf in leaves)
+    save_session(file, short, "here")
+    found += tokens_of(load_session(file, model, "here"), 4)
+    assert found == tokens_of(whole, 8)
 
 
 def test_a_saved_state_is_of_constant_size_where_the_kind_is_of_linear_cost(tmp_path: Path) -> None:
