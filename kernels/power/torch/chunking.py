@@ -18,9 +18,12 @@ from longhaul.kernels.shapes import state_features
 # A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
 # reset. Differences of float64 sums of such terms are exact enough, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
+# Features exist for this many tokens at a time; longer chunks are processed in pieces. At K = 64
+# those of a row then take about as much memory as a core has second-level cache.
+FEATURE_TOKENS = 128
 # Bytes that the features and scores of a block of rows may take. This exceeds second-level caches,
 # but with smaller blocks starting operations costs more than the caches save.
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 8 << 20
 
 
 class Chunk(NamedTuple):
@@ -111,7 +114,7 @@ class Problem:
         C = self.chunk_size
         bytes_per_row = 8 * C * queries_per_block(C) + 16 * C * (self.K + self.V)
         if C < self.T:
-            bytes_per_row += 4 * self.P * (C + self.V)
+            bytes_per_row += 4 * self.P * (min(C, FEATURE_TOKENS) + self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]
         shapes += [(batch, self.G) for batch in range(2, self.B + 1) if self.B % batch == 0]
         return [(b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _BLOCK_BYTES][

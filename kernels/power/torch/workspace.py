@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.torch.attention import Buffers, InsideChunk
-from longhaul.kernels.power.torch.chunking import Chunk, Problem, Rows
+from longhaul.kernels.power.torch.chunking import FEATURE_TOKENS, Chunk, Problem, Rows
 from longhaul.kernels.power.torch.features import FeatureMap, FeatureScratch
 from longhaul.kernels.shapes import padded_width
-
-# Features exist for this many tokens at a time; longer chunks are processed in pieces.
-_FEATURE_TOKENS = 256
 
 
 class Workspace:
@@ -40,7 +37,7 @@ class Workspace:
         self.unit = like.new_empty(rows, 1, tokens)
         self.squares = like.new_empty(rows, width, tokens)
         self._degree = problem.degree
-        piece = min(tokens, _FEATURE_TOKENS)
+        piece = min(tokens, FEATURE_TOKENS)
         scratch = FeatureScratch(rows, problem.K, piece, problem.degree, like)
         self.pieces = [slice(a, min(a + piece, tokens)) for a in range(0, tokens, piece)]
         self.q_maps = [FeatureMap(self.q[:, :, s], self.dq[:, :, s], scratch) for s in self.pieces]
