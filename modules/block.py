@@ -59,6 +59,12 @@ class Block(nn.Module):
         mixed, state = self.attention.step(self.attention_norm(x), state)
         return self._add(x, mixed), state
 
+    def step_in_place(
+        self, x: Float[Tensor, "B 1 D"], state: Any
+    ) -> tuple[Float[Tensor, "B 1 D"], Any]:
+        mixed, state = self.attention.step_in_place(self.attention_norm(x), state)
+        return self._add(x, mixed), state
+
     def _add(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]
     ) -> Float[Tensor, "B T D"]:

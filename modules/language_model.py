@@ -1,7 +1,7 @@
 """The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -292,10 +292,25 @@ class LanguageModel(nn.Module):
         self, token: Int[Tensor, "B"], state: list[Any]
     ) -> tuple[Float[Tensor, "B V"], list[Any]]:
         """Logits after one more token, at constant cost for variants of linear cost."""
+        return self._step(token, state, Block.step)
+
+    @torch.no_grad()
+    def step_in_place(
+        self, token: Int[Tensor, "B"], state: list[Any]
+    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
+        """`step`, which may overwrite `state`: with one of fixed size it needs no new memory."""
+        return self._step(token, state, Block.step_in_place)
+
+    def _step(
+        self,
+        token: Int[Tensor, "B"],
+        state: list[Any],
+        step: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
+    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
         x = self.embedding_norm(self.embedding(token[:, None]))
         states = []
         for block, layer_state in zip(self._blocks(), state, strict=True):
-            x, new_state = block.step(x, layer_state)
+            x, new_state = step(block, x, layer_state)
             states.append(new_state)
         return self.head(self.final_norm(x[:, 0])), states
 

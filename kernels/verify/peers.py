@@ -129,8 +129,8 @@ def decoding_call(
 ) -> Callable[[], None]:
     """One token for each of `num_states` layers, whose states together exceed the GPU's cache.
 
-    SDPA reads the keys and values of all T tokens. The others read one state per layer and write a
-    new one, as generation does: DECODERS has their dtypes.
+    SDPA reads the keys and values of all T tokens. The others read and overwrite one state per
+    layer, as generation does: DECODERS has their dtypes.
     """
     generator = torch.Generator(device).manual_seed(0)
 
@@ -166,7 +166,8 @@ def decoding_call(
             for state in states:
                 power_attention_step(
                     state, q, k, v, log_g,
-                    degree=shape.degree, normalize=shape.normalize, backend=backend,
+                    degree=shape.degree, normalize=shape.normalize, inplace=True,
+                    backend=backend,
                 )  # fmt: skip
 
     return step

@@ -60,6 +60,17 @@ class RotaryConfig(AttentionConfig):
             raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1, finite")
 
 
+def overwrite(state: Any, new_state: Any) -> Any:
+    """`new_state`, copied into the tensors of `state` that have its sizes."""
+
+    def overwritten(old: Tensor, new: Tensor) -> Tensor:
+        if old is new or old.shape != new.shape:
+            return new
+        return old.copy_(new)
+
+    return pytree.tree_map(overwritten, state, new_state)
+
+
 class Attention(nn.Module):
     """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past.
 
@@ -124,6 +135,16 @@ class Attention(nn.Module):
         """One more token after `state`, in variants of linear cost at a cost independent of T."""
         y, new_state = self(x, state)
         return y, new_state
+
+    def step_in_place(
+        self, x: Float[Tensor, "B 1 D"], state: Any
+    ) -> tuple[Float[Tensor, "B 1 D"], Any]:
+        """`step` without gradients, which may overwrite `state`.
+
+        The state returned has the memory of `state` where its sizes do not change.
+        """
+        y, new_state = self.step(x, state)
+        return y, overwrite(state, new_state)
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B W T T"]:
         """The attention matrices written out, in the precision of x: for tests and figures.

@@ -20,7 +20,7 @@ from longhaul.kernels import (
 )
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
-from longhaul.modules.attention.base import Attention, AttentionConfig
+from longhaul.modules.attention.base import Attention, AttentionConfig, overwrite
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
@@ -234,6 +234,17 @@ class PowerAttention(Attention):
     def step(
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
+        return self._step(x, state, inplace=False)
+
+    def step_in_place(
+        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
+    ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
+        y, (power, carried) = self._step(x, state, inplace=True)
+        return y, PowerAttentionState(power, overwrite(state.carried, carried))
+
+    def _step(
+        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState, *, inplace: bool
+    ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_scaling(is_whole=False)
         self._check_stateless(has_state=True)
         operands, carried = self.project(x, Documents(x), state.carried)
@@ -243,6 +254,7 @@ class PowerAttention(Attention):
             degree=self.degree,
             scale=self.scale,
             normalize=self.normalize,
+            inplace=inplace,
         )
         y = self.read_out(x, self.merge(mixed, operands))
         return y, PowerAttentionState(power, carried)

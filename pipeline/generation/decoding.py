@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from longhaul.kernels import PowerState
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.generation.steps import Steps
 
 # Longer windows are read in pieces of this many tokens if a state carries the past.
 TOKENS_AT_ONCE = 4096
@@ -157,6 +158,8 @@ def _decode_batch(
 ) -> Iterator[tuple[int, int]]:
     """`decode` for sessions that have been read and whose states have the same shape."""
     rows = list(range(len(sessions)))
+    step = Steps(model)
+    # A copy, which steps may overwrite.
     state = pytree.tree_map(lambda *parts: torch.cat(parts), *(one.state for one in sessions))
     for session in sessions:
         session.state = None  # The batch's state holds it until the session leaves the batch.
@@ -172,7 +175,7 @@ def _decode_batch(
                 state = _select_rows(state, torch.tensor(going, device=logits.device))
                 rows = [rows[place] for place in going]
             last = [sessions[row].unread.pop() for row in rows]
-            logits, state = model.step(torch.tensor(last, device=logits.device), state)
+            logits, state = step(torch.tensor(last, device=logits.device), state)
         chosen = sampling.choose(logits, [sessions[row].generator for row in rows]).tolist()
         for row, token in zip(rows, chosen, strict=True):
             sessions[row].unread.append(token)

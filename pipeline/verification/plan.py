@@ -1,6 +1,6 @@
 """All checks in their order: what matters most, or may stop everything else, comes first."""
 
-from longhaul.pipeline.verification import kernels, timings, trainer
+from longhaul.pipeline.verification import decoding, kernels, timings, trainer
 from longhaul.pipeline.verification.check import Check
 from longhaul.pipeline.verification.machine import Machine
 
@@ -20,6 +20,7 @@ def all_checks(machine: Machine) -> list[Check]:
         *steps[:1],
         *kernels.training_dtype_checks(device),
         *kernels.candidate_checks(device),
+        *decoding.decoding_checks(),
         *kernels.remaining_checks(device),
         *trainer.remaining_checks(machine),
         *timings.op_timings(),

@@ -1,0 +1,31 @@
+"""The check of recorded steps, on a CPU, where steps are not recorded."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul.pipeline.generation.steps import Steps
+from longhaul.pipeline.verification.check import Place
+from longhaul.pipeline.verification.decoding import Decoding, check_decoding, decoding_checks
+
+PLACE = Place("cpu", Path())
+
+
+def test_every_kind_of_linear_cost_is_checked() -> None:
+    names = [check.name for check in decoding_checks()]
+    assert names[0] == "decoding, conformal_sympow, 12 layers of 768"
+    assert len(names) == len(set(names)) == 10
+
+
+def test_steps_that_differ_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(kind="retention", layers=1, width=32)
+    assert check_decoding(decoding, PLACE)["faults"] == []
+    call = Steps.__call__
+
+    def stale(self: Steps, tokens: torch.Tensor, state: list[object]) -> object:
+        return call(self, torch.zeros_like(tokens), state)
+
+    monkeypatch.setattr(Steps, "__call__", stale)
+    (fault,) = check_decoding(decoding, PLACE)["faults"]
+    assert fault.startswith("logits: found ")
