@@ -26,7 +26,7 @@ def outputs(inputs: list[Tensor], gate: float, kind: str) -> Tensor:
     state = PowerState(torch.zeros(_B, 1, P, _K, dtype=dtype), torch.zeros(_B, 1, P, dtype=dtype))
     if kind == "bfloat16, at random":
         state = state.to_bfloat16()
-    log_g = torch.full((_B, 1, 1), gate, dtype=dtype).log()
+    log_g = torch.full((_B, 1, 1), gate, dtype=torch.float64).log().to(dtype)
     T = inputs[0].shape[1]
     kept = []
     for t in range(T):

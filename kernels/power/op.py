@@ -180,6 +180,8 @@ def power_attention_step(
             "state.kv: found bfloat16 and tensors that need a gradient, wanted float32 or "
             "torch.no_grad()"
         )
+    if state.kv.dtype == torch.bfloat16 and state.norm.dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(f"state.norm: found {state.norm.dtype}, wanted float32 beside bfloat16 kv")
     resolved = resolve_backend(backend, q.device)
     if resolved == "triton":
         resolved = _backend_for_step(backend, degree, q, k, v, log_g, *state)

@@ -14,6 +14,8 @@ from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, 
 class PowerState(NamedTuple):
     """Decayed sums over the past: kv = Σ φ(k_i) v_iᵀ and norm = Σ φ(k_i), float32.
 
+    kv may be bfloat16 (`to_bfloat16`): steps then keep it so, and other calls return float32.
+
     φ are plain products of key coordinates. Multiplicities and the scale are applied to queries, so
     a state does not depend on them. Both tensors exist whether or not the output is normalised.
     """
@@ -22,8 +24,13 @@ class PowerState(NamedTuple):
     norm: Float[Tensor, "B G P"]
 
     def to_bfloat16(self) -> PowerState:
-        """The same state with kv in bfloat16, which steps then keep: half the bytes of a step."""
-        return PowerState(round_kv(self.kv.float(), self.norm), self.norm.float())
+        """A copy with kv in bfloat16, which steps then keep. It has no gradient.
+
+        On a GPU a step then moves half the bytes; in torch kv is float32 while a step takes place.
+        """
+        norm = self.norm.detach()
+        norm = norm.to(torch.promote_types(norm.dtype, torch.float32), copy=True)
+        return PowerState(round_kv(self.kv.float(), norm), norm)
 
 
 # Multipliers of the hash in `round_kv`, odd 32-bit numbers without a pattern in their bits.
@@ -35,8 +42,8 @@ def round_kv(kv: Float[Tensor, "B G P V"], norm: Float[Tensor, "B G P"]) -> Tens
     """kv from float32 to bfloat16, up or down at random, so that its mean over many steps is right.
 
     Rounding to nearest would lose every addition below 1/512 of a sum, and every decay nearer to 1
-    than that. The random bits are a hash of the bits of the feature's norm, which change with
-    every token, and of the column: equal calls have equal results, and no seed has to be kept.
+    than that. The random bits are a hash of the column and of the bits of the feature's norm, which
+    change as long as tokens change the norm: equal calls have equal results, and there is no seed.
     """
     by_norm, by_column, final = (_as_int32(x) for x in HASH_MULTIPLIERS)
     columns = torch.arange(kv.shape[-1], dtype=torch.int32, device=kv.device)

@@ -27,7 +27,6 @@ from longhaul.kernels.verify.peers import (
 )
 
 _KERNELS_LISTED = 24
-_DECODED_STATES = 4
 
 What = Literal["training", "profile", "decoding", "matmul", "copy"]
 
@@ -85,9 +84,12 @@ def _measured(task: Task, device: torch.device) -> dict[str, Any]:
 
 def _measure_decoding(task: Task, device: torch.device) -> dict[str, Any]:
     """Times of one token of one layer, on eager calls, and as a CUDA graph, as decoders run."""
-    # Keys and values of one layer exceed the cache; several states do.
-    num_states = 1 if task.implementation in SDPA else _DECODED_STATES
-    result: dict[str, Any] = {"bytes": decoding_bytes(task.implementation, task.shape)}
+    moved = decoding_bytes(task.implementation, task.shape)
+    num_states = 1  # Keys and values of one layer exceed the cache; enough states do.
+    if task.implementation not in SDPA and device.type == "cuda":
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        num_states = -(-4 * cache // (moved // 2))  # A state is read and written.
+    result: dict[str, Any] = {"bytes": moved}
     with chosen_kernels(task.implementation):
         step = decoding_call(task.implementation, task.shape, device, num_states)
         for suffix in ("", "_graph"):

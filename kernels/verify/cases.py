@@ -51,6 +51,7 @@ class Case:
     documents: tuple[int, ...] = ()  # offsets of packed documents, without the last one
     is_continued: bool = False  # starts from an initial state and returns the final one
     has_bfloat16_state: bool = False  # of a single step, whose sums are then rounded once
+    is_in_place: bool = False  # the first of several steps
     wanted: tuple[str, ...] = ()  # inputs that need a gradient; empty for all
     candidate: int | None = None  # of the configurations of each kernel; None: that of the chip
 
@@ -218,7 +219,7 @@ class Case:
 
     def steps(self, inputs: dict[str, Tensor], backend: Backend) -> dict[str, Tensor]:
         """Token by token, without gradients. Every second step is in place, never on the inputs."""
-        state = PowerState(inputs["kv"], inputs["norm"])
+        state = PowerState(inputs["kv"].clone(), inputs["norm"].clone())
         if self.has_bfloat16_state:
             state = PowerState(state.kv.bfloat16(), state.norm)
         outputs = []
@@ -230,11 +231,28 @@ class Case:
                     *now.values(),
                     degree=self.degree,
                     normalize=self.normalize,
-                    inplace=t % 2 == 1,
+                    inplace=(t % 2 == 1) != self.is_in_place,
                     backend=backend,
                 )
                 outputs.append(out)
         return {"out": torch.cat(outputs, dim=1), "final kv": state.kv, "final norm": state.norm}
+
+
+def rounding_faults(kv: Tensor, exact: Tensor) -> list[str]:
+    """What is wrong with sums that were rounded to bfloat16 at random, once."""
+    size = exact.abs()
+    error = kv.double() - exact
+    # A sum of terms of both signs can be smaller than its error in float32.
+    if not (error.abs() <= 2**-7 * size + 1e-5 * size.max()).all():
+        return ["bfloat16 state: found an entry that is no neighbour of its sum"]
+    is_large = size > 1e-2 * size.max()
+    share = (error * exact.sign() / size)[is_large]
+    faults = []
+    if share.mean().abs() > 2**-11:
+        faults.append(f"bfloat16 state: found sums off by {share.mean():.2g} on average, wanted 0")
+    if share.abs().max() < 1.05 * 2**-8:
+        faults.append("bfloat16 state: found sums rounded to nearest, wanted at random")
+    return faults
 
 
 def _with_wide_strides(x: Tensor) -> Tensor:
@@ -317,6 +335,8 @@ def _compare(
         tensors[name] = {key: x if isfinite(x) else None for key, x in numbers.items()}
         if found.fault:
             faults.append(f"{name}: {found.fault}")
+    if case.has_bfloat16_state:
+        faults += rounding_faults(actual["final kv"], oracle["final kv"])
     if "out" in actual and actual["out"].dtype != case.torch_dtype:
         faults.append(f"out: {actual['out'].dtype}, wanted {case.torch_dtype}")
     faults += [f"{name}: differs when run again" for name in actual if _differ(actual, again, name)]

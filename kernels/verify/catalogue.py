@@ -55,8 +55,10 @@ def _features() -> Iterable[Case]:
     for degree, K in ((2, 64), (2, 128), (1, 64), (4, 16)):
         yield Case(name=f"steps, degree {degree}, K {K}", forms=("step",), T=9, B=2,
                    is_continued=True, degree=degree, K=K, V=K)  # fmt: skip
-    yield Case(name="a step, bfloat16 state", forms=("step",), T=1, B=2, is_continued=True,
-               has_bfloat16_state=True)  # fmt: skip
+    for is_in_place in (False, True):
+        yield Case(name="a step, bfloat16 state" + ", in place" * is_in_place, forms=("step",), T=1,
+                   B=2, is_continued=True, has_bfloat16_state=True,
+                   is_in_place=is_in_place)  # fmt: skip
     yield Case(name="state alone", forms=("state",), T=777, B=2, is_continued=True)
     yield Case(name="state alone, packed", forms=("state",), T=700, documents=(0, 1, 64, 300))
 

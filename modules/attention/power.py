@@ -93,6 +93,8 @@ class PowerAttention(Attention):
     degree = 1
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
+    can_round_state: ClassVar[bool] = True
+    """Whether decoding may keep states in bfloat16."""
     num_sums = 1
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None

@@ -94,6 +94,7 @@ class Zeros(PowerAttention):
 
     scale = 1.0
     logits_per_head = 1
+    can_round_state = False  # The gated sums almost cancel, and rounding errors would be left.
     rotary: Rotary
 
     def __init__(

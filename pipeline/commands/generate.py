@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--state-dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of states of fixed size: bfloat16 halves the memory that a token reads and writes, "
-        "and adds an error that docs/kernels.md gives (%(default)s)",
+        help="of states of fixed size: with bfloat16 a token reads and writes half as much of a "
+        "GPU's memory, at the cost of an error that docs/kernels.md gives (%(default)s)",
     )
     parser.add_argument(
         "--save-state",

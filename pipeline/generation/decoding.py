@@ -116,7 +116,7 @@ def decode(
     sampling: Sampling,
     has_bfloat16_states: bool = False,
 ) -> Iterator[tuple[int, int]]:
-    """Continue sequences of any lengths, each with the same result as alone.
+    """Continue sequences of any lengths, each with the same result as alone, up to rounding.
 
     First all are read, one after the other. Then sequences whose states have the same shape are
     decoded as one batch: with a state of fixed size all sequences, with a cache of keys and values

@@ -1,24 +1,42 @@
 """Continues prompts and prints the texts as they grow."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
 from longhaul.datamodules.tokenizer import tokenizer_of
+from longhaul.modules.attention.power import PowerAttention
+from longhaul.modules.block import Block
+from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.generation.options import GenerationOptions
 from longhaul.pipeline.generation.session_files import load_session, origin, save_session
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
+def check_state_dtype(model: LanguageModel) -> None:
+    """Raise ValueError unless every layer has a state that may be kept in bfloat16."""
+    for block in model.blocks:
+        attention = cast(Block, block).attention
+        if not isinstance(attention, PowerAttention) or not attention.can_round_state:
+            raise ValueError(
+                f"--state-dtype: found bfloat16 with kind {attention.config.kind}, wanted float32, "
+                "or a kind with a state of fixed size that can be rounded"
+            )
+
+
 def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     """Print each prompt and its continuation.
 
     Raises:
-        ValueError: the saved state is damaged or of another model, or there is no manifest.
+        ValueError: the saved state is damaged or of another model, there is no manifest, or a
+            layer has no state that can be in bfloat16.
         OSError: the state could not be written.
     """
+    if options.has_bfloat16_state:
+        check_state_dtype(trained.model)
     model_origin = origin(trained)
     prompts = options.prompts or [""]
     manifest = trained.manifest

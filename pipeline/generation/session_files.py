@@ -60,7 +60,7 @@ def save_session(path: Path, session: Session, model_origin: str) -> None:
 
 
 def _widened(state: PowerState) -> PowerState:
-    """bfloat16 as float32, which can go on as either."""
+    """kv in the norm's dtype, float32, from which a session can go on in either."""
     return state._replace(kv=state.kv.to(state.norm.dtype))
 
 

@@ -19,10 +19,11 @@ from longhaul.kernels.shapes import state_features
 # reset. Differences of float64 sums of such terms are exact enough, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
 # Features exist for this many tokens at a time; longer chunks are processed in pieces. At K = 64
-# those of a row then take about as much memory as a core has second-level cache.
+# those of a row then take 1.2 MB, about the second-level cache of a core.
 FEATURE_TOKENS = 128
 # Bytes that the features and scores of a block of rows may take. This exceeds second-level caches,
-# but with smaller blocks starting operations costs more than the caches save.
+# but with smaller blocks starting operations costs more than the caches save. On a core of an EPYC,
+# 8 MB took a few per cent less time than 12 or 16 at K = 64.
 _BLOCK_BYTES = 8 << 20
 
 

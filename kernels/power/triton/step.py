@@ -21,7 +21,7 @@ _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)
 _BY_NORM, _BY_COLUMN, _FINAL = (tl.constexpr(x) for x in HASH_MULTIPLIERS)
 # Decoding is limited by reading and writing the state, so narrow blocks give more programs.
 _BLOCK_V = 16
-# About four for every multiprocessor of a large GPU.
+# At most about four for every multiprocessor of a large GPU.
 _PROGRAMS = 512
 
 
@@ -58,70 +58,34 @@ def take_step(
     # Sums over a part's features of a head: V values, the denominator, and squares of the norm.
     sums = torch.empty(B * G, parts, H // G, V + 2, dtype=torch.float32, device=q.device)
     out = q.new_empty(B, 1, H, V)
+    strides = (q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2))
+    gate_strides = (0, 0) if log_g is None else (log_g.stride(0), log_g.stride(2))
+    heads = {
+        "REPEAT": H // G,
+        "DEGREE": degree,
+        "BLOCK_R": triton.next_power_of_2(H // G),
+        "NORMALIZE": normalize,
+    }
     _power_fwd_step_kernel[(B * G, blocks_v, parts)](
-        q,
-        k,
-        v,
-        norm if log_g is None else log_g,
-        kv,
-        norm,
-        new_kv,
-        new_norm,
-        sums,
-        tiles.table,
-        q.stride(0),
-        q.stride(2),
-        k.stride(0),
-        k.stride(2),
-        v.stride(0),
-        v.stride(2),
-        0 if log_g is None else log_g.stride(0),
-        0 if log_g is None else log_g.stride(2),
-        G,
-        K,
-        V,
-        tiles.P,
-        tiles.num_blocks,
-        blocks_per_part,
-        REPEAT=H // G,
-        DEGREE=degree,
+        q, k, v, norm if log_g is None else log_g, kv, norm, new_kv, new_norm, sums, tiles.table,
+        *strides, *gate_strides, G, K, V, tiles.P, tiles.num_blocks, blocks_per_part,
+        **heads,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=tiles.at_once * tiles.tile**degree,
-        BLOCK_R=triton.next_power_of_2(H // G),
         BLOCK_V=block_v,
         HAS_GATES=log_g is not None,
-        NORMALIZE=normalize,
         IN_PLACE=inplace,
         # In place a block of the state is wide: 128 values do not fit in the registers of 4 warps.
         num_warps=8 if block_v > 64 else 4,
-    )
+    )  # fmt: skip
     _power_fwd_step_output_kernel[(B * G,)](
-        q,
-        k,
-        v,
-        sums,
-        out,
-        q.stride(0),
-        q.stride(2),
-        k.stride(0),
-        k.stride(2),
-        v.stride(0),
-        v.stride(2),
-        G,
-        K,
-        V,
-        parts,
-        scale,
-        scale**degree,
-        4 * torch.finfo(torch.float32).eps,
-        REPEAT=H // G,
-        DEGREE=degree,
-        BLOCK_R=triton.next_power_of_2(H // G),
+        q, k, v, sums, out, *strides, G, K, V, parts,
+        scale, scale**degree, 4 * torch.finfo(torch.float32).eps,
+        **heads,
         BLOCK_K=block_of(K),
         BLOCK_V=block_of(V),
-        NORMALIZE=normalize,
-    )
+    )  # fmt: skip
     if inplace and kv is not state.kv:
         state.kv.copy_(kv)
         state.norm.copy_(norm)

@@ -81,7 +81,9 @@ def _attention() -> Iterator[tuple[Case, int]]:
 def _steps() -> Iterator[Case]:
     three = replace(_CONTINUED, documents=(), T=3, B=2, forms=("step",))
     yield replace(three, name="p2 K64", K=64, V=64)
-    yield replace(three, name="p2 K64, bfloat16 state", T=1, K=64, V=64, has_bfloat16_state=True)
+    rounded = replace(three, T=1, K=64, V=64, has_bfloat16_state=True)
+    yield replace(rounded, name="p2 K64, bfloat16 state")
+    yield replace(rounded, name="p2 K64, bfloat16 state, in place", is_in_place=True)
     yield replace(three, name="p2 K128", K=128, V=128)
     yield replace(three, name="p1 K64", degree=1, K=64, V=64)
     yield replace(three, name="p4 K16", degree=4, K=16, V=64)
@@ -133,7 +135,8 @@ SUITES = {
         "chunked, p4 K16, bfloat16, sm_90, candidate 0",
         "chunked, wide strides, float16, sm_90, candidate 0",
         "attention, packed, two groups, bfloat16, sm_90, candidate 0",
-        "step, p2 K64, bfloat16 state, bfloat16, sm_90, candidate 0",
+        "step, p2 K64, bfloat16, sm_90, candidate 0",
+        "step, p2 K64, bfloat16 state, in place, bfloat16, sm_90, candidate 0",
         "chunked, p2, a sum without gates, float32, sm_80, candidate 0",
     ),
 }

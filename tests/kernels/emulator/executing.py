@@ -24,6 +24,7 @@ from memories import FaultError
 
 from longhaul.kernels.power.triton.launch import configuration
 from longhaul.kernels.testing import compare, poisoned_memory
+from longhaul.kernels.verify.cases import rounding_faults
 
 
 def execute(run: Run) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -58,6 +59,8 @@ def execute(run: Run) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         errors[name] = float(f"{found.norm_error:.2g}")
         if found.fault:
             faults.append(f"{name}: {found.fault}")
+    if run.form == "step" and case.has_bfloat16_state and actual:
+        faults += rounding_faults(actual["final kv"], oracle["final kv"])
     record |= {
         "launches": sorted({(launch.kernel, launch.config) for launch in launches}),
         "errors": errors,

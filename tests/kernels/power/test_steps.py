@@ -103,6 +103,9 @@ def test_features_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, programs: i
     out, found = power_attention_step(state, **inputs, backend="triton")
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(tuple(found), tuple(after))
+    out, _ = power_attention_step(state, **inputs, inplace=True, backend="triton")
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(tuple(state), tuple(after))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "reference"])
@@ -119,7 +122,7 @@ def test_a_bfloat16_state_is_rounded_to_a_neighbour(backend: Backend) -> None:
     torch.testing.assert_close(rounded.norm, after.norm)
     error = (rounded.kv.float() - after.kv).abs()
     assert (error <= after.kv.abs() * 2**-7).all()
-    assert (error > after.kv.abs() * 2**-9).any()  # not to nearest
+    assert (error > after.kv.abs() * 2**-8).any()  # not to nearest
     memory = state.kv.data_ptr()
     _, overwritten = power_attention_step(state, **inputs, backend=backend, inplace=True)
     assert overwritten.kv.data_ptr() == memory
@@ -161,6 +164,9 @@ def test_a_bfloat16_state_has_no_gradient() -> None:
     inputs["q"].requires_grad_()
     with pytest.raises(ValueError, match=r"state\.kv: found bfloat16 and tensors that need a grad"):
         power_attention_step(state, **inputs)
+    short = PowerState(state.kv, state.norm.bfloat16())
+    with pytest.raises(ValueError, match=r"state\.norm: found torch\.bfloat16, wanted float32"):
+        power_attention_step(short, **{name: x.detach() for name, x in inputs.items()})
 
 
 def test_a_step_of_the_reference_equals_a_step_in_torch() -> None:

@@ -20,6 +20,7 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.generation import decoding
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
+from longhaul.pipeline.generation.run import check_state_dtype
 from longhaul.pipeline.generation.session_files import load_session, origin, save_session
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
@@ -112,13 +113,13 @@ def test_a_prompt_draws_the_same_tokens_alone_and_in_a_batch_whose_others_end(ki
 
 def test_states_of_one_shape_share_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    step = LanguageModel.step
+    step = LanguageModel.step_in_place
 
     def count(self: LanguageModel, token: Tensor, state: Any) -> Any:
         rows.append(len(token))
         return step(self, token, state)
 
-    monkeypatch.setattr(LanguageModel, "step", count)
+    monkeypatch.setattr(LanguageModel, "step_in_place", count)
     lengths = (4, 7, 4)
     for kind, wanted in (("retention", [3, 3]), ("softmax", [2, 2, 1, 1])):
         rows.clear()
@@ -248,7 +249,7 @@ def test_a_saved_session_goes_on_as_if_it_had_not_ended(kind: str, tmp_path: Pat
     assert rest == [likeliest(model, [*prompt, *found, *added], 4)]
 
 
-@pytest.mark.parametrize("kind", ["conformal_sympow", "zeros"])
+@pytest.mark.parametrize("kind", ["conformal_sympow", "cartan"])
 def test_states_in_bfloat16_go_on_from_a_file(kind: str, tmp_path: Path) -> None:
     model, prompt, file = model_of(kind).float(), prompt_of(14), tmp_path / "s"
     short, whole = Session(list(prompt)), Session(list(prompt))
@@ -326,16 +327,33 @@ def test_output_ends_before_a_stop_and_so_do_the_steps(
     whole = base.longhaul(*given).stdout[:-1]
     stop = whole[20:23]
     monkeypatch.chdir(base.path)
-    step, steps = LanguageModel.step, []
+    step, steps = LanguageModel.step_in_place, []
 
     def count(*arguments: Any) -> Any:
         steps.append(1)
         return step(*arguments)
 
-    monkeypatch.setattr(LanguageModel, "step", count)
+    monkeypatch.setattr(LanguageModel, "step_in_place", count)
     assert main([*given, "--stop", "never to be seen", "--stop", stop]) == 0
     assert capsys.readouterr().out == "def " + whole[4 : whole.index(stop, 4)] + "\n"
     assert 0 < len(steps) < 39
+
+
+def test_states_of_fixed_size_can_be_in_bfloat16(base: Run) -> None:
+    given = ("generate", "small", "--prompt", "def ", "--tokens", "12", *GREEDY)
+    result = base.longhaul(*given, "--state-dtype", "bfloat16")
+    assert result.stdout.startswith("def ")
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_without_a_state_to_round_is_refused(kind: str) -> None:
+    model = model_of(kind)
+    if kind in ("softmax", "alibi", "coca", "zeros"):
+        with pytest.raises(ValueError, match=rf"--state-dtype: found bfloat16 with kind {kind}"):
+            check_state_dtype(model)
+    else:
+        check_state_dtype(model)
 
 
 def test_a_session_is_continued_from_its_file(base: Run) -> None:
