@@ -23,6 +23,7 @@ _BY_NORM, _BY_COLUMN, _FINAL = (tl.constexpr(x) for x in HASH_MULTIPLIERS)
 _BLOCK_V = 16
 # At most about four for every multiprocessor of a large GPU.
 _PROGRAMS = 512
+_PARTS_AT_ONCE = 16
 
 
 def take_step(
@@ -60,31 +61,31 @@ def take_step(
     out = q.new_empty(B, 1, H, V)
     strides = (q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2))
     gate_strides = (0, 0) if log_g is None else (log_g.stride(0), log_g.stride(2))
-    heads = {
-        "REPEAT": H // G,
-        "DEGREE": degree,
-        "BLOCK_R": triton.next_power_of_2(H // G),
-        "NORMALIZE": normalize,
-    }
     _power_fwd_step_kernel[(B * G, blocks_v, parts)](
         q, k, v, norm if log_g is None else log_g, kv, norm, new_kv, new_norm, sums, tiles.table,
         *strides, *gate_strides, G, K, V, tiles.P, tiles.num_blocks, blocks_per_part,
-        **heads,
+        REPEAT=H // G,
+        DEGREE=degree,
         TILE=tiles.tile,
         AT_ONCE=tiles.at_once,
         BLOCK_F=tiles.at_once * tiles.tile**degree,
+        BLOCK_R=triton.next_power_of_2(H // G),
         BLOCK_V=block_v,
         HAS_GATES=log_g is not None,
+        NORMALIZE=normalize,
         IN_PLACE=inplace,
         # In place a block of the state is wide: 128 values do not fit in the registers of 4 warps.
         num_warps=8 if block_v > 64 else 4,
     )  # fmt: skip
-    _power_fwd_step_output_kernel[(B * G,)](
-        q, k, v, sums, out, *strides, G, K, V, parts,
+    _power_fwd_step_output_kernel[(B * H,)](
+        q, k, v, sums, out, *strides, H, K, V, parts,
         scale, scale**degree, 4 * torch.finfo(torch.float32).eps,
-        **heads,
+        REPEAT=H // G,
+        DEGREE=degree,
         BLOCK_K=block_of(K),
         BLOCK_V=block_of(V),
+        BLOCK_PARTS=_PARTS_AT_ONCE,
+        NORMALIZE=normalize,
     )  # fmt: skip
     if inplace and kv is not state.kv:
         state.kv.copy_(kv)
@@ -171,52 +172,50 @@ def _power_fwd_step_kernel(
 def _power_fwd_step_output_kernel(
     q_ptr, k_ptr, v_ptr, sums_ptr, out_ptr,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh,
-    G, K, V, parts, scale, state_scale, rounding,
-    REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, NORMALIZE: tl.constexpr,
+    H, K, V, parts, scale, state_scale, rounding,
+    REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    b = (tl.program_id(0) // G).to(tl.int64)
-    g = (tl.program_id(0) % G).to(tl.int64)
+    b = (tl.program_id(0) // H).to(tl.int64)
+    h = (tl.program_id(0) % H).to(tl.int64)
+    g = h // REPEAT
     v = tl.arange(0, BLOCK_V)
-    r = tl.arange(0, BLOCK_R)
     kk = tl.arange(0, BLOCK_K)
-    r_mask = r < REPEAT
-    mask = r_mask[:, None] & (v < V)[None, :]
-    q_ptr += b * stride_qb + g * REPEAT * stride_qh
-    k_ptr += b * stride_kb + g * stride_kh
-    acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
-    den = tl.zeros((BLOCK_R,), tl.float32)
-    norm_square = tl.zeros((BLOCK_R,), tl.float32)
-    for part in range(parts):
-        sums = sums_ptr + (((b * G + g) * parts + part) * REPEAT + r) * (V + 2)
-        acc += tl.load(sums[:, None] + v[None, :], mask=mask, other=0.0)
+    one = tl.arange(0, 1)  # Sums are blocks of one number.
+    acc = tl.zeros((BLOCK_V,), tl.float32)
+    den = tl.zeros((1,), tl.float32)
+    norm_square = tl.zeros((1,), tl.float32)
+    for start in range(0, parts, BLOCK_PARTS):
+        part = start + tl.arange(0, BLOCK_PARTS)
+        row = ((b * (H // REPEAT) + g) * parts + part) * REPEAT + h % REPEAT
+        sums = sums_ptr + row[:, None] * (V + 2)
+        mask = (part < parts)[:, None]
+        read = tl.load(sums + v[None, :], mask=mask & (v < V)[None, :], other=0.0)
+        acc += tl.sum(read, axis=0)
         if NORMALIZE:
-            den += tl.load(sums + V, mask=r_mask, other=0.0)
-            norm_square += tl.load(sums + V + 1, mask=r_mask, other=0.0)
+            den += tl.sum(tl.load(sums + V + one[None, :], mask=mask, other=0.0), axis=0)
+            squares = tl.load(sums + V + 1 + one[None, :], mask=mask, other=0.0)
+            norm_square += tl.sum(squares, axis=0)
     # The token's weight for itself is the power, as a sum of features would cancel digits.
-    q = tl.load(
-        q_ptr + r[:, None] * stride_qh + kk[None, :],
-        mask=r_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(tl.float32)
-    k = tl.load(k_ptr + kk, mask=kk < K, other=0.0).to(tl.float32)
-    own = power(scale * sum_of_products(q, k[None, :], 1), DEGREE)
+    k_mask = (kk < K)[None, :]
+    q = tl.load(q_ptr + b * stride_qb + h * stride_qh + kk[None, :], mask=k_mask, other=0.0)
+    k = tl.load(k_ptr + b * stride_kb + g * stride_kh + kk[None, :], mask=k_mask, other=0.0)
+    q, k = q.to(tl.float32), k.to(tl.float32)
+    own = power(scale * sum_of_products(q, k, 1), DEGREE)
     value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v < V, other=0.0)
-    acc = acc * state_scale + own[:, None] * value.to(tl.float32)[None, :]
+    acc = acc * state_scale + own * value.to(tl.float32)
     if NORMALIZE:
         den = den * state_scale + own
-        floor = tl.full((BLOCK_R,), _FLOOR, tl.float32)
+        floor = tl.full((1,), _FLOOR, tl.float32)
         size = den
         if DEGREE == 1:
             size = tl.abs(den)
         else:
             bound = power(scale * scale * sum_of_products(q, q, 1), DEGREE // 2)
             floor = tl.maximum(floor, rounding * bound * tl.sqrt(norm_square))
-        acc /= tl.where(size >= floor, den, floor)[:, None]
-    out_off = (b * G + g) * REPEAT + r
-    tl.store(
-        out_ptr + out_off[:, None] * V + v[None, :], acc.to(out_ptr.dtype.element_ty), mask=mask
-    )
+        acc /= tl.where(size >= floor, den, floor)
+    out_off = (b * H + h) * V
+    tl.store(out_ptr + out_off + v, acc.to(out_ptr.dtype.element_ty), mask=v < V)
 
 
 @triton.jit
