@@ -61,10 +61,10 @@ class RotaryConfig(AttentionConfig):
 
 
 def overwrite(state: Any, new_state: Any) -> Any:
-    """`new_state`, copied into the tensors of `state` that have its sizes."""
+    """`new_state`, copied into the tensors of `state` that have its sizes and dtypes."""
 
     def overwritten(old: Tensor, new: Tensor) -> Tensor:
-        if old is new or old.shape != new.shape:
+        if old is new or (old.shape, old.dtype) != (new.shape, new.dtype):
             return new
         return old.copy_(new)
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from longhaul.modules.attention import attention_config, registered_variants
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.steps import Steps
 from longhaul.pipeline.verification.check import Check, Needs, Place
+from longhaul.pipeline.verification.training_step import build_model
 
 _PROMPT, _TOKENS, _BATCH, _VOCABULARY = 64, 40, 2, 256
 
@@ -50,15 +51,8 @@ def decoding_checks() -> list[Check]:
 def check_decoding(decoding: Decoding, place: Place) -> dict[str, Any]:
     """The largest difference of logits, and milliseconds a token both ways."""
     device = torch.device(place.device)
-    torch.manual_seed(0)
-    config = LanguageModelConfig(
-        attention=attention_config(decoding.kind)(),
-        layers=decoding.layers,
-        width=decoding.width,
-        heads=decoding.heads,
-        vocabulary=_VOCABULARY,
-    )
-    model = LanguageModel(config).eval().to(device)
+    sizes = (decoding.layers, decoding.width, decoding.heads, _VOCABULARY)
+    model = build_model(decoding.kind, *sizes, device).eval()
     tokens = torch.randint(_VOCABULARY, (_BATCH, _PROMPT + _TOKENS), device=device)
     plain, plain_ms = _decode(model, tokens, model.step)
     steps = Steps(model)

@@ -77,16 +77,23 @@ def measure_step(step: Step, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _build(step: Step, device: torch.device) -> tuple[LanguageModel, tuple[Tensor, Tensor]]:
+def build_model(
+    kind: str, layers: int, width: int, heads: int, vocabulary: int, device: torch.device
+) -> LanguageModel:
+    """A model with the same random weights in every process."""
     torch.manual_seed(0)
     config = LanguageModelConfig(
-        attention=attention_config(step.kind)(),
-        layers=step.layers,
-        width=step.width,
-        heads=step.heads,
-        vocabulary=step.vocabulary,
+        attention=attention_config(kind)(),
+        layers=layers,
+        width=width,
+        heads=heads,
+        vocabulary=vocabulary,
     )
-    model = LanguageModel(config).to(device)
+    return LanguageModel(config).to(device)
+
+
+def _build(step: Step, device: torch.device) -> tuple[LanguageModel, tuple[Tensor, Tensor]]:
+    model = build_model(step.kind, step.layers, step.width, step.heads, step.vocabulary, device)
     prepare_blocks(model, checkpoint_every=0, compiled=step.is_compiled)
     tokens = torch.randint(step.vocabulary, (step.batch, step.context + 1), device=device)
     return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

@@ -22,6 +22,15 @@ def has_backward(how: dict[str, Any]) -> bool:
     return how.get("backend") != "triton" or how["form"] != "recurrent"
 
 
+def log_gates(B: int, T: int, G: int, gates: str) -> Tensor:
+    """(B, T, G), "soft", or "hard": a tenth of them resets, and 0.3 of them keep all."""
+    log_g = logsigmoid(torch.randn(B, T, G) + 2)
+    if gates == "hard":
+        log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
+        log_g[torch.rand(log_g.shape) < 0.3] = 0
+    return log_g
+
+
 @dataclass(frozen=True)
 class Case:
     T: int
@@ -51,11 +60,7 @@ class Case:
             tensors["q"], tensors["k"] = tensors["q"].abs() + 0.1, tensors["k"].abs() + 0.1
         tensors = {name: x.to(dtype) for name, x in tensors.items()}
         if self.gates != "none":
-            log_g = logsigmoid(torch.randn(B, self.T, self.G) + 2)
-            if self.gates == "hard":
-                log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
-                log_g[torch.rand(log_g.shape) < 0.3] = 0
-            tensors["log_g"] = log_g
+            tensors["log_g"] = log_gates(B, self.T, self.G, self.gates)
         if self.state == "arbitrary":
             tensors["kv"] = torch.randn(B, self.G, P, self.V)
             tensors["norm"] = torch.rand(B, self.G, P) + 3

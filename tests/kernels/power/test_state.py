@@ -7,10 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from power_cases import MULTIPLE_PER_DEGREE
+from power_cases import MULTIPLE_PER_DEGREE, log_gates
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.functional import logsigmoid
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels import PowerState, power_attention, power_state, state_features
@@ -46,11 +45,7 @@ class Case:
         tensors = {"k": torch.randn(B, self.T, self.G, self.K)}
         tensors["v"] = torch.randn(B, self.T, self.G, self.V)
         if self.gates != "none":
-            log_g = logsigmoid(torch.randn(B, self.T, self.G) + 2)
-            if self.gates == "hard":
-                log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
-                log_g[torch.rand(log_g.shape) < 0.3] = 0
-            tensors["log_g"] = log_g
+            tensors["log_g"] = log_gates(B, self.T, self.G, self.gates)
         if self.has_state:
             tensors |= {"kv": torch.randn(S, self.G, P, self.V), "norm": torch.randn(S, self.G, P)}
         return tensors

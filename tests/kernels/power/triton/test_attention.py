@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from power_cases import MULTIPLE_PER_DEGREE
+from power_cases import MULTIPLE_PER_DEGREE, log_gates
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from longhaul.kernels import power_attention
 from longhaul.kernels.power.call import PowerCall, Saved
@@ -65,12 +64,7 @@ class Case:
         if self.normalize and (self.degree == 1 or self.gates == "hard"):
             # For the reason given in power_cases.py.
             q, k = q.abs() + 0.1, k.abs() + 0.1
-        log_g = None
-        if self.gates != "none":
-            log_g = logsigmoid(torch.randn(self.B, self.T, self.G) + 2)
-        if log_g is not None and self.gates == "hard":
-            log_g[torch.rand(log_g.shape) < 0.1] = -torch.inf
-            log_g[torch.rand(log_g.shape) < 0.3] = 0
+        log_g = None if self.gates == "none" else log_gates(self.B, self.T, self.G, self.gates)
         return [q, k, torch.randn(self.B, self.T, self.G, self.V), log_g]
 
     def dout(self) -> Tensor:
