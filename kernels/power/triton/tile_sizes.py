@@ -34,7 +34,9 @@ STATE = ChunkedCandidates(
     float32=candidates(config(8, 2, BLOCK_T=32)),
 )
 READ = ChunkedCandidates(
-    narrow=candidates(config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64)),
+    narrow=candidates(
+        config(8, 2, BLOCK_T=128, BLOCK_N=64), config(4, 3, BLOCK_T=64, BLOCK_N=64), gfx942=1
+    ),
     wide=candidates(config(8, 2, BLOCK_T=64, BLOCK_N=32)),
     float32=candidates(config(8, 2, BLOCK_T=32, BLOCK_N=16)),
 )
@@ -44,8 +46,10 @@ QUERY_GRADIENT = ChunkedCandidates(
     float32=candidates(config(4, 2, BLOCK_T=32, BLOCK_N=16)),
 )
 KEY_GRADIENT = ChunkedCandidates(
-    narrow=candidates(config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32)),
-    wide=candidates(config(8, 2, BLOCK_N=64, BLOCK_T=32)),
+    narrow=candidates(
+        config(8, 2, BLOCK_N=128, BLOCK_T=32), config(4, 2, BLOCK_N=64, BLOCK_T=32), gfx942=1
+    ),
+    wide=candidates(config(8, 2, BLOCK_N=64, BLOCK_T=16)),
     float32=candidates(config(8, 1, BLOCK_N=32, BLOCK_T=32)),
 )
 

@@ -153,7 +153,7 @@ def _backward_of_heads(
         key_gradient(
             call, q, k, v, dout, saved.inverse, delta, gates, dstates, chunks, tiles, operands,
             has_final=has_final, has_norm=has_norm and has_states,
-            dk=dk if needs[1] or needs_gates else None, dv=dv if needs[2] else None, k_dk=k_dk,
+            dk=dk, dv=dv, k_dk=k_dk,
         )  # fmt: skip
         if dlog_g is not None and k_dk is not None and saved.log_g is not None:
             if products is None:

@@ -48,7 +48,7 @@ def final_state_backward(
 ) -> StateGrads:
     """Gradients of k, v, log_g and the initial state.
 
-    The kernels for dk and dv also compute attention inside chunks, so this runs the backward of the
+    The kernel for dk and dv also computes attention inside chunks, so this runs the backward of the
     whole op on queries and outputs of zero.
     """
     k, v = saved.k, saved.v

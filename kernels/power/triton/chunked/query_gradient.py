@@ -70,8 +70,6 @@ def query_gradient(
         *v.stride()[:3],
         *dout.stride()[:3],
         *dq.stride()[:3],
-        states.kv.stride(0),
-        states.norm.stride(0),
         T,
         H,
         G,
@@ -102,7 +100,7 @@ def _power_bwd_query_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
     dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
     stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
-    stride_dh, stride_kv, stride_norm, T, H, G, K, V, P, factor, chunk_size,
+    stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, IN_PAIRS: tl.constexpr,
     DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -150,8 +148,8 @@ def _power_bwd_query_kernel(
     # Step 1: the state.
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     if (start > sequence_start) | HAS_INITIAL:
-        kv_ptr += chunk * stride_kv + g * P * V
-        norm_ptr += chunk * stride_norm + g * P
+        kv_ptr += (chunk * G + g) * P * V
+        norm_ptr += (chunk * G + g) * P
         acc = state_gradient(
             dout, -delta, q, q_ptr, t * stride_qt, t_mask, kv_ptr, norm_ptr, slots_ptr, K, V,
             NUM_SLOTS, SLOT_BLOCKS, DEGREE, TILE, AT_ONCE, IN_PAIRS, BLOCK_K, BLOCK_V, NORMALIZE,

@@ -318,9 +318,8 @@ def scan(
         read_dtype: dtype of the result. The running sum itself stays in float32 registers.
         initial: (S, …) initial state of every sequence; in reverse the gradient of its final state.
         final: (S, …) filled with the sum at the end of every sequence.
-        other: in reverse, the states before each chunk, which may be a view of some heads. Then
-            the second result is the product of sum and state at the end of each chunk, (chunks, G)
-            float64, for eq. (19).
+        other: in reverse, the states before each chunk. Then the second result is the product of
+            sum and state at the end of each chunk, (chunks, G) float64, for eq. (19).
     """
     G, P = parts.shape[1:3]
     V = parts.shape[3] if parts.ndim == 4 else 1
@@ -343,7 +342,6 @@ def scan(
         chunks.table,
         chunks.sequences,
         tiles.table,
-        0 if other is None else other.stride(0),
         T,
         G,
         P,
@@ -367,7 +365,7 @@ def scan(
 @triton.jit
 def _power_fwd_scan_kernel(
     parts_ptr, read_ptr, initial_ptr, final_ptr, other_ptr, products_ptr, high_ptr, low_ptr,
-    chunks_ptr, sequences_ptr, tiles_ptr, stride_other, T, G, P, V, row_blocks,
+    chunks_ptr, sequences_ptr, tiles_ptr, T, G, P, V, row_blocks,
     DEGREE: tl.constexpr, TILE_FEATURES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_GATES: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
     HAS_OTHER: tl.constexpr, IS_REVERSE: tl.constexpr,
@@ -400,7 +398,7 @@ def _power_fwd_scan_kernel(
             # The state at the end of a chunk is the state before the next one.
             is_inner = step > 0
             state = tl.load(
-                other_ptr + (chunk + 1) * stride_other + g * state_size + off,
+                other_ptr + chunk_off + G * state_size + off,
                 mask=mask & is_inner,
                 other=0.0,
             )
