@@ -1,177 +1,214 @@
-"""Causal power attention inside one chunk, one block of queries at a time.
+"""Causal power attention inside chunks: pairs of blocks of tokens, many pairs at a time.
 
-With a single chunk this is the attention form. Tensors are (rows, width, tokens): a row is one
-key head of one batch entry, and tokens are innermost, as in the features. The value tensors have
-a row of ones at index V, so that index V of every product is the denominator.
+With a single chunk this is the attention form. Tensors are (items, width, tokens): an item is one
+block of tokens of one key head of one batch entry, and items are sorted by blocks, so that the
+pairs of all blocks with the block `offset` blocks before it are two slices. Tokens are innermost, as
+in the features. The value tensors have a row of ones at index V, so that index V of every product
+is the denominator.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longhaul.kernels.power.state import unit_above
-from longhaul.kernels.shapes import HIGHEST_UNSCALED_DEGREE
+from longhaul.kernels.power.torch.chunking import Problem, exp2_flushed_
 
-# Queries per block: few enough that scores stay in cache and few of them lie in the future.
-_BLOCK = 128
-
-
-def queries_per_block(tokens: int) -> int:
-    """Queries of a chunk that are scored together."""
-    return min(tokens, _BLOCK)
+# Bytes of the scores that exist at a time: about what second-level caches hold.
+_SCORE_BYTES = 1 << 20
 
 
-class Buffers(NamedTuple):
-    """A chunk's tensors and their gradients: (rows, K or V + 1, tokens); unit (rows, 1, tokens)."""
+class Keys(NamedTuple):
+    """Keys and values (items, K or V + 1, tokens) of the blocks of a segment."""
 
-    q: Tensor
     k: Tensor
     v: Tensor
-    num: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dnum: Tensor
-    unit: Tensor
+    log_decay: Tensor | None  # (items, 1, tokens) float64, from the start of the chunk
 
 
-class _Scratch:
-    """Memory that the blocks of queries share, one after the other."""
+class Pairs(NamedTuple):
+    """Items of queries and, for each of them, of keys, at most as many as scores fit in cache."""
 
-    def __init__(self, buffers: Buffers) -> None:
-        rows, width, tokens = buffers.v.shape
-        size = queries_per_block(tokens)
-        like = buffers.v
-        self.scores = like.new_empty(3, rows * tokens * size)
-        self.values = like.new_empty(rows, width, tokens)
-        self.products = like.new_empty(rows * max(width, buffers.k.shape[1]) * tokens)
-        self.dnum = like.new_empty(rows, width, size)
-        self.log_pair = like.new_empty(rows, size, size, dtype=torch.float64)
+    queries: slice
+    keys: slice
+    own: Tensor | None = None  # (items, keys, queries) decays, 0 in the future: a block with itself
+    before: Tensor | None = None  # (items, 1, keys) decays from a key to the query's block
+    after: Tensor | None = None  # (items, 1, queries) decays from there to the query
+
+
+class InsideChunks:
+    """Attention among the tokens of each chunk of a segment.
+
+    Decays multiply values and numerators: (q·k)^p of earlier blocks needs nothing but the power.
+    """
+
+    root = 1  # of the decays
+
+    @staticmethod
+    def of(problem: Problem, rows: int, like: Tensor) -> InsideChunks:
+        """For blocks of `rows` rows."""
+        return (FadedScores if problem.fades_scores else InsideChunks)(problem, rows, like)
+
+    def __init__(self, problem: Problem, rows: int, like: Tensor) -> None:
+        self.degree, self._rows, self._like = problem.degree, rows, like
+        self._size = size = problem.block_size
+        self._has_past = problem.blocks_per_chunk > 1
+        at_once = max(_SCORE_BYTES // (size * size * like.element_size()), 2)
+        self._at_once = min(at_once, rows * problem.blocks_at_once)
+        self._V = problem.V
         # Adding −inf to a difference of logs makes the future 2^−inf = 0 before it can overflow.
-        self.future = torch.full_like(like[0, 0, :size].expand(size, size), -torch.inf).tril_(-1)
-        self.causal = torch.ones_like(like[0, 0, :size]).expand(size, size).triu()
+        self._future = like.new_full((size, size), -torch.inf).tril_(-1)
+        self._causal = like.new_ones(size, size).triu_()
 
+    @cached_property
+    def _scores(self) -> Tensor:
+        """Memory for scores and their powers, and for their gradients."""
+        return self._like.new_empty(3, self._at_once, self._size, self._size)
 
-class _Block:
-    """Queries from start to end of the chunk against all its keys before end, eq. (4)."""
+    @cached_property
+    def _own_decays(self) -> tuple[Tensor, Tensor]:
+        shape = (self._at_once, self._size, self._size)
+        return self._like.new_empty(shape), self._like.new_empty(shape, dtype=torch.float64)
 
-    def __init__(
-        self, buffers: Buffers, degree: int, start: int, end: int, scratch: _Scratch
+    @cached_property
+    def _values(self) -> Tensor:
+        """Memory for values that are products with decays, and for their gradients."""
+        return self._like.new_empty(2, self._at_once, self._V + 1, self._size)
+
+    def forward(self, q: Tensor, keys: Keys, num: Tensor) -> None:
+        """Write numerators and denominators."""
+        if self._has_past:
+            num.zero_()
+        for pairs in self._past(keys):
+            v, weights = self._forward_operands(q, keys, pairs)
+            num[pairs.queries].baddbmm_(v, weights)
+        self._fade_sums(num, keys)
+        for pairs in self._own(keys):
+            v, weights = self._forward_operands(q, keys, pairs)
+            num[pairs.queries].baddbmm_(v, weights, beta=int(self._has_past))
+
+    def backward(
+        self,
+        q: Tensor,
+        keys: Keys,
+        dnum: Tensor,
+        into: tuple[Tensor, Tensor, Tensor],
+        *,
+        adds: bool,
     ) -> None:
-        rows, size = buffers.v.shape[0], end - start
-        self.degree = degree
-        # The inner loops reuse the same memory many times, so every view is made once, here.
-        self.has_past = start > 0
-        self._products = scratch.products
-        self.start, self.end = start, end
-        shape = (rows, end, size)
-        self.weights, self.dscores, self.power = scratch.scores[:, : rows * end * size].view(
-            3, *shape
-        )
-        self.weights_own, self.dscores_own = self.weights[:, start:], self.dscores[:, start:]
-        self.weights_past, self.dscores_past = self.weights[:, :start], self.dscores[:, :start]
-        q, k, v, num, dq, dk, dv, dnum, unit = buffers
-        self.q, self.num, self.dq, self.dnum = (x[:, :, start:end] for x in (q, num, dq, dnum))
-        self.unit = unit[:, :, start:end]
-        self.k, self.v, self.dk, self.dv = (x[:, :, :end] for x in (k, v, dk, dv))
-        self.v_own, self.dv_own = v[:, :, start:end], dv[:, :, start:end]
-        self.v_past, self.dv_past = v[:, :, :start], dv[:, :, :start]
-        self.scaled_past = scratch.values[:, :, :start]
-        self.scaled_dnum = scratch.dnum[:, :, :size]
-        self.log_pair = scratch.log_pair[:, :size, :size]
-        self.future = scratch.future[:size, :size]
-        self.causal = scratch.causal[:size, :size]
-        self.is_gated = False
-        self.pair = v.new_empty(rows, size, size)
-        self.before = v.new_empty(rows, 1, start)
-        self.after = v.new_empty(rows, 1, size)
+        """Write dq, and write or add to dk and dv; scores are recomputed. dnum is overwritten."""
+        dq, dk, dv = into
+        for pairs in self._own(keys):
+            self._backward_pairs(q, keys, dnum, pairs, into, beta=(0, int(adds)))
+        self._fade_sums(dnum, keys)
+        for pairs in self._past(keys):
+            self._backward_pairs(q, keys, dnum, pairs, into, beta=(1, 1))
 
-    def set_decay(self, log_decay: Tensor | None) -> None:
-        """Set decays: a matrix between the block's own tokens, two factors for earlier keys.
-
-        The two factors, from the key to the block's first token and from there to the query, are
-        ≤ 1, eq. (5): neither can overflow, and if one underflows so does the weight.
-        """
-        self.is_gated = log_decay is not None
-        if log_decay is None:
-            return
-        own = log_decay[:, :, self.start : self.end]  # (rows, 1, queries)
-        torch.sub(own, own.transpose(1, 2), out=self.log_pair)
-        exp2_flushed_(self.pair.copy_(self.log_pair).add_(self.future), self.root)
-        if self.has_past:
-            before = own[:, :, :1] - log_decay[:, :, : self.start]
-            exp2_flushed_(self.before.copy_(before), self.root)
-            exp2_flushed_(self.after.copy_(own - own[:, :, :1]), self.root)
-
-    @property
-    def root(self) -> int:
-        """The root of the decays that is kept."""
-        return 1
-
-    def forward(self, finds_units: bool) -> None:
-        """Write the block's numerators and denominators."""
-        assert not finds_units
-        torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
-        _power_(self.weights, self.degree)
-        if not self.is_gated:
-            self.weights_own.mul_(self.causal)
-            torch.bmm(self.v, self.weights, out=self.num)
-            return
-        self.weights_own.mul_(self.pair)
-        if not self.has_past:
-            torch.bmm(self.v, self.weights, out=self.num)
-            return
-        torch.mul(self.v_past, self.before, out=self.scaled_past)
-        torch.bmm(self.scaled_past, self.weights_past, out=self.num)
-        self.num.mul_(self.after)
-        self._add_product(self.num, self.v_own, self.weights_own)
-
-    def backward(self) -> None:
-        """Write the block's dq and add to dk and dv; scores are recomputed."""
-        degree = self.degree
-        dnum, v_past = self.dnum, self.v_past
-        if self.is_gated and self.has_past:
-            dnum = torch.mul(self.dnum, self.after, out=self.scaled_dnum)
-            v_past = torch.mul(self.v_past, self.before, out=self.scaled_past)
-        torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
-        torch.bmm(self.v_own.transpose(1, 2), self.dnum, out=self.dscores_own)
-        if self.has_past:
-            torch.bmm(v_past.transpose(1, 2), dnum, out=self.dscores_past)
-        own_decay = self.pair if self.is_gated else self.causal
-        self.dscores_own.mul_(own_decay)
-        if degree == 2:
-            self.dscores.mul_(self.weights)
-            self.weights.square_()
-        elif degree > 2:
-            # s^(p−1) rather than s^p / s: a score may be 0.
-            torch.pow(self.weights, degree - 1, out=self.power)
-            self.dscores.mul_(self.power)
-            self.weights.mul_(self.power)
-        self.weights_own.mul_(own_decay)
-        torch.bmm(self.k, self.dscores, out=self.dq)
-        self.dq.mul_(degree)
-        self._add_product(self.dk, self.q, self.dscores.transpose(1, 2), degree)
-        self._add_product(self.dv_own, self.dnum, self.weights_own.transpose(1, 2))
-        if not self.has_past:
-            return
-        if self.is_gated:
-            torch.bmm(dnum, self.weights_past.transpose(1, 2), out=self.scaled_past)
-            self.dv_past.addcmul_(self.scaled_past, self.before)
+    def _backward_pairs(
+        self,
+        q: Tensor,
+        keys: Keys,
+        dnum: Tensor,
+        pairs: Pairs,
+        into: tuple[Tensor, Tensor, Tensor],
+        *,
+        beta: tuple[int, int],
+    ) -> None:
+        dq, dk, dv = into
+        q, dnum, k = q[pairs.queries], dnum[pairs.queries], keys.k[pairs.keys]
+        weights, dscores, power = self._scores[:, : len(q)]
+        torch.bmm(k.mT, q, out=weights)
+        v = self._faded_values(keys, pairs)
+        torch.bmm(v.mT, dnum, out=dscores)
+        if pairs.own is not None:
+            dscores.mul_(pairs.own)
+        self._power_backward_(weights, dscores, power)
+        if pairs.own is not None:
+            weights.mul_(pairs.own)
+        dq[pairs.queries].baddbmm_(k, dscores, beta=beta[0], alpha=self.degree)
+        dk[pairs.keys].baddbmm_(q, dscores.mT, beta=beta[1], alpha=self.degree)
+        if pairs.before is None:
+            dv[pairs.keys].baddbmm_(dnum, weights.mT, beta=beta[1])
         else:
-            self._add_product(self.dv_past, dnum, self.weights_past.transpose(1, 2))
+            faded = torch.bmm(dnum, weights.mT, out=self._values[1, : len(q)])
+            dv[pairs.keys].addcmul_(faded, pairs.before)
 
-    def _add_product(self, into: Tensor, a: Tensor, b: Tensor, times: int = 1) -> None:
-        """into += times · a b. torch's baddbmm would process a slice of a buffer row by row."""
-        shape = (a.shape[0], a.shape[1], b.shape[2])
-        product = self._products[: a.shape[0] * a.shape[1] * b.shape[2]].view(shape)
-        into.add_(torch.bmm(a, b, out=product), alpha=times)
+    def _power_backward_(self, weights: Tensor, dscores: Tensor, power: Tensor) -> None:
+        """Replace scores by their powers, and multiply dscores by the derivative divided by p."""
+        if self.degree == 2:
+            dscores.mul_(weights)
+            weights.square_()
+        elif self.degree > 2:
+            # s^(p−1) rather than s^p / s: a score may be 0.
+            torch.pow(weights, self.degree - 1, out=power)
+            dscores.mul_(power)
+            weights.mul_(power)
+
+    def _forward_operands(self, q: Tensor, keys: Keys, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """The values, and their weights (items, keys, queries)."""
+        q = q[pairs.queries]
+        weights = torch.bmm(keys.k[pairs.keys].mT, q, out=self._scores[0, : len(q)])
+        _power_(weights, self.degree)
+        if pairs.own is not None:
+            weights.mul_(pairs.own)
+        return self._faded_values(keys, pairs), weights
+
+    def _faded_values(self, keys: Keys, pairs: Pairs) -> Tensor:
+        v = keys.v[pairs.keys]
+        if pairs.before is None:
+            return v
+        return torch.mul(v, pairs.before, out=self._values[0, : len(v)])
+
+    def _fade_sums(self, sums: Tensor, keys: Keys) -> None:
+        """Multiply by the decay from the start of the block to each query."""
+        if self._has_past and keys.log_decay is not None:
+            sums.mul_(self._after(keys.log_decay))
+
+    def _own(self, keys: Keys) -> Iterator[Pairs]:
+        """Every block with itself."""
+        for items in self._slices(len(keys.k)):
+            own = self._causal
+            if keys.log_decay is not None:
+                decays, difference = (x[: items.stop - items.start] for x in self._own_decays)
+                log_decay = keys.log_decay[items]
+                torch.sub(log_decay, log_decay.mT, out=difference)
+                own = exp2_flushed_(decays.copy_(difference).add_(self._future), self.root)
+            yield Pairs(items, items, own)
+
+    def _past(self, keys: Keys) -> Iterator[Pairs]:
+        """Every block with every earlier block of its chunk; at most one chunk has such blocks.
+
+        The two factors of a decay, from the key to the first token of the query's block and from
+        there to the query, are ≤ 1, eq. (5): neither can overflow, and if one underflows so does the
+        weight.
+        """
+        if not self._has_past:
+            return
+        for offset in range(self._rows, len(keys.k), self._rows):
+            for at in self._slices(len(keys.k) - offset):
+                queries = slice(at.start + offset, at.stop + offset)
+                before = None
+                if keys.log_decay is not None:
+                    first = keys.log_decay[queries, :, :1]
+                    difference = (first - keys.log_decay[at]).to(keys.k.dtype)
+                    before = exp2_flushed_(difference, self.root)
+                yield Pairs(queries, at, before=before)
+
+    def _after(self, log_decay: Tensor) -> Tensor:
+        difference = (log_decay - log_decay[..., :1]).to(self._like.dtype)
+        return exp2_flushed_(difference, self.root)
+
+    def _slices(self, count: int) -> Iterator[slice]:
+        for start in range(0, count, self._at_once):
+            yield slice(start, min(start + self._at_once, count))
 
 
-class _ScaledBlock(_Block):
+class FadedScores(InsideChunks):
     """The same for degrees whose powers may leave the range of float32, eq. (17).
 
     Decays are roots that multiply the scores: a score in the future or before a reset is 0 before
@@ -179,82 +216,68 @@ class _ScaledBlock(_Block):
     are those of the mean, and at most 1.
     """
 
-    @property
-    def root(self) -> int:
-        return self.degree
+    def __init__(self, problem: Problem, rows: int, like: Tensor) -> None:
+        super().__init__(problem, rows, like)
+        self.root = self.degree
 
-    def forward(self, finds_units: bool) -> None:
-        """Write numerators and denominators, in the units^p that it finds if it is told to."""
-        self._score()
-        if finds_units:
-            largest = torch.abs(self.weights, out=self.power).amax(dim=1, keepdim=True)
-            self.weights.div_(self.unit.copy_(unit_above(largest)))
-        _power_(self.weights, self.degree)
-        torch.bmm(self.v, self.weights, out=self.num)
+    def find_units(self, q: Tensor, keys: Keys, unit: Tensor) -> None:
+        """Write for each query (items, 1, tokens) a power of two above all its scores."""
+        unit.zero_()
+        for pairs in self._all(keys):
+            scores = self._faded_scores(q, keys, pairs).abs_()
+            part = unit[pairs.queries]
+            torch.maximum(part, scores.amax(dim=1, keepdim=True), out=part)
+        unit.copy_(unit_above(unit))
 
-    def backward(self) -> None:
-        self._score()
-        torch.bmm(self.v.transpose(1, 2), self.dnum, out=self.dscores)
-        # s^(p−1) rather than s^p / s: a score may be 0.
-        torch.pow(self.weights, self.degree - 1, out=self.power)
-        self.dscores.mul_(self.power)
-        self.weights.mul_(self.power)
-        self._fade_(self.dscores)
-        torch.bmm(self.k, self.dscores, out=self.dq)
-        self.dq.mul_(self.degree)
-        self._add_product(self.dk, self.q, self.dscores.transpose(1, 2), self.degree)
-        self._add_product(self.dv, self.dnum, self.weights.transpose(1, 2))
+    def _all(self, keys: Keys) -> Iterator[Pairs]:
+        yield from self._past(keys)
+        yield from self._own(keys)
 
-    def _score(self) -> None:
-        torch.bmm(self.k.transpose(1, 2), self.q, out=self.weights)
-        self._fade_(self.weights)
+    def _past(self, keys: Keys) -> Iterator[Pairs]:
+        after = None if keys.log_decay is None else self._after(keys.log_decay)
+        for pairs in super()._past(keys):
+            yield pairs._replace(after=None if after is None else after[pairs.queries])
 
-    def _fade_(self, scores: Tensor) -> None:
-        """Multiply (rows, keys, queries) by the roots of decays."""
-        scores[:, self.start :].mul_(self.pair if self.is_gated else self.causal)
-        if self.is_gated and self.has_past:
-            scores[:, : self.start].mul_(self.before.transpose(1, 2)).mul_(self.after)
+    def _faded_scores(self, q: Tensor, keys: Keys, pairs: Pairs) -> Tensor:
+        q = q[pairs.queries]
+        scores = torch.bmm(keys.k[pairs.keys].mT, q, out=self._scores[0, : len(q)])
+        return self._fade_(scores, pairs)
 
+    def _fade_(self, scores: Tensor, pairs: Pairs) -> Tensor:
+        if pairs.own is not None:
+            scores.mul_(pairs.own)
+        elif pairs.before is not None and pairs.after is not None:
+            scores.mul_(pairs.before.mT).mul_(pairs.after)
+        return scores
 
-class InsideChunk:
-    """Attention among the tokens of one chunk, reading and writing fixed buffers."""
+    def _forward_operands(self, q: Tensor, keys: Keys, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        weights = self._faded_scores(q, keys, pairs)
+        _power_(weights, self.degree)
+        return keys.v[pairs.keys], weights
 
-    def __init__(self, buffers: Buffers, degree: int) -> None:
-        tokens = buffers.v.shape[2]
-        scratch = _Scratch(buffers)
-        edges = [*range(0, tokens, queries_per_block(tokens)), tokens]
-        block = _ScaledBlock if degree > HIGHEST_UNSCALED_DEGREE else _Block
-        self._blocks = [block(buffers, degree, a, b, scratch) for a, b in pairwise(edges)]
+    def _backward_pairs(
+        self,
+        q: Tensor,
+        keys: Keys,
+        dnum: Tensor,
+        pairs: Pairs,
+        into: tuple[Tensor, Tensor, Tensor],
+        *,
+        beta: tuple[int, int],
+    ) -> None:
+        dq, dk, dv = into
+        weights = self._faded_scores(q, keys, pairs)
+        q, dnum, k = q[pairs.queries], dnum[pairs.queries], keys.k[pairs.keys]
+        _, dscores, power = self._scores[:, : len(q)]
+        torch.bmm(keys.v[pairs.keys].mT, dnum, out=dscores)
+        self._power_backward_(weights, dscores, power)
+        self._fade_(dscores, pairs)
+        dq[pairs.queries].baddbmm_(k, dscores, beta=beta[0], alpha=self.degree)
+        dk[pairs.keys].baddbmm_(q, dscores.mT, beta=beta[1], alpha=self.degree)
+        dv[pairs.keys].baddbmm_(dnum, weights.mT, beta=beta[1])
 
-    def set_decay(self, log_decay: Tensor | None) -> None:
-        """Set the chunk's sums of log2 γ, (rows, 1, tokens) float64; None means no gates."""
-        for block in self._blocks:
-            block.set_decay(log_decay)
-
-    def forward(self, *, finds_units: bool = False) -> None:
-        """Write num from q, k and v; with finds_units also unit, in whose power p num then is."""
-        for block in self._blocks:
-            block.forward(finds_units)
-
-    def backward(self) -> None:
-        """Write dq, and add to dk and dv, from q, k, v and dnum."""
-        for block in self._blocks:
-            block.backward()
-
-
-def log2_smallest(dtype: torch.dtype) -> float:
-    """log2 of the smallest decay that is not flushed to 0."""
-    return -160.0 if dtype == torch.float64 else -64.0
-
-
-def exp2_flushed_(x: Tensor, root: int = 1) -> Tensor:
-    """2^(x / root) in place, flushed to 0 where 2^x is far below the rounding of 1.
-
-    Products with smaller decays would be denormal, which makes a matrix product ten times slower.
-    exp2 is used because torch's vectorised exp is just as slow on −inf.
-    """
-    torch.threshold_(x, log2_smallest(x.dtype), -torch.inf)
-    return (x if root == 1 else x.div_(root)).exp2_()
+    def _fade_sums(self, sums: Tensor, keys: Keys) -> None:
+        """Nothing is left to do: the scores are faded."""
 
 
 def _power_(x: Tensor, degree: int) -> None:

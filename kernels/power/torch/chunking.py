@@ -1,4 +1,4 @@
-"""Splitting a call into blocks of rows and chunks of tokens, and the decays of its chunks."""
+"""Splitting a call into blocks of rows, chunks and blocks of tokens; the decays of its chunks."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from math import log
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import scales_rows
-from longhaul.kernels.power.torch.attention import exp2_flushed_, queries_per_block
-from longhaul.kernels.shapes import state_features
+from longhaul.kernels.shapes import HIGHEST_UNSCALED_DEGREE, padded_width, state_features
 
 # A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
 # reset. Differences of float64 sums of such terms are exact enough, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
-# Features exist for this many tokens at a time; longer chunks are processed in pieces. At K = 64
-# those of a row then take 1.2 MB, about the second-level cache of a core.
-FEATURE_TOKENS = 128
-# Bytes that the features and scores of a block of rows may take. This exceeds second-level caches,
-# but with smaller blocks starting operations costs more than the caches save. On a core of an EPYC,
-# 8 MB took a few per cent less time than 12 or 16 at K = 64.
-_BLOCK_BYTES = 8 << 20
+# Most tokens of a block, whose pairs are scored together and whose features exist together. At
+# K = 64 the features of a row then take 1.2 MB, about the second-level cache of a core.
+_BLOCK_TOKENS = 128
+# Bytes that the buffers of a block of rows may take: more than second-level caches, as with smaller
+# blocks starting operations costs more than the caches save.
+_ROW_BLOCK_BYTES = 16 << 20
+# Blocks whose tokens are loaded, scored, divided and stored together.
+_BLOCKS_AT_ONCE = 8
 
 
-class Chunk(NamedTuple):
-    """Chunk `number`, the tokens from start to end."""
+class Segment(NamedTuple):
+    """Chunks that are processed together: either one chunk, or several of one block each."""
 
-    number: int
-    start: int
-    end: int
+    first: int  # number of the first chunk
+    chunks: int
+    start: int  # first token
+    end: int  # the token after the last one
+    blocks: int  # that the tokens take
+
+    def blocks_of(self, chunk: int) -> range:
+        """The blocks of one of the segment's chunks."""
+        return range(self.blocks) if self.chunks == 1 else range(chunk, chunk + 1)
 
 
 class Rows(NamedTuple):
@@ -40,10 +45,6 @@ class Rows(NamedTuple):
 
     batch: slice
     heads: slice
-
-    def at(self, chunk: Chunk) -> tuple[slice, slice, slice]:
-        """Index of the block's tokens in a tensor (B, T, heads, …)."""
-        return self.batch, slice(chunk.start, chunk.end), self.heads
 
     def query_heads(self, rep: int, R: int) -> Rows:
         """The rep-th of the R query heads of every key head of the block."""
@@ -53,7 +54,11 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes and settings of one call without packing."""
+    """Sizes and settings of one call without packing.
+
+    A chunk is `blocks_per_chunk` blocks of `block_size` tokens. All chunks are equally long, so that
+    one set of buffers serves them all; the last tokens of the last one may be missing.
+    """
 
     B: int
     T: int
@@ -64,13 +69,18 @@ class Problem:
     degree: int
     scale: float
     normalize: bool
-    chunk_size: int
     output_final_state: bool
+    block_size: int
+    blocks_per_chunk: int
 
     @classmethod
     def of(cls, call: PowerCall, q: Tensor, v: Tensor) -> Problem:
         """From q (B, T, H, K) and v (…, G, V). The attention form is a single chunk."""
         B, T, H, K = q.shape
+        longest = T if call.form == "attention" else min(call.chunk_size, T)
+        # As even as possible: with 129 tokens, two chunks of 65 instead of one of 128 and one of 1.
+        chunk_size = _divide_up(T, _divide_up(T, longest))
+        blocks_per_chunk = _divide_up(chunk_size, _BLOCK_TOKENS)
         return cls(
             B=B,
             T=T,
@@ -81,14 +91,20 @@ class Problem:
             degree=call.degree,
             scale=call.scale,
             normalize=call.normalize,
-            chunk_size=T if call.form == "attention" else min(call.chunk_size, T),
             output_final_state=call.output_final_state,
+            block_size=_divide_up(chunk_size, blocks_per_chunk),
+            blocks_per_chunk=blocks_per_chunk,
         )
 
     @property
     def R(self) -> int:
         """Query heads per key head."""
         return self.H // self.G
+
+    @property
+    def fades_scores(self) -> bool:
+        """Whether decays multiply scores before the power, as p-th roots, and not its products."""
+        return self.degree > HIGHEST_UNSCALED_DEGREE
 
     @property
     def scales_rows(self) -> bool:
@@ -101,26 +117,56 @@ class Problem:
         return state_features(self.K, self.degree)
 
     @property
-    def chunks(self) -> list[Chunk]:
-        """All chunks in order. The last may be shorter."""
-        starts = range(0, self.T, self.chunk_size)
-        return [Chunk(n, t, min(t + self.chunk_size, self.T)) for n, t in enumerate(starts)]
+    def chunk_size(self) -> int:
+        """Tokens of a chunk, counting those that the last one may lack."""
+        return self.block_size * self.blocks_per_chunk
+
+    @property
+    def num_chunks(self) -> int:
+        return _divide_up(self.T, self.chunk_size)
+
+    @property
+    def chunks_at_once(self) -> int:
+        """Chunks of a segment: several only if each is a single block.
+
+        Rows with units get them from their scores in the first chunk, and from |q| later.
+        """
+        if self.blocks_per_chunk > 1 or self.scales_rows:
+            return 1
+        return min(_BLOCKS_AT_ONCE, self.num_chunks)
+
+    @property
+    def blocks_at_once(self) -> int:
+        """Blocks of a segment."""
+        return self.blocks_per_chunk * self.chunks_at_once
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All segments in order."""
+        found = []
+        for first in range(0, self.num_chunks, self.chunks_at_once):
+            after = min(first + self.chunks_at_once, self.num_chunks)
+            start, end = first * self.chunk_size, min(after * self.chunk_size, self.T)
+            blocks = _divide_up(end - start, self.block_size)
+            found.append(Segment(first, after - first, start, end, blocks))
+        return found
 
     @property
     def rows_per_block(self) -> tuple[int, int]:
-        """Batch entries and key heads of a block: the most rows that fit in _BLOCK_BYTES.
+        """Batch entries and key heads of a block: the most rows that fit in _ROW_BLOCK_BYTES.
 
         At least two rows where the sizes allow, so that each of two cores has its own row.
         """
-        C = self.chunk_size
-        bytes_per_row = 8 * C * queries_per_block(C) + 16 * C * (self.K + self.V)
-        if C < self.T:
-            bytes_per_row += 4 * self.P * (min(C, FEATURE_TOKENS) + self.V)
+        tokens = self.block_size * self.blocks_at_once
+        width = padded_width(self.K, self.degree)
+        bytes_per_row = 4 * tokens * ((2 + 2 * self.R) * width + (3 + 3 * self.R) * (self.V + 1))
+        if self.num_chunks > 1:
+            bytes_per_row += 4 * self.P * (self.block_size + 2 * self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]
         shapes += [(batch, self.G) for batch in range(2, self.B + 1) if self.B % batch == 0]
-        return [(b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _BLOCK_BYTES][
-            -1
-        ]
+        return [
+            (b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _ROW_BLOCK_BYTES
+        ][-1]
 
     @property
     def row_blocks(self) -> list[Rows]:
@@ -133,37 +179,65 @@ class Problem:
         ]
 
 
+def _divide_up(count: int, size: int) -> int:
+    return -(-count // size)
+
+
 class Decay(NamedTuple):
-    """Running sums of log2 γ in every chunk, and the decays of eq. (3). None means no gates."""
+    """Running sums of log2 γ from the start of every chunk, and the decays of eq. (3)."""
 
-    log_decay: Tensor | None = None  # (B, G, N, C) float64, from the start of the chunk
-    from_start: Tensor | None = None  # (B, G, N, C) decay from the start of the chunk to a token
-    to_end: Tensor | None = None  # (B, G, N, C) decay from a token to the end of the chunk
+    log_decay: Tensor  # (blocks of the segment, rows, 1, tokens of a block) float64
+    from_start: Tensor  # the same shape: decay from the start of the chunk to a token
+    to_end: Tensor  # the same shape: decay from a token to the end of the chunk
+    total: Tensor  # (chunks, rows, 1, 1) decay over the whole chunk
 
-    @classmethod
-    def of(cls, log_g: Tensor | None, problem: Problem, dtype: torch.dtype) -> Decay:
-        """From log gates. Sums are float64: float32 would lose small decays next to a reset."""
-        if log_g is None:
-            return cls()
-        C = problem.chunk_size
-        # Padded tokens have gates of 1, so the last column is the total of the chunk.
-        padding = -problem.T % C
-        log2_g = (log_g.detach().double() / log(2)).clamp_(min=_LOG2_RESET)
-        log2_g = torch.nn.functional.pad(log2_g.permute(0, 2, 1), (0, padding))
-        log_decay = rearrange(log2_g, "b g (n c) -> b g n c", c=C).cumsum(dim=3)  # (B, G, N, C)
-        from_start = exp2_flushed_(log_decay.to(dtype, copy=True))
-        to_end = exp2_flushed_((log_decay[..., -1:] - log_decay).to(dtype))
-        return cls(log_decay, from_start, to_end)
 
-    def take(self, rows: Rows, chunk: Chunk) -> Decay:
-        """The decays of one block of rows and one chunk: (rows, 1, tokens)."""
-        if self.log_decay is None:
-            return self
-        tokens = chunk.end - chunk.start
-        parts = (x[rows.batch, rows.heads, chunk.number, :tokens] for x in self if x is not None)
-        return Decay(*(part.reshape(-1, 1, tokens) for part in parts))
+class Decays:
+    """The decays of all chunks of a call."""
 
-    @property
-    def total(self) -> Tensor | None:
-        """Decay over the whole chunk, (rows, 1, 1)."""
-        return None if self.from_start is None else self.from_start[:, :, -1:]
+    def __init__(self, log_g: Tensor, problem: Problem, dtype: torch.dtype) -> None:
+        """From log gates (B, T, G). Sums are float64: float32 would lose small decays after a
+        reset."""
+        B, T, G = log_g.shape
+        # Absent tokens have gates of 1, so the last sum is the total of the chunk.
+        log2_g = log_g.new_zeros(problem.num_chunks, problem.chunk_size, B, G, dtype=torch.float64)
+        log2_g.flatten(0, 1)[:T] = log_g.detach().double().transpose(0, 1)
+        log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
+        sums = log2_g.permute(0, 2, 3, 1).cumsum(dim=3)  # (chunks, B, G, tokens)
+        totals = sums[..., -1:]
+        by_chunk = (
+            sums,
+            exp2_flushed_(sums.to(dtype, copy=True)),
+            exp2_flushed_((totals - sums).to(dtype)),
+        )
+        shape = (problem.num_chunks, B, G, problem.blocks_per_chunk, problem.block_size)
+        # (chunks, blocks of a chunk, B, G, tokens of a block)
+        self._by_block = [x.view(shape).transpose(2, 3).transpose(1, 2) for x in by_chunk]
+        self._totals = exp2_flushed_(totals.to(dtype, copy=True))
+
+    def take(self, rows: Rows, segment: Segment) -> Decay:
+        """The decays of one block of rows and one segment."""
+        chunks = slice(segment.first, segment.first + segment.chunks)
+        log_decay, from_start, to_end = (
+            x[chunks, :, rows.batch, rows.heads].flatten(0, 1)[: segment.blocks].flatten(1, 2)
+            for x in self._by_block
+        )
+        total = self._totals[chunks, rows.batch, rows.heads].flatten(1, 2)
+        return Decay(
+            log_decay[:, :, None], from_start[:, :, None], to_end[:, :, None], total[..., None]
+        )
+
+
+def log2_smallest(dtype: torch.dtype) -> float:
+    """log2 of the smallest decay that is not flushed to 0."""
+    return -160.0 if dtype == torch.float64 else -64.0
+
+
+def exp2_flushed_(x: Tensor, root: int = 1) -> Tensor:
+    """2^(x / root) in place, flushed to 0 where 2^x is far below the rounding of 1.
+
+    Products with smaller decays would be denormal, which makes a matrix product ten times slower.
+    exp2 is used because torch's vectorised exp is just as slow on −inf.
+    """
+    torch.threshold_(x, log2_smallest(x.dtype), -torch.inf)
+    return (x if root == 1 else x.div_(root)).exp2_()

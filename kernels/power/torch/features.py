@@ -138,25 +138,25 @@ class FeatureMap:
         return self._scratch.levels[-1][:, :, : self._x.shape[2]]
 
     def contract(self, state: Tensor, values: Tensor) -> None:
-        """Write into dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
+        """Add to dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
 
         state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
         matrix product, computed one tile row at a time and consumed while it is in cache.
         """
         if self._scratch.degree == 1:
-            torch.bmm(state.transpose(1, 2), values, out=self._dx)
+            self._dx.baddbmm_(state.mT, values)
             return
         for level in self._steps[:-1]:
             for lower, tile, out in level:
                 torch.mul(lower, tile, out=out)
-        for gradient in [self._dx, *self._scratch.dlevels]:
+        for gradient in self._scratch.dlevels:
             gradient.zero_()
         for row, drow in zip(self._rows[-1], self._drows[-1], strict=True):
             rows, suffix, _, tokens = row.lower.shape
             size = suffix * self._scratch.tile
             flat = self._scratch.tile_rows[:, : rows * size * tokens]
             dfeatures, product = flat.view(2, rows, size, tokens).unbind(0)
-            torch.bmm(state[:, :, row.span].transpose(1, 2), values, out=dfeatures)
+            torch.bmm(state[:, :, row.span].mT, values, out=dfeatures)
             shape = (rows, suffix, self._scratch.tile, tokens)
             self._product_rule(row, drow, dfeatures.view(shape), product.view(shape))
         lower_levels = list(zip(self._rows, self._drows, self._scratch.dlevels, strict=False))

@@ -7,7 +7,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.torch.attention import log2_smallest
+from longhaul.kernels.power.torch.chunking import log2_smallest
 
 
 def gate_gradient(

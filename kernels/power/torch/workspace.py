@@ -1,7 +1,7 @@
-"""Memory for one block of rows and one chunk length, allocated once and reused for every chunk.
+"""Memory for one block of rows and one segment, allocated once and reused for every segment.
 
-The views that the inner loops need are also made once, because at these sizes making a view costs
-as much as the arithmetic on it.
+Buffers are (blocks, rows, width, tokens of a block). A block of a buffer is contiguous, which torch's
+batched products need to be fast.
 """
 
 from __future__ import annotations
@@ -9,89 +9,182 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
-from longhaul.kernels.power.torch.attention import Buffers, InsideChunk
-from longhaul.kernels.power.torch.chunking import FEATURE_TOKENS, Chunk, Problem, Rows
+from longhaul.kernels.power.torch.attention import InsideChunks, Keys
+from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
 from longhaul.kernels.power.torch.features import FeatureMap, FeatureScratch
 from longhaul.kernels.shapes import padded_width
 
 
-class Workspace:
-    """Buffers (rows, width, tokens) of a chunk; values and their gradients have V + 1 rows."""
+class _Buffers:
+    """Buffers of one side, queries or keys. Those of values and numerators have V + 1 rows."""
 
-    def __init__(self, problem: Problem, tokens: int, like: Tensor) -> None:
-        self._rows = problem.rows_per_block
-        rows = self._rows[0] * self._rows[1]
-        width = padded_width(problem.K, problem.degree)
-        # Rows whose distance is a large power of two would compete for the same cache lines.
-        stride = tokens + (16 if tokens >= 1024 else 0)
-        keys = like.new_empty(4, rows, width, stride)[..., :tokens]
-        values = like.new_empty(4, rows, problem.V + 1, stride)[..., :tokens]
-        self.q, self.k, self.dq, self.dk = keys
-        self.v, self.num, self.dnum, self.dv = values
-        for x in (self.q, self.k):
-            x[:, problem.K :].zero_()
-        self.v[:, -1:].fill_(1)
-        self.scratch = like.new_empty(rows, problem.V + 1, tokens)
-        self.unit = like.new_empty(rows, 1, tokens)
-        self.squares = like.new_empty(rows, width, tokens)
-        self._degree = problem.degree
-        piece = min(tokens, FEATURE_TOKENS)
-        scratch = FeatureScratch(rows, problem.K, piece, problem.degree, like)
-        self.pieces = [slice(a, min(a + piece, tokens)) for a in range(0, tokens, piece)]
-        self.q_maps = [FeatureMap(self.q[:, :, s], self.dq[:, :, s], scratch) for s in self.pieces]
-        self.k_maps = [FeatureMap(self.k[:, :, s], self.dk[:, :, s], scratch) for s in self.pieces]
+    def __init__(self, problem: Problem, scratch: FeatureScratch, like: Tensor) -> None:
+        self._problem, self._scratch, self._like = problem, scratch, like
+
+    def _new(self, width: int) -> Tensor:
+        problem = self._problem
+        batch, heads = problem.rows_per_block
+        return self._like.new_empty(
+            problem.blocks_at_once, batch * heads, width, problem.block_size
+        )
+
+    def _new_keys(self) -> Tensor:
+        return self._new(padded_width(self._problem.K, self._problem.degree)).zero_()
+
+    def _new_values(self) -> Tensor:
+        return self._new(self._problem.V + 1)
+
+    def _maps(self, x: Tensor, dx: Tensor) -> list[FeatureMap]:
+        return [FeatureMap(*block, self._scratch) for block in zip(x, dx, strict=True)]
+
+
+class QueryBuffers(_Buffers):
+    """Of one query head per key head."""
 
     @cached_property
-    def inside(self) -> InsideChunk:
-        """Attention inside the chunk. Made at first use, since a state alone never needs it."""
-        buffers = (self.q, self.k, self.v, self.num, self.dq, self.dk, self.dv, self.dnum)
-        return InsideChunk(Buffers(*buffers, self.unit), self._degree)
+    def q(self) -> Tensor:
+        """Scaled queries."""
+        return self._new_keys()
 
-    def _by_head(self, x: Tensor, width: int) -> Tensor:
-        """(rows, padded width, tokens) as (batch, heads, width, tokens)."""
-        return x[:, :width].view(*self._rows, width, -1)
+    @cached_property
+    def dq(self) -> Tensor:
+        return self._new_keys()
 
-    def load(
-        self, into: Tensor, source: Tensor, rows: Rows, chunk: Chunk, scale: float = 1.0
-    ) -> None:
-        """Copy the block's part of `source` (B, T, heads, width) into a buffer, transposed."""
-        part = source[rows.at(chunk)].permute(0, 2, 3, 1)
-        target = self._by_head(into, part.shape[2])
-        if scale == 1.0:
-            target.copy_(part)
-        elif part.dtype == target.dtype:
-            torch.mul(part, scale, out=target)
-        else:
-            target.copy_(part).mul_(scale)
+    @cached_property
+    def num(self) -> Tensor:
+        """Numerators, and denominators in row V; in a backward pass their gradients."""
+        return self._new_values()
 
-    def store(
-        self, x: Tensor, into: Tensor, rows: Rows, chunk: Chunk, *, add: bool = False
-    ) -> None:
-        """Copy a buffer into the block's part of `into` (B, T, heads, width)."""
-        target = into[rows.at(chunk)].permute(0, 2, 3, 1)
-        part = self._by_head(x, target.shape[2])
-        if add:
-            target.add_(part)
-        else:
-            target.copy_(part)
+    @cached_property
+    def state_num(self) -> Tensor:
+        """What is read from states; in a backward pass num times the decays from the start."""
+        return self._new_values()
 
-    def scaled(self, x: Tensor, factor: Tensor | None) -> Tensor:
-        """x (rows, V + 1, tokens) times a factor per token, in memory that the next call reuses."""
-        return x if factor is None else torch.mul(x, factor, out=self.scratch)
+    @cached_property
+    def unit(self) -> Tensor:
+        """The units of rows, eq. (17); in a backward pass den^(−1/p)."""
+        return self._new(1)
+
+    @cached_property
+    def maps(self) -> list[FeatureMap]:
+        """φ of the queries of each block."""
+        return self._maps(self.q, self.dq)
 
 
-class Workspaces:
-    """One workspace for full chunks and one for the last, shorter chunk."""
+class KeyBuffers(_Buffers):
+    """Of the key heads."""
+
+    @cached_property
+    def k(self) -> Tensor:
+        return self._new_keys()
+
+    @cached_property
+    def dk(self) -> Tensor:
+        return self._new_keys()
+
+    @cached_property
+    def v(self) -> Tensor:
+        """Values, with a row of ones."""
+        values = self._new_values()
+        values[..., -1, :].fill_(1)
+        return values
+
+    @cached_property
+    def dv(self) -> Tensor:
+        return self._new_values()
+
+    @cached_property
+    def faded(self) -> Tensor:
+        """Values times the decays to the end of the chunk."""
+        return self._new_values()
+
+    @cached_property
+    def state_dv(self) -> Tensor:
+        """Gradients of `faded`."""
+        return self._new_values()
+
+    @cached_property
+    def maps(self) -> list[FeatureMap]:
+        """φ of the keys of each block."""
+        return self._maps(self.k, self.dk)
+
+
+class Workspace:
+    """All buffers of a pass."""
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._problem, self._like = problem, like
-        self._made: dict[int, Workspace] = {}
+        self._rows = problem.rows_per_block
+        rows = self._rows[0] * self._rows[1]
+        # Queries and keys share this memory, as only one φ exists at a time.
+        scratch = FeatureScratch(rows, problem.K, problem.block_size, problem.degree, like)
+        self.keys = KeyBuffers(problem, scratch, like)
+        self.queries = [QueryBuffers(problem, scratch, like) for _ in range(problem.R)]
 
-    def of(self, chunk: Chunk) -> Workspace:
-        """The workspace for the chunk's length."""
-        tokens = chunk.end - chunk.start
-        if tokens not in self._made:
-            self._made[tokens] = Workspace(self._problem, tokens, self._like)
-        return self._made[tokens]
+    @cached_property
+    def inside(self) -> InsideChunks:
+        """Attention inside chunks. Made at first use, since a state alone never needs it."""
+        return InsideChunks.of(self._problem, self._rows[0] * self._rows[1], self._like)
+
+    def inside_keys(self, segment: Segment, decay: Decay | None) -> Keys:
+        """What attention inside chunks reads of keys and values."""
+        k, v = (x[: segment.blocks].flatten(0, 1) for x in (self.keys.k, self.keys.v))
+        return Keys(k, v, None if decay is None else decay.log_decay.flatten(0, 1))
+
+    def faded_values(self, segment: Segment, decay: Decay | None) -> Tensor:
+        """Values times the decays to the end of their chunk, (blocks, rows, V + 1, tokens)."""
+        v, faded = (x[: segment.blocks] for x in (self.keys.v, self.keys.faded))
+        return v if decay is None else torch.mul(v, decay.to_end, out=faded)
+
+    def load(
+        self, into: Tensor, source: Tensor, rows: Rows, segment: Segment, scale: float = 1.0
+    ) -> None:
+        """Copy the segment's part of `source` (B, T, heads, width) into a buffer, transposed.
+
+        Absent tokens of its last block are zeros. Rows of the buffer beyond the width stay.
+        """
+        for target, part in self._parts(into, source, rows, segment):
+            if scale == 1.0:
+                target.copy_(part)
+            elif part.dtype == target.dtype:
+                torch.mul(part, scale, out=target)
+            else:
+                target.copy_(part).mul_(scale)
+        size = self._problem.block_size
+        present = (segment.end - segment.start) % size
+        if present:
+            into[segment.blocks - 1, :, : source.shape[3], present:].zero_()
+
+    def store(
+        self, x: Tensor, into: Tensor, rows: Rows, segment: Segment, *, add: bool = False
+    ) -> None:
+        """Copy a buffer into the segment's part of `into` (B, T, heads, width)."""
+        for part, target in self._parts(x, into, rows, segment):
+            if add:
+                target.add_(part)
+            else:
+                target.copy_(part)
+
+    def _parts(
+        self, buffer: Tensor, outside: Tensor, rows: Rows, segment: Segment
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of views: of a buffer, and of the same tokens outside.
+
+        The first pair is of all whole blocks, the second of the tokens of the last, shorter block.
+        """
+        width, size = outside.shape[3], self._problem.block_size
+        tokens = segment.end - segment.start
+        whole, rest = divmod(tokens, size)
+        by_head = buffer[:, :, :width].unflatten(1, self._rows)  # (blocks, b, h, width, size)
+        part = outside[rows.batch, segment.start : segment.end, rows.heads]
+        found = []
+        if whole:
+            blocks = part[:, : whole * size].unflatten(1, (whole, size))
+            found.append((by_head[:whole], rearrange(blocks, "b n t h w -> n b h w t")))
+        if rest:
+            last = rearrange(part[:, whole * size :], "b t h w -> b h w t")
+            found.append((by_head[whole, ..., :rest], last))
+        return found

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from longhaul.kernels import PowerState, power_attention, power_state, state_features
 from longhaul.kernels.power import library
 from longhaul.kernels.power.cost import power_state_flops
-from longhaul.kernels.power.torch.attention import InsideChunk
+from longhaul.kernels.power.torch.attention import InsideChunks
 from longhaul.kernels.testing import assert_close
 
 with torch.device("cpu"):  # as in test_library.py
@@ -180,7 +180,7 @@ def test_an_unused_result_has_no_gradient(used: str) -> None:
 
 def test_no_attention_inside_chunks_is_computed() -> None:
     k, v = (torch.randn(1, 40, 2, 4, requires_grad=True) for _ in range(2))
-    with patch.object(InsideChunk, "__init__", side_effect=AssertionError):
+    with patch.object(InsideChunks, "__init__", side_effect=AssertionError):
         state = power_state(k, v, chunk_size=16)
         state.kv.sum().backward()
     assert k.grad is not None

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, update_state
-from longhaul.kernels.power.torch.chunking import Chunk, Decay, Problem, Rows
+from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
-from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
+from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace
 
 
 class Gradients(NamedTuple):
@@ -51,8 +51,8 @@ class BackwardPass:
         like = into.dq.new_empty(0)
         self.dout = torch.zeros_like(saved.out) if dout is None else dout
         self.dkv, self.dnorm = dkv, dnorm
-        self.decay = Decay.of(saved.log_g, problem, like.dtype)
-        self.workspaces = Workspaces(problem, like)
+        self.decays = None if saved.log_g is None else Decays(saved.log_g, problem, like.dtype)
+        self.work = Workspace(problem, like)
         self.carry = Carry(problem, like)
         # delta = Σ_v dout · out, from which the gradient of the denominator follows, eq. (11).
         self.delta = torch.linalg.vecdot(self.dout.to(like.dtype), saved.out.to(like.dtype))
@@ -69,14 +69,14 @@ class BackwardPass:
         saved, problem = self.saved, self.problem
         for rows in problem.row_blocks:
             self.carry.load(saved.kv, saved.norm, rows)
-            for chunk in problem.chunks:
-                self._read_chunk(rows, chunk)
+            for segment in problem.segments:
+                self._read_segment(rows, segment)
             self.carry.load(self.dkv, self.dnorm, rows)
             if not self.carry.is_zero:
                 # Like the state, its gradient is carried without the multiplicity.
                 self.carry.sums.div_(self.carry.multiplicity)
-            for chunk in reversed(problem.chunks):
-                self._write_chunk(rows, chunk)
+            for segment in reversed(problem.segments):
+                self._write_segment(rows, segment)
             self._store_dinitial(rows)
         if saved.log_g is not None and self.into.dlog_g is not None:
             self.into.dlog_g.copy_(self._dlog_g(saved.log_g))
@@ -87,80 +87,113 @@ class BackwardPass:
         self.carry.sums.mul_(self.carry.multiplicity)
         self.carry.store(self.into.dkv, self.into.dnorm, rows)
 
-    def _load_queries(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
+    def _load(self, rows: Rows, segment: Segment) -> Decay | None:
+        work, saved = self.work, self.saved
+        work.load(work.keys.k, saved.k, rows, segment)
+        work.load(work.keys.v, saved.v, rows, segment)
+        return None if self.decays is None else self.decays.take(rows, segment)
+
+    def _load_queries(self, queries: QueryBuffers, heads: Rows, segment: Segment) -> None:
         """Load scaled queries and dnum. Where rows have units, a query is divided by den^(1/p), so
         that its weights are those of the mean, whose denominator is 1."""
-        work.load(work.q, self.saved.q, heads, chunk, self.problem.scale)
+        work = self.work
+        work.load(queries.q, self.saved.q, heads, segment, self.problem.scale)
         if self.problem.scales_rows and self.inverse is not None:
-            work.load(work.unit, self.inverse, heads, chunk)
-            work.q.mul_(work.unit)
-        self._load_dnum(work, heads, chunk)
+            work.load(queries.unit, self.inverse, heads, segment)
+            queries.q.mul_(queries.unit)
+        self._load_dnum(queries, heads, segment)
 
-    def _store_dq(self, work: Workspace, heads: Rows, chunk: Chunk, *, add: bool) -> None:
-        work.dq.mul_(self.problem.scale)
+    def _store_dq(self, queries: QueryBuffers, heads: Rows, segment: Segment, *, add: bool) -> None:
+        queries.dq.mul_(self.problem.scale)
         if self.problem.scales_rows:
-            work.dq.mul_(work.unit)
-        work.store(work.dq, self.into.dq, heads, chunk, add=add)
+            queries.dq.mul_(queries.unit)
+        self.work.store(queries.dq, self.into.dq, heads, segment, add=add)
 
-    def _load_dnum(self, work: Workspace, heads: Rows, chunk: Chunk) -> None:
+    def _load_dnum(self, queries: QueryBuffers, heads: Rows, segment: Segment) -> None:
         """Load gradients of the numerators and, in row V, of the denominator, eq. (11)."""
-        work.load(work.dnum, self.dout, heads, chunk)
-        dden = work.dnum[:, -1:]
+        work, dnum = self.work, queries.num
+        work.load(dnum, self.dout, heads, segment)
+        dden = dnum[:, :, -1:]
         if self.inverse is None or self.ddenominator is None:
             dden.zero_()
             return
         if not self.problem.scales_rows:
-            work.load(dden, self.inverse, heads, chunk)
-            work.dnum[:, :-1].mul_(dden)
-        work.load(dden, self.ddenominator, heads, chunk)
+            work.load(dden, self.inverse, heads, segment)
+            dnum[:, :, :-1].mul_(dden)
+        work.load(dden, self.ddenominator, heads, segment)
 
-    def _read_chunk(self, rows: Rows, chunk: Chunk) -> None:
+    def _faded_dnum(self, queries: QueryBuffers, segment: Segment, decay: Decay | None) -> Tensor:
+        """dnum times the decays from the starts of the chunks, (blocks, rows, V + 1, tokens)."""
+        dnum, faded = (x[: segment.blocks] for x in (queries.num, queries.state_num))
+        return faded.copy_(dnum) if decay is None else torch.mul(dnum, decay.from_start, out=faded)
+
+    def _read_segment(self, rows: Rows, segment: Segment) -> None:
         """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then update S."""
-        saved, problem, state = self.saved, self.problem, self.carry
-        is_last = chunk.end == problem.T
-        if state.is_zero and is_last:
+        problem, state, work = self.problem, self.carry, self.work
+        if not self._reads_state(segment) and segment.end == problem.T:
             return
-        work = self.workspaces.of(chunk)
-        decay = self.decay.take(rows, chunk)
-        if not state.is_zero:
-            read = state.to_read()
-            for rep in range(problem.R):
-                heads = rows.query_heads(rep, problem.R)
-                self._load_queries(work, heads, chunk)
-                dnum = work.scaled(work.dnum, decay.from_start)
-                for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
-                    q_map.contract(read, dnum[:, :, piece])
-                self._store_dq(work, heads, chunk, add=False)
-        if not is_last:
-            work.load(work.k, saved.k, rows, chunk)
-            work.load(work.v, saved.v, rows, chunk)
-            update_state(work, state, decay)
+        decay = self._load(rows, segment)
+        values = work.faded_values(segment, decay)
+        reads = []
+        if self._reads_state(segment):
+            for rep, queries in enumerate(work.queries):
+                self._load_queries(queries, rows.query_heads(rep, problem.R), segment)
+                queries.dq.zero_()
+                reads.append((queries, self._faded_dnum(queries, segment, decay)))
+        for chunk in range(segment.chunks):
+            if not state.is_zero:
+                read = state.to_read()
+                for queries, dnum in reads:
+                    for n in segment.blocks_of(chunk):
+                        queries.maps[n].contract(read, dnum[n])
+            if segment.first + chunk + 1 < problem.num_chunks:
+                update_state(work, state, values, segment, chunk, decay)
+        for rep, (queries, _) in enumerate(reads):
+            self._store_dq(queries, rows.query_heads(rep, problem.R), segment, add=False)
 
-    def _write_chunk(self, rows: Rows, chunk: Chunk) -> None:
-        """Sweep 2: gradients of k and v from dS, and all gradients inside the chunk."""
-        saved, problem, dstate = self.saved, self.problem, self.carry
-        has_read = chunk.number > 0 or saved.kv is not None
-        work = self.workspaces.of(chunk)
-        decay = self.decay.take(rows, chunk)
-        work.inside.set_decay(decay.log_decay)
-        work.load(work.k, saved.k, rows, chunk)
-        work.load(work.v, saved.v, rows, chunk)
-        if dstate.is_zero:
-            work.dk.zero_()
-            work.dv.zero_()
-        else:
-            gradient_of_update(work, dstate, decay)
-        for rep in range(problem.R):
+    def _reads_state(self, segment: Segment) -> bool:
+        """Whether a chunk of the segment reads a state that may not be zero."""
+        return segment.first > 0 or segment.chunks > 1 or self.saved.kv is not None
+
+    def _write_segment(self, rows: Rows, segment: Segment) -> None:
+        """Sweep 2: gradients of k and v from dS, and all gradients inside the chunks."""
+        problem, dstate, work, keys = self.problem, self.carry, self.work, self.work.keys
+        decay = self._load(rows, segment)
+        reads_state = self._reads_state(segment)
+        has_gradient = not dstate.is_zero or segment.chunks > 1
+        dnums = []
+        for rep, queries in enumerate(work.queries):
             heads = rows.query_heads(rep, problem.R)
-            self._load_queries(work, heads, chunk)
-            work.inside.backward()
-            self._store_dq(work, heads, chunk, add=has_read)
-            if has_read:
-                dnum = work.scaled(work.dnum, decay.from_start)
-                for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
-                    dstate.add(dnum[:, :, piece], q_map.features())
-        work.store(work.dk, self.into.dk, rows, chunk)
-        work.store(work.dv, self.into.dv, rows, chunk)
+            self._load_queries(queries, heads, segment)
+            if reads_state:
+                dnums.append(self._faded_dnum(queries, segment, decay))
+            self._backward_inside(queries, segment, decay, adds=rep > 0)
+            self._store_dq(queries, heads, segment, add=reads_state)
+        if has_gradient:
+            values = work.faded_values(segment, decay)
+        for chunk in reversed(range(segment.chunks)):
+            if has_gradient:
+                gradient_of_update(work, dstate, values, segment, chunk, decay)
+            if reads_state and (segment.first + chunk > 0 or self.saved.kv is not None):
+                for queries, dnum in zip(work.queries, dnums, strict=True):
+                    for n in segment.blocks_of(chunk):
+                        dstate.add(dnum[n], queries.maps[n])
+        if has_gradient:
+            dv, state_dv = (x[: segment.blocks] for x in (keys.dv, keys.state_dv))
+            dv.add_(state_dv) if decay is None else dv.addcmul_(state_dv, decay.to_end)
+        work.store(keys.dk, self.into.dk, rows, segment)
+        work.store(keys.dv, self.into.dv, rows, segment)
+
+    def _backward_inside(
+        self, queries: QueryBuffers, segment: Segment, decay: Decay | None, *, adds: bool
+    ) -> None:
+        """Write dq, and write or add to dk and dv, of attention inside the chunks."""
+        work, keys = self.work, self.work.keys
+        q, dnum, dq, dk, dv = (
+            x[: segment.blocks].flatten(0, 1)
+            for x in (queries.q, queries.num, queries.dq, keys.dk, keys.dv)
+        )
+        work.inside.backward(q, work.inside_keys(segment, decay), dnum, (dq, dk, dv), adds=adds)
 
     def _dlog_g(self, log_g: Tensor) -> Tensor:
         """Eq. (15): the first sum is dout·out where the output is not divided by its weights' sum,

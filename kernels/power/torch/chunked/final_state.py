@@ -13,9 +13,9 @@ from torch import Tensor
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, update_state
-from longhaul.kernels.power.torch.chunking import Chunk, Decay, Problem, Rows
+from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
-from longhaul.kernels.power.torch.workspace import Workspace, Workspaces
+from longhaul.kernels.power.torch.workspace import Workspace
 
 
 class StateGradients(NamedTuple):
@@ -38,31 +38,40 @@ class StatePass:
         self.k, self.v, self.log_g = k, v, log_g
         self.problem = Problem.of(call, k, v)
         like = k.new_empty(0, dtype=torch.promote_types(k.dtype, torch.float32))
-        self.decay = Decay.of(log_g, self.problem, like.dtype)
-        self.workspaces = Workspaces(self.problem, like)
+        self.decays = None if log_g is None else Decays(log_g, self.problem, like.dtype)
+        self.work = Workspace(self.problem, like)
         self.carry = Carry(self.problem, like)
 
     def forward(self, kv: Tensor | None, norm: Tensor | None, into: PowerState) -> None:
         """Fill `into`, from the initial state."""
         for rows in self.problem.row_blocks:
             self.carry.load(kv, norm, rows)
-            for chunk in self.problem.chunks:
-                update_state(self._load(rows, chunk), self.carry, self.decay.take(rows, chunk))
+            for segment in self.problem.segments:
+                decay = self._load(rows, segment)
+                values = self.work.faded_values(segment, decay)
+                for chunk in range(segment.chunks):
+                    update_state(self.work, self.carry, values, segment, chunk, decay)
             self.carry.store(into.kv, into.norm, rows)
 
     def backward(
         self, dkv: Tensor | None, dnorm: Tensor | None, final: PowerState, into: StateGradients
     ) -> None:
         """Fill `into` from the gradients of the final state, at least one of which is given."""
+        work, keys = self.work, self.work.keys
         for rows in self.problem.row_blocks:
             self.carry.load(dkv, dnorm, rows)
             # Like the state, its gradient is carried without the multiplicity.
             self.carry.sums.div_(self.carry.multiplicity)
-            for chunk in reversed(self.problem.chunks):
-                work = self._load(rows, chunk)
-                gradient_of_update(work, self.carry, self.decay.take(rows, chunk))
-                work.store(work.dk, into.dk, rows, chunk)
-                work.store(work.dv, into.dv, rows, chunk)
+            for segment in reversed(self.problem.segments):
+                decay = self._load(rows, segment)
+                values = work.faded_values(segment, decay)
+                keys.dk.zero_()
+                for chunk in reversed(range(segment.chunks)):
+                    gradient_of_update(work, self.carry, values, segment, chunk, decay)
+                if decay is not None:
+                    keys.state_dv[: segment.blocks].mul_(decay.to_end)
+                work.store(keys.dk, into.dk, rows, segment)
+                work.store(keys.state_dv, into.dv, rows, segment)
             if into.dkv is not None and into.dnorm is not None:
                 self.carry.sums.mul_(self.carry.multiplicity)
                 self.carry.store(into.dkv, into.dnorm, rows)
@@ -71,8 +80,7 @@ class StatePass:
             finals = (dkv, final.kv), (dnorm, final.norm)
             into.dlog_g.copy_(gate_gradient(self.log_g, None, k_dk, self.problem.degree, finals))
 
-    def _load(self, rows: Rows, chunk: Chunk) -> Workspace:
-        work = self.workspaces.of(chunk)
-        work.load(work.k, self.k, rows, chunk)
-        work.load(work.v, self.v, rows, chunk)
-        return work
+    def _load(self, rows: Rows, segment: Segment) -> Decay | None:
+        self.work.load(self.work.keys.k, self.k, rows, segment)
+        self.work.load(self.work.keys.v, self.v, rows, segment)
+        return None if self.decays is None else self.decays.take(rows, segment)

@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows
-from longhaul.kernels.power.torch.features import multiplicity
+from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
+from longhaul.kernels.power.torch.features import FeatureMap, multiplicity
 from longhaul.kernels.power.torch.workspace import Workspace
 
 
@@ -60,46 +60,50 @@ class Carry:
         """The sums times the multiplicity of every feature, as queries need them, eq. (7)."""
         return torch.mul(self.sums, self.multiplicity, out=self._read)
 
-    def add(self, values: Tensor, features: Tensor) -> None:
-        """Add the sum over tokens of values featuresᵀ."""
-        if self.is_zero:
-            torch.bmm(values, features.transpose(1, 2), out=self.sums)
-            self.is_zero = False
-        else:
-            self.sums.baddbmm_(values, features.transpose(1, 2))
+    def fade(self, total: Tensor | None) -> None:
+        """Multiply by the decay (rows, 1, 1) over a chunk."""
+        if total is not None and not self.is_zero:
+            self.sums.mul_(total)
+
+    def add(self, values: Tensor, x: FeatureMap) -> None:
+        """Add the sum over a block's tokens of values φ(x)ᵀ."""
+        torch.baddbmm(self.sums, values, x.features().mT, beta=int(not self.is_zero), out=self.sums)
+        self.is_zero = False
 
 
-def read_state(work: Workspace, read: Tensor, from_start: Tensor | None) -> None:
-    """num += exp(G_t) (multiplicity · S) φ(q_t), eq. (10)."""
-    for piece, q_map in zip(work.pieces, work.q_maps, strict=True):
-        num = work.num[:, :, piece]
-        if from_start is None:
-            num.baddbmm_(read, q_map.features())
-        else:
-            from_state = torch.bmm(read, q_map.features(), out=work.scratch[:, :, piece])
-            num.addcmul_(from_state, from_start[:, :, piece])
+def update_state(
+    work: Workspace,
+    state: Carry,
+    values: Tensor,
+    segment: Segment,
+    chunk: int,
+    decay: Decay | None,
+) -> None:
+    """S ← exp(G_C) S + Σ_i exp(G_C − G_i) v_i φ(k_i)ᵀ, eq. (9); values are exp(G_C − G_i) v_i."""
+    state.fade(None if decay is None else decay.total[chunk])
+    for n in segment.blocks_of(chunk):
+        state.add(values[n], work.keys.maps[n])
 
 
-def update_state(work: Workspace, state: Carry, decay: Decay) -> None:
-    """S ← exp(G_C) S + Σ_i exp(G_C − G_i) v_i φ(k_i)ᵀ, eq. (9)."""
-    values = work.scaled(work.v, decay.to_end)
-    if decay.total is not None and not state.is_zero:
-        state.sums.mul_(decay.total)
-    for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
-        state.add(values[:, :, piece], k_map.features())
+def gradient_of_update(
+    work: Workspace,
+    dstate: Carry,
+    values: Tensor,
+    segment: Segment,
+    chunk: int,
+    decay: Decay | None,
+) -> None:
+    """From dS after a chunk compute state_dv, add to dk, and compute dS before the chunk in place,
+    except for eq. (13)'s sum.
 
-
-def gradient_of_update(work: Workspace, dstate: Carry, decay: Decay) -> None:
-    """From dS after a chunk compute dv, dk and, in place, dS before it, except for eq. (13)'s sum.
-
-    dv_i = exp(G_C − G_i) dS φ(k_i) and dφ(k_i) = exp(G_C − G_i) dSᵀ v_i, eq. (14).
+    state_dv_i = dS φ(k_i) still lacks a factor exp(G_C − G_i), eq. (14).
     """
-    dread = dstate.to_read()
-    values = work.scaled(work.v, decay.to_end)
-    for piece, k_map in zip(work.pieces, work.k_maps, strict=True):
-        torch.bmm(dread, k_map.features(), out=work.dv[:, :, piece])
-        k_map.contract(dread, values[:, :, piece])
-    if decay.to_end is not None:
-        work.dv.mul_(decay.to_end)
-    if decay.total is not None:
-        dstate.sums.mul_(decay.total)
+    keys = work.keys
+    dread = None if dstate.is_zero else dstate.to_read()
+    for n in segment.blocks_of(chunk):
+        if dread is None:
+            keys.state_dv[n].zero_()
+        else:
+            torch.bmm(dread, keys.maps[n].features(), out=keys.state_dv[n])
+            keys.maps[n].contract(dread, values[n])
+    dstate.fade(None if decay is None else decay.total[chunk])
