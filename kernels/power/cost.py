@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from longhaul.kernels.shapes import padded_width, state_features, symmetric_dim, tile_width
+from longhaul.kernels.shapes import state_features, symmetric_dim
 
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 
@@ -18,22 +18,22 @@ class Machine(NamedTuple):
     feature: float  # per token and feature: building it and its gradient
     feature_product: float  # per token, feature and unit of V: products with states
     state: float  # per chunk and entry of the P × V state: writing, scanning, reading
-    tile_row: float  # per chunk and row of tiles: starting operations
-    chunk: float  # per chunk: starting operations whose number does not depend on the sizes
+    chunk: float  # per chunk: starting operations
     block: int  # queries that are scored at a time
     chunk_sizes: tuple[int, ...]  # tokens
 
 
 # Only ratios matter. The coefficients of "torch" were fitted to the torch backend in float32 on two
-# AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. Those of "triton" are calculated, not
+# AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. Its chunks of 256 were slower there
+# than 128, of which it processes several at once. Those of "triton" are calculated, not
 # measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and 3 TB/s:
 # 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for states read
 # twice, and 25 operations per feature; 36 bytes per entry of a state, which is written, scanned and
 # read three times.
 _MACHINES = {
-    "torch": Machine(0.032, 3.0e-3, 2.6e-5, 1.8e-3, 2.0e-5, 2.4e-3, 34, 100, 128, (64, 128, 256)),
+    "torch": Machine(0.022, 1.8e-3, 2.4e-5, 3.4e-3, 5.3e-5, 5.5e-4, 76, 128, (64, 128, 512)),
     "triton": Machine(
-        5e-6, 1.0e-6, 1.8e-8, 8.6e-7, 4.3e-8, 1.2e-5, 0, 0, 128, (128, 256, 512, 1024, 2048)
+        5e-6, 1.0e-6, 1.8e-8, 8.6e-7, 4.3e-8, 1.2e-5, 0, 128, (128, 256, 512, 1024, 2048)
     ),
 }
 
@@ -140,7 +140,6 @@ def chunked_cost(T: int, K: int, V: int, degree: int, C: int, backend: str) -> f
     cost = _MACHINES[backend]
     P = state_features(K, degree)
     C = min(C, T)
-    tile_rows = (degree - 1) * padded_width(K, degree) / tile_width(degree)
-    per_chunk = cost.state * P * V + cost.tile_row * tile_rows + cost.chunk
+    per_chunk = cost.state * P * V + cost.chunk
     per_token = P * (cost.feature + cost.feature_product * V)
     return attention_cost(C, K, V, backend) + per_token + per_chunk / C

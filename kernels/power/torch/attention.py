@@ -1,8 +1,8 @@
 """Causal power attention inside chunks: pairs of blocks of tokens, many pairs at a time.
 
 With a single chunk this is the attention form. Tensors are (items, width, tokens): an item is one
-block of tokens of one key head of one batch entry, and items are sorted by blocks, so that the
-pairs of all blocks with the block `offset` blocks before it are two slices. Tokens are innermost, as
+block of tokens of one key head of one batch entry. Items are sorted by blocks, so that all pairs of
+a block with the one a certain number of blocks before it are two slices. Tokens are innermost, as
 in the features. The value tensors have a row of ones at index V, so that index V of every product
 is the denominator.
 """
@@ -102,7 +102,6 @@ class InsideChunks:
         adds: bool,
     ) -> None:
         """Write dq, and write or add to dk and dv; scores are recomputed. dnum is overwritten."""
-        dq, dk, dv = into
         for pairs in self._own(keys):
             self._backward_pairs(q, keys, dnum, pairs, into, beta=(0, int(adds)))
         self._fade_sums(dnum, keys)
@@ -184,8 +183,8 @@ class InsideChunks:
         """Every block with every earlier block of its chunk; at most one chunk has such blocks.
 
         The two factors of a decay, from the key to the first token of the query's block and from
-        there to the query, are ≤ 1, eq. (5): neither can overflow, and if one underflows so does the
-        weight.
+        there to the query, are ≤ 1, eq. (5): neither can overflow, and if one underflows so does
+        the weight.
         """
         if not self._has_past:
             return

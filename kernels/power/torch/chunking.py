@@ -56,8 +56,8 @@ class Rows(NamedTuple):
 class Problem:
     """Sizes and settings of one call without packing.
 
-    A chunk is `blocks_per_chunk` blocks of `block_size` tokens. All chunks are equally long, so that
-    one set of buffers serves them all; the last tokens of the last one may be missing.
+    A chunk is `blocks_per_chunk` blocks of `block_size` tokens. All chunks are equally long, so
+    that one set of buffers serves them all; the last tokens of the last one may be missing.
     """
 
     B: int

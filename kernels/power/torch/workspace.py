@@ -1,7 +1,7 @@
 """Memory for one block of rows and one segment, allocated once and reused for every segment.
 
-Buffers are (blocks, rows, width, tokens of a block). A block of a buffer is contiguous, which torch's
-batched products need to be fast.
+Buffers are (blocks, rows, width, tokens of a block). A block of a buffer is contiguous: otherwise
+torch's batched products would process one row after the other.
 """
 
 from __future__ import annotations

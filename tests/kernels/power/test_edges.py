@@ -434,7 +434,7 @@ def test_offsets_are_read_once_until_they_change(monkeypatch: pytest.MonkeyPatch
 
 def test_memory_stays_linear() -> None:
     """No tensor of size T × P or T × T exists, forward or backward."""
-    T = 2048
+    T = 4096
     q, k, v, log_g = (y.float() for y in inputs(T, K=16, V=16, H=1, G=1))
     largest = 0
 

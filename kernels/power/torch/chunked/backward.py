@@ -125,7 +125,7 @@ class BackwardPass:
     def _faded_dnum(self, queries: QueryBuffers, segment: Segment, decay: Decay | None) -> Tensor:
         """dnum times the decays from the starts of the chunks, (blocks, rows, V + 1, tokens)."""
         dnum, faded = (x[: segment.blocks] for x in (queries.num, queries.state_num))
-        return faded.copy_(dnum) if decay is None else torch.mul(dnum, decay.from_start, out=faded)
+        return dnum if decay is None else torch.mul(dnum, decay.from_start, out=faded)
 
     def _read_segment(self, rows: Rows, segment: Segment) -> None:
         """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then update S."""
