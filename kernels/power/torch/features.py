@@ -8,7 +8,7 @@ suffix of the list of degree p − 1, because the list is sorted by tiles.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, pairwise
 from math import comb, factorial, prod
 from typing import NamedTuple
 
@@ -62,6 +62,21 @@ def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRo
     return steps
 
 
+class StateToRead(NamedTuple):
+    """A state (rows, V + 1, P), and views of the parts that belong to each tile row, transposed."""
+
+    state: Tensor
+    tile_rows: list[Tensor]
+
+    @classmethod
+    def of(cls, state: Tensor, width: int, degree: int) -> StateToRead:
+        tile = tile_width(degree)
+        ends = [0]
+        for left in range(padded_width(width, degree) // tile, 0, -1):
+            ends.append(ends[-1] + comb(left + degree - 2, degree - 1) * int(tile**degree))
+        return cls(state, [state[:, :, a:b].mT for a, b in pairwise(ends)])
+
+
 class FeatureScratch:
     """Memory for the features of some tokens and their gradients, allocated at first use.
 
@@ -88,6 +103,16 @@ class FeatureScratch:
         """Flat memory for two tensors of the size of the widest tile row."""
         rows, suffix, tokens = self._shapes[-2]
         return self._like.new_empty(2, rows * suffix * self.tile * tokens)
+
+
+class _Contraction(NamedTuple):
+    """The gradient of the features of one tile row, and memory for its products."""
+
+    row: _TileRow
+    drow: _TileRow
+    flat: Tensor  # (rows, suffix * tile, tokens)
+    dfeatures: Tensor  # the same memory as (rows, suffix, tile, tokens)
+    product: Tensor  # the same shape
 
 
 class FeatureMap:
@@ -137,28 +162,37 @@ class FeatureMap:
                 torch.mul(lower, tile, out=out)
         return self._scratch.levels[-1][:, :, : self._x.shape[2]]
 
-    def contract(self, state: Tensor, values: Tensor) -> None:
+    @cached_property
+    def _contractions(self) -> list[_Contraction]:
+        """The steps of the highest level of `contract`, in memory that all of them share."""
+        steps = []
+        for row, drow in zip(self._rows[-1], self._drows[-1], strict=True):
+            rows, suffix, _, tokens = row.lower.shape
+            shape = (rows, suffix * self._scratch.tile, tokens)
+            flat = self._scratch.tile_rows[:, : prod(shape)]
+            dfeatures, product = flat.view(2, *shape).unbind(0)
+            whole = (rows, suffix, self._scratch.tile, tokens)
+            step = _Contraction(row, drow, dfeatures, dfeatures.view(whole), product.view(whole))
+            steps.append(step)
+        return steps
+
+    def contract(self, read: StateToRead, values: Tensor) -> None:
         """Add to dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
 
         state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
         matrix product, computed one tile row at a time and consumed while it is in cache.
         """
         if self._scratch.degree == 1:
-            self._dx.baddbmm_(state.mT, values)
+            self._dx.baddbmm_(read.state.mT, values)
             return
         for level in self._steps[:-1]:
             for lower, tile, out in level:
                 torch.mul(lower, tile, out=out)
         for gradient in self._scratch.dlevels:
             gradient.zero_()
-        for row, drow in zip(self._rows[-1], self._drows[-1], strict=True):
-            rows, suffix, _, tokens = row.lower.shape
-            size = suffix * self._scratch.tile
-            flat = self._scratch.tile_rows[:, : rows * size * tokens]
-            dfeatures, product = flat.view(2, rows, size, tokens).unbind(0)
-            torch.bmm(state[:, :, row.span].mT, values, out=dfeatures)
-            shape = (rows, suffix, self._scratch.tile, tokens)
-            self._product_rule(row, drow, dfeatures.view(shape), product.view(shape))
+        for state, step in zip(read.tile_rows, self._contractions, strict=True):
+            torch.bmm(state, values, out=step.flat)
+            self._product_rule(step.row, step.drow, step.dfeatures, step.product)
         lower_levels = list(zip(self._rows, self._drows, self._scratch.dlevels, strict=False))
         for rows_of_level, drows, dlevel in reversed(lower_levels):
             for row, drow in zip(rows_of_level, drows, strict=True):

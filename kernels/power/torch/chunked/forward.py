@@ -90,7 +90,7 @@ class ForwardPass:
                     if read is None:
                         queries.state_num[n].zero_()
                     else:
-                        torch.bmm(read, queries.maps[n].features(), out=queries.state_num[n])
+                        torch.bmm(read.state, queries.maps[n].features(), out=queries.state_num[n])
             if segment.first + chunk + 1 < problem.num_chunks or problem.output_final_state:
                 update_state(work, state, values, segment, chunk, decay)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
-from longhaul.kernels.power.torch.features import FeatureMap, multiplicity
+from longhaul.kernels.power.torch.features import FeatureMap, StateToRead, multiplicity
 from longhaul.kernels.power.torch.workspace import Workspace
 
 
@@ -35,8 +35,9 @@ class Carry:
         return self._like.new_empty(rows, self._V + 1, self._problem.P)
 
     @cached_property
-    def _read(self) -> Tensor:
-        return torch.empty_like(self.sums)
+    def _read(self) -> StateToRead:
+        problem = self._problem
+        return StateToRead.of(torch.empty_like(self.sums), problem.K, problem.degree)
 
     def load(self, kv: Tensor | None, norm: Tensor | None, rows: Rows) -> None:
         """Start from a state (B, G, P, V) and (B, G, P), or from zero."""
@@ -56,9 +57,10 @@ class Carry:
         kv[rows.batch, rows.heads] = by_head[:, :, : self._V].mT
         norm[rows.batch, rows.heads] = by_head[:, :, self._V]
 
-    def to_read(self) -> Tensor:
+    def to_read(self) -> StateToRead:
         """The sums times the multiplicity of every feature, as queries need them, eq. (7)."""
-        return torch.mul(self.sums, self.multiplicity, out=self._read)
+        torch.mul(self.sums, self.multiplicity, out=self._read.state)
+        return self._read
 
     def fade(self, total: Tensor | None) -> None:
         """Multiply by the decay (rows, 1, 1) over a chunk."""
@@ -67,7 +69,8 @@ class Carry:
 
     def add(self, values: Tensor, x: FeatureMap) -> None:
         """Add the sum over a block's tokens of values φ(x)ᵀ."""
-        torch.baddbmm(self.sums, values, x.features().mT, beta=int(not self.is_zero), out=self.sums)
+        # Not torch.baddbmm(…, out=…), which first copies the sums.
+        self.sums.baddbmm_(values, x.features().mT, beta=int(not self.is_zero))
         self.is_zero = False
 
 
@@ -104,6 +107,6 @@ def gradient_of_update(
         if dread is None:
             keys.state_dv[n].zero_()
         else:
-            torch.bmm(dread, keys.maps[n].features(), out=keys.state_dv[n])
+            torch.bmm(dread.state, keys.maps[n].features(), out=keys.state_dv[n])
             keys.maps[n].contract(dread, values[n])
     dstate.fade(None if decay is None else decay.total[chunk])

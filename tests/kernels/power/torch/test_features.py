@@ -5,7 +5,13 @@ import torch
 
 from longhaul.kernels import state_features
 from longhaul.kernels.power import reference
-from longhaul.kernels.power.torch.features import FeatureMap, FeatureScratch, expand, multiplicity
+from longhaul.kernels.power.torch.features import (
+    FeatureMap,
+    FeatureScratch,
+    StateToRead,
+    expand,
+    multiplicity,
+)
 from longhaul.kernels.shapes import padded_width
 
 WIDTHS = [(1, 1), (5, 1), (5, 2), (16, 2), (64, 2), (3, 4), (9, 4), (3, 6), (2, 8)]
@@ -43,5 +49,6 @@ def test_contract_is_the_gradient_of_the_features(width: int, degree: int) -> No
     before = torch.randn(2, K, 5, dtype=torch.float64)
     dx = before.clone()
     scratch = FeatureScratch(2, width, 5, degree, dx)
-    FeatureMap(x.detach(), dx, scratch).contract(state, values)
+    read = StateToRead.of(state, width, degree)
+    FeatureMap(x.detach(), dx, scratch).contract(read, values)
     torch.testing.assert_close(dx - before, wanted)
