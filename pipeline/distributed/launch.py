@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch.distributed import distributed_c10d
@@ -63,7 +64,15 @@ def _launched(config: TrainerConfig) -> _Launched | None:
             ranks=_number("WORLD_SIZE"),
             command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
         )
-    if not SLURMEnvironment.detect():
+    if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # As other launchers set them, deepspeed's for example, and Lightning for ranks of its own.
+        return _Launched(
+            "a launcher",
+            nodes=config.nodes,
+            ranks=_number("WORLD_SIZE"),
+            command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
+        )
+    if not _is_in_slurm():
         return None
     # A batch script is one process outside of any step, however many tasks its job has.
     is_step = "SLURM_STEP_ID" in os.environ
@@ -73,6 +82,16 @@ def _launched(config: TrainerConfig) -> _Launched | None:
         ranks=_number("SLURM_NTASKS") if is_step else 1,
         command=f"srun --nodes={config.nodes} --ntasks-per-node={config.devices}",
     )
+
+
+def _is_in_slurm() -> bool:
+    """Whether Slurm has started this process as one of a job's ranks, or in a batch script.
+
+    Lightning takes a job named bash or interactive, as salloc names it, for a shell in which a user
+    types, and would start all ranks from every task of a step there.
+    """
+    is_task = "SLURM_STEP_ID" in os.environ and _number("SLURM_NTASKS") > 1
+    return is_task or SLURMEnvironment.detect()
 
 
 def _nodes_of_step(config: TrainerConfig) -> int:
@@ -91,13 +110,19 @@ def _number(name: str) -> int:
     return int(value)
 
 
-def cluster_environment() -> ClusterEnvironment | None:
-    """Tells Lightning the rank of this process; None where Lightning finds out by itself."""
+def cluster_environment() -> ClusterEnvironment:
+    """Tells Lightning the rank of this process.
+
+    Lightning would also find jsrun and mpirun by itself. It would take their number of ranks, which
+    nothing compares with the config's, and each rank would train on its share of the config's.
+    """
     # Within a Slurm job too, ranks that torchrun has started are torchrun's.
-    if TorchElasticEnvironment.detect() or not SLURMEnvironment.detect():
-        return None
-    # Lightning's auto-requeue would save and requeue inside the signal handler.
-    return SLURMEnvironment(auto_requeue=False)
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    if _is_in_slurm():
+        # Lightning's auto-requeue would save and requeue inside the signal handler.
+        return SLURMEnvironment(auto_requeue=False)
+    return LightningEnvironment()
 
 
 def rank_devices(config: TrainerConfig) -> list[torch.device]:

@@ -231,7 +231,6 @@ def _fit(trainer: Trainer, module: Pretraining, callback: TrainingCallback) -> N
 
 def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
     devices = rank_devices(config.trainer)
-    environment = cluster_environment()
     return Trainer(
         callbacks=list(callbacks),
         accelerator=devices[0].type,
@@ -241,7 +240,7 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
         precision=config.trainer.precision,  # type: ignore[arg-type]
         # Sets what torch and cuBLAS need for it; the rest is in gpu_environment.py.
         deterministic=config.trainer.deterministic,
-        plugins=None if environment is None else [environment],
+        plugins=[cluster_environment()],
         max_epochs=1,  # The data loader ends with the token budget.
         # TrainingCallback does all of this itself, so that a resumed run is bit-identical.
         logger=False,

@@ -46,6 +46,21 @@ def torchrun(ranks: int, nodes: int = 1) -> dict[str, str]:
     }
 
 
+def salloc(tasks: int) -> dict[str, str]:
+    """Variables of a step in an allocation that salloc has made, for a user to type in."""
+    return {**slurm(tasks), "SLURM_JOB_NAME": "interactive"}
+
+
+def jsrun(ranks: int) -> dict[str, str]:
+    return {
+        "LSB_JOBID": "1",
+        "LSB_DJOB_RANKFILE": "hosts",
+        "JSM_NAMESPACE_LOCAL_RANK": "0",
+        "JSM_NAMESPACE_RANK": "0",
+        "JSM_NAMESPACE_SIZE": str(ranks),
+    }
+
+
 def config(devices: int, nodes: int = 1, *overrides: str) -> RunConfig:
     strategy = "single" if devices * nodes == 1 else "ddp"
     return load_run_config(
@@ -113,6 +128,8 @@ def test_one_process_of_two_ranks_is_refused_in_one_line(
         (batch_script(2), 2, 1),  # nobody starts the second rank
         (torchrun(4), 2, 1),
         (torchrun(4, nodes=2), 4, 1),
+        (salloc(8), 4, 1),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 2, 1),  # another launcher
     ],
 )
 def test_other_ranks_than_the_configs_are_refused(
@@ -131,6 +148,10 @@ def test_other_ranks_than_the_configs_are_refused(
         (slurm(8, nodes=2), 4, 2),
         (batch_script(2), 1, 1),
         ({**slurm(1), **torchrun(2)}, 2, 1),  # torchrun as the one task of a job
+        (salloc(2), 2, 1),
+        (salloc(1), 2, 1),  # a shell, in which a user starts a run
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 2, 1),
+        (jsrun(8), 2, 1),  # each of its processes starts a run of two ranks, but for the lock
     ],
 )
 def test_the_configs_ranks_are_not_refused(
