@@ -21,7 +21,7 @@ _LOG2_RESET = -192.0
 _BLOCK_TOKENS = 128
 # Bytes that the buffers of a block of rows may take: more than second-level caches, as with smaller
 # blocks starting operations costs more than the caches save.
-_ROW_BLOCK_BYTES = 16 << 20
+_ROW_BLOCK_BYTES = 24 << 20
 # Blocks whose tokens are loaded, scored, divided and stored together.
 _BLOCKS_AT_ONCE = 8
 
