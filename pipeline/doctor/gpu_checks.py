@@ -61,14 +61,19 @@ def _cache() -> Path:
 
 
 def check_triton(device: str = "cuda") -> Finding:
-    """Whether Triton's power attention compiles, runs, and computes what it is to compute."""
-    q, k, v = torch.randn(3, 1, 16, 1, 16, device=device).unbind(0)
+    """Whether Triton's power attention compiles, runs, and computes what it is to compute.
+
+    These are the forward kernels of the papers' runs, with the shared memory that they take.
+    """
+    # Triton's interpreter, in which a test runs this on a CPU, is wrong in bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    q, k, v = torch.randn(3, 1, 96, 1, 64, device=device, dtype=dtype).unbind(0)
     found, wanted = (
-        power_attention(q, k, v, degree=2, backend=backend)[0]
+        power_attention(q, k, v, degree=2, form="chunked", chunk_size=64, backend=backend)[0]
         for backend in ("triton", "reference")
     )
     error = float((found - wanted).abs().max() / wanted.abs().max())
-    if not error < 0.02:  # products in tf32 have three digits
+    if not error < 0.03:  # operands in bfloat16 have two to three digits
         text = f"power attention is wrong by {error:.1%}"
         return Finding("FAILURE", "triton", text, "leave this node out")
     return Finding("ok", "triton", "power attention compiles, and computes what its formula does")

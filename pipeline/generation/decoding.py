@@ -15,8 +15,13 @@ from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.steps import Steps
 
-# Longer windows are read in pieces of this many tokens if a state carries the past.
-TOKENS_AT_ONCE = 4096
+
+def tokens_per_pass(device: torch.device) -> int:
+    """About how many tokens, of all windows together, to read at a time.
+
+    They keep the device busy, and their activations take little memory beside it.
+    """
+    return 32_768 if device.type == "cuda" else 4_096
 
 
 def tokens_at_once(model: LanguageModel, T: int) -> int | None:
@@ -25,16 +30,17 @@ def tokens_at_once(model: LanguageModel, T: int) -> int | None:
     All are read at once if a layer does not pass on a state (it has none of fixed size, or one
     that costs more than pairs of tokens), or if its positions depend on the window's length.
     """
-    if T <= TOKENS_AT_ONCE:
+    device = next(model.parameters()).device
+    if tokens_per_pass(device) >= T:
         return None
-    backend = "triton" if next(model.parameters()).is_cuda else "torch"
+    backend = "triton" if device.type == "cuda" else "torch"
     for block in model.blocks:
         attention = cast(Block, block).attention
         if attention.rotary is not None and attention.rotary.depends_on_length:
             return None
         if not attention.passes_on_state(T, backend):
             return None
-    return TOKENS_AT_ONCE
+    return tokens_per_pass(device)
 
 
 @dataclass(frozen=True, kw_only=True)

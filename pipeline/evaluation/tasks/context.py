@@ -20,7 +20,7 @@ from longhaul.pipeline.evaluation.windows import (
     read_losses,
     read_windows,
 )
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
+from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -54,7 +54,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     errors: dict[int, float] = {}
     with trained.ranks.progress(num_tokens * len(contexts), "context") as progress:
         for context in contexts:
-            side_by_side = max(1, TOKENS_AT_ONCE // context)
+            side_by_side = max(1, tokens_per_pass(trained.device) // context)
             windows = CutWindows(documents, context, bos_id, side_by_side)
             sums = []
             for batch in trained.ranks.share(windows):

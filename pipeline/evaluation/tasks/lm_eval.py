@@ -14,7 +14,7 @@ from longhaul.pipeline.evaluation.labels import metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks import lm_eval_task
 from longhaul.pipeline.exporting.folder import export
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
+from longhaul.pipeline.generation.decoding import tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
 from longhaul.pipeline.system.files import write_atomically
 
@@ -53,7 +53,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 "max_length": context,
                 "device": str(trained.device),
             },
-            "batch_size": max(1, TOKENS_AT_ONCE // context),
+            "batch_size": max(1, tokens_per_pass(trained.device) // context),
             "found": str(report),
         }
         _run_harness(work, Path(temporary, "modules"))

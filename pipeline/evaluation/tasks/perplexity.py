@@ -28,7 +28,7 @@ from longhaul.pipeline.evaluation.windows import (
     read_windows,
     shifted,
 )
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
+from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -70,7 +70,7 @@ def sliding_loss(
     total = 0.0
     pieces = list(sliding_windows(T, window, stride))
     # All windows have the same length, so as many as fit are read in one batch.
-    side_by_side = max(1, TOKENS_AT_ONCE // window)
+    side_by_side = max(1, tokens_per_pass(document.device) // window)
     for start in range(0, len(pieces), side_by_side):
         group = pieces[start : start + side_by_side]
         target = torch.cat([wanted[:, end - window : end] for end, _ in group])

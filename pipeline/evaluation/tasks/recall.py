@@ -17,7 +17,7 @@ from longhaul.pipeline.evaluation.figures import BLUE, figure, legend_below, wil
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
+from longhaul.pipeline.generation.decoding import tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 SIZES = (4, 8, 16, 32, 64, 128)
@@ -106,7 +106,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 count=options.prompts,
                 generator=torch.Generator().manual_seed(size),
             )
-            at_once = max(1, TOKENS_AT_ONCE // (4 * size))
+            at_once = max(1, tokens_per_pass(trained.device) // (4 * size))
             counts = []
             parts = zip(*(one.split(at_once) for one in batch), strict=True)
             for part in trained.ranks.share(parts):

@@ -6,8 +6,10 @@ Arguments: the folder of a run, the text, the context.
 import resource
 import sys
 
+import torch
+
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE
+from longhaul.pipeline.generation.decoding import tokens_per_pass
 
 
 def peak() -> int:
@@ -17,7 +19,7 @@ def peak() -> int:
 folder, text, context = sys.argv[1:]
 # Warm: what a first call loads and allocates for good is no memory of the context.
 words = ("evaluate", folder, "--tasks", "positions", "--text", text, "--again", "--context")
-assert main([*words, str(2 * TOKENS_AT_ONCE)]) == 0
+assert main([*words, str(2 * tokens_per_pass(torch.device("cpu")))]) == 0
 before = peak()
 assert main([*words, context]) == 0
 print("peak", before, peak())

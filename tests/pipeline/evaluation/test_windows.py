@@ -24,7 +24,7 @@ from longhaul.pipeline.evaluation.windows import (
     read_documents,
     read_losses,
 )
-from longhaul.pipeline.generation.decoding import TOKENS_AT_ONCE, tokens_at_once
+from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -56,8 +56,8 @@ def test_losses_read_in_pieces_are_those_of_the_whole_window(kind: str) -> None:
 def test_only_states_that_pay_are_carried_through_long_windows() -> None:
     long = 1 << 18
     for kind in LINEAR:
-        assert tokens_at_once(model_of(kind), long) == TOKENS_AT_ONCE, kind
-        assert tokens_at_once(model_of(kind), TOKENS_AT_ONCE) is None
+        assert tokens_at_once(model_of(kind), long) == 4_096, kind
+        assert tokens_at_once(model_of(kind), 4_096) is None
     assert tokens_at_once(model_of("softmax"), long) is None
     assert tokens_at_once(model_of("sympow", degree=8), long) is None
     stretched = model_of("conformal_sympow")
@@ -110,7 +110,7 @@ def test_beginnings_of_documents_are_their_first_tokens(
 def test_a_text_longer_than_a_document_is_read_through_the_state(
     uninterrupted: Run, tmp_path: Path
 ) -> None:
-    context = 2 * TOKENS_AT_ONCE
+    context = 2 * tokens_per_pass(torch.device("cpu"))
     text = tmp_path / "a book.txt"
     content = b"def f(x): return x\n" * 500
     text.write_bytes(content)
