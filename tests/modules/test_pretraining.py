@@ -2,14 +2,18 @@
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from longhaul.modules import pretraining
@@ -205,3 +209,50 @@ def test_the_mean_loss_needs_no_barrier(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(pretraining, "dist", ranks)
     assert pretraining._mean_over_ranks(torch.tensor(1.0)) == 2.0
+
+
+class Host(TorchDispatchMode):
+    """Notes what the host reads from a device, here torch's `meta`, and what it copies there."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads = 0
+        self.copies: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.reads += 1
+            return 1.0
+        found = func(*args, **(kwargs or {}))
+        leaves = [one for one in tree_leaves((args, kwargs, found)) if isinstance(one, Tensor)]
+        if len({one.device for one in leaves}) > 1:
+            self.copies.append(str(func))
+        return found
+
+
+def test_the_host_waits_for_the_device_only_for_an_updates_loss_and_its_norm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copying a number to the device, such as the zero that a sum begins with, would wait too."""
+    device = torch.device("meta")
+    # Autocasting does not know the device, and fused optimizers refuse it, though they run on it.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
+    optim = sys.modules["torch.optim.optimizer"]
+    monkeypatch.setattr(optim, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    module = build(2).to(device)
+    strategy: Any = Single(device)
+    strategy.backward = lambda loss, _: loss.backward()
+    optimizers = [module.configure_optimizers()]
+    trainer: Any = SimpleNamespace(strategy=strategy, optimizers=optimizers)
+    module._trainer = trainer
+    batch = dict.fromkeys(("input", "target"), torch.zeros(2, CONTEXT, dtype=int, device=device))
+    reads = []
+    for number in range(2 * module.accumulation):
+        with Host() as host:
+            module.training_step(batch, number)
+        reads.append(host.reads)
+        assert host.copies == []
+    assert reads == 2 * [0, 0, 0, 2]
+    assert [module.progress.step, module.progress.skipped] == [2, []]

@@ -13,6 +13,7 @@ from longhaul.configs.schema import RunConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed import strategies
 from longhaul.pipeline.distributed.gpu_environment import gpu_environment
+from longhaul.pipeline.training import run as training
 from longhaul.pipeline.training.run import _build_trainer
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -55,6 +56,22 @@ def test_a_deterministic_run_takes_torchs_deterministic_algorithms(
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_they_are_set_before_a_training_starts_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config("trainer.deterministic=true")
+    wanted = gpu_environment(asked, {}, gpu=True)
+    environment = {name: value for name, value in os.environ.items() if name not in wanted}
+    monkeypatch.setattr(os, "environ", environment)
+
+    def stop(*args: Any, **options: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(training, "uses_gpu", lambda accelerator: True)
+    monkeypatch.setattr(training, "seed_everything", stop)  # it seeds CUDA's generators too
+    with pytest.raises(InterruptedError):
+        training.train(asked)
+    assert wanted.items() <= environment.items()
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])

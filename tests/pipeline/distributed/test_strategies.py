@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,8 @@ from longhaul.pipeline.distributed.strategies import (
     device_mesh,
 )
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
-from longhaul.pipeline.training import run
+from longhaul.pipeline.training import callback, run
+from longhaul.pipeline.training.callback import TrainingCallback
 
 TWO = ["trainer.devices=2", "trainer.micro_batch=1"]
 
@@ -64,18 +66,48 @@ def test_ranks_are_connected_by_one_backend_that_outwaits_the_watchdog(
     assert strategy.parallel_devices == devices
 
 
-def test_groups_that_libraries_make_have_the_timeout_too(connected: None) -> None:
-    def timeout(group: Any) -> timedelta:
-        found = group._get_backend(torch.device("cpu")).options._timeout
-        assert isinstance(found, timedelta)
-        return found
+def timeout(group: Any) -> timedelta:
+    found = group._get_backend(torch.device("cpu")).options._timeout
+    assert isinstance(found, timedelta)
+    return found
 
+
+def test_groups_that_libraries_make_have_the_timeout_too(connected: None) -> None:
     groups = [dist.group.WORLD, dist.new_group([0])]
     wanted = collective_timeout(load_run_config("run/demo.yaml", []).trainer)
     assert wanted == timedelta(seconds=2100)
     assert all(timeout(group) != wanted for group in groups)
     limit_collectives(wanted)
     assert [timeout(group) for group in groups] == [wanted, wanted]
+
+
+def test_a_training_limits_all_groups_and_its_own_from_when_they_connect(
+    connected: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load_run_config("run/demo.yaml", ["trainer.hang_seconds=7200"])
+    this: Any = SimpleNamespace(
+        config=config, _folder=SimpleNamespace(checkpoints=tmp_path), recorder=None,
+        checkpoint_updates=1, _context_parallel=None,
+        data=SimpleNamespace(start_at=lambda *_: None),
+        requests=SimpleNamespace(mark_ranks_connected=lambda: None),
+    )  # fmt: skip
+    trainer: Any = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        global_rank=0, world_size=1, num_nodes=1,
+    )  # fmt: skip
+    module = run.build_module(load_run_config("run/demo.yaml", ["model.layers=1"]))
+    at_first = []
+
+    def limit(wanted: timedelta) -> None:
+        at_first.extend(timeout(group) for group in (this.store._group, this._group))
+        limit_collectives(wanted)
+
+    monkeypatch.setattr(callback, "limit_collectives", limit)
+    TrainingCallback.on_fit_start(this, trainer, module)
+    this.watchdog.stop()
+    assert at_first == 2 * [timedelta(seconds=7500)]
+    groups = (dist.group.WORLD, this.store._group, this._group)
+    assert [timeout(group) for group in groups] == 3 * [timedelta(seconds=7500)]
 
 
 def test_a_mesh_makes_no_groups_of_one_rank() -> None:
@@ -113,6 +145,24 @@ def test_zero_overlaps_only_what_deepspeed_can(stage: int, gpu: bool) -> None:
 )
 def test_buckets_are_no_larger_than_the_model(parameters: int, size: int) -> None:
     assert bucket_sizes(parameters) == {"reduce_bucket_size": size, "allgather_bucket_size": size}
+
+
+def test_zero_gets_buckets_for_the_trained_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def initialize(**options: Any) -> tuple[Any, ...]:
+        given.update(options)
+        return None, None, None, None
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    monkeypatch.setattr(strategies, "_broadcast_weights", lambda model: None)
+    this: Any = SimpleNamespace(
+        root_device=torch.device("cpu"), config={"zero_optimization": {"stage": 2}}
+    )
+    model = torch.nn.Linear(4, 6)
+    model.bias.requires_grad_(False)
+    DeepSpeedZero._setup_model_and_optimizer(this, model, None)
+    assert given["config"]["zero_optimization"] == {"stage": 2, **bucket_sizes(24)}
 
 
 def test_zero_finds_its_device_in_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,20 @@ def test_no_memory_is_a_line_with_the_smallest_change_that_fits(
 
 
 @pytest.mark.usefixtures("gpu")
+def test_from_the_first_update_on_it_is_noted_what_takes_a_gpus_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noted = []
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda *args, **options: noted.append(args)
+    )
+    this: Any = SimpleNamespace(requests=SimpleNamespace(install_handlers=lambda: None))
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace()))
+    TrainingCallback.on_train_start(this, trainer, cast(Any, None))
+    assert noted == [("state",)]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_other_errors_stay_what_they_are(tmp_path: Path) -> None:
     error = RuntimeError("found no file")
     assert post_mortem.explain(error, load_run_config("run/demo.yaml"), tmp_path, 0) is error

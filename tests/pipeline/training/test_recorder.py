@@ -1,5 +1,7 @@
 """Which metrics an update has, and what they count."""
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ from longhaul.configs import load_run_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Update
 from longhaul.modules.progress import Progress
-from longhaul.pipeline.training import callback
+from longhaul.pipeline.training import callback, recorder
 from longhaul.pipeline.training.recorder import RankReport, Recorder, training_flops
 
 
@@ -46,3 +48,29 @@ def test_utilisation_counts_the_form_that_the_device_computes(context: int) -> N
         found = training_flops(model, context, torch.device(device))
         assert found == 3 * (model.weight_flops() + model.mixing_flops(context, backend))
     assert model.mixing_flops(context, "triton") != model.mixing_flops(context, "torch")
+
+
+def test_utilisation_is_of_the_peak_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, device = load_run_config("run/demo.yaml", ["model.layers=1"]), torch.device("cuda")
+    with torch.device("meta"):
+        model = LanguageModel(config.model)
+    monkeypatch.setattr(recorder, "peak_flops", lambda precision: 1e12)
+    for name in ("record_data", "summary", "doubts"):
+        monkeypatch.setattr(recorder, name, lambda *_: ())
+    logged: dict[str, float] = {}
+    tracker: Any = SimpleNamespace(
+        start=lambda: None, log=lambda group, step, values: logged.update(values)
+    )
+    folder: Any = SimpleNamespace(
+        config_file=Path("none"), log_file=Path("none"), record_start=lambda config: None
+    )
+    data: Any = SimpleNamespace(manifest=None)
+    this = Recorder(config, folder, tracker, data, 0, None)
+    this.begin(Progress(), None, model, ["a", "b"], device)
+    report = RankReport(*[0.0] * len(RankReport._fields))._replace(seconds=0.5)
+    report = report._replace(communication=math.nan)
+    this.record(Progress(step=1), Update(1.0, 1.0, 1.0, None), [report, report], 0)
+    this.end()
+    rate = config.optim.tokens_per_update / 0.5
+    wanted = rate * training_flops(model, config.data.context, device) / 2e12
+    assert logged["train/model_flops_utilisation"] == pytest.approx(wanted)

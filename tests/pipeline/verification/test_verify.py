@@ -1,5 +1,6 @@
 """`longhaul verify` on a machine without a GPU: what it runs, what it skips, what it says."""
 
+import os
 import signal
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from longhaul.kernels.verify.benchmark import Task
+from longhaul.kernels.verify.catalogue import feature_cases
 from longhaul.pipeline import cli
 from longhaul.pipeline.verification import kernels, plan, run, trainer
 from longhaul.pipeline.verification.check import Check, Place
@@ -89,6 +91,44 @@ def test_losses_that_differ_from_one_device_are_a_fault() -> None:
     assert trainer._sound([5.0, 4.0]) == []
     for losses in ([], [4.0, 5.0], [5.0, float("nan")]):
         assert trainer._sound(losses)
+
+
+# It keeps what it is asked to run, and has a status of its own for what it finds there.
+SANITIZER = """#!/bin/sh
+for one in "$@"; do case $one in --error-exitcode=*) found=${one#*=} ;; esac; done
+echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $one" > asked
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "faults"),
+    [
+        ("echo '========= ERROR SUMMARY: 0 errors'", []),
+        (
+            "echo '========= Invalid __global__ read of size 4 bytes'; exit $found",
+            ["compute-sanitizer ended with 86: ========= Invalid __global__ read of size 4 bytes"],
+        ),
+        ("echo 'No such case' >&2; exit 1", ["compute-sanitizer ended with 1: No such case"]),
+        ("echo 'Error: Device not supported'; exit 1", []),
+    ],
+)
+def test_what_a_sanitizer_finds_is_a_fault(
+    ending: str, faults: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(SANITIZER + ending)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    checks = [one for one in kernels.remaining_checks("cuda") if "out of bounds" in one.name]
+    assert len(checks) == 2
+    cases = {case.name for case in feature_cases("bfloat16")}
+    for check in checks:
+        result = check.function(check.argument, Place("cuda", tmp_path))
+        assert result["faults"] == faults
+        assert ("not_supported" in result) == ("not supported" in ending)
+        asked, _, name = (tmp_path / "asked").read_text().strip().partition(" ")
+        assert (asked, name) == ("1", check.argument)
+        assert name in cases
 
 
 def test_a_step_of_a_model_is_timed_and_its_losses_are_looked_at() -> None:
