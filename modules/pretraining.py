@@ -1,9 +1,10 @@
 """The LightningModule that trains a language model, and the record of its progress."""
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -29,6 +30,14 @@ class Update:
     skip: Skip | None  # set if the update was skipped
 
 
+class Outcome(NamedTuple):
+    """What became of an update."""
+
+    loss: float
+    gradient_norm: float  # before clipping; NaN where dropped gradients leave it unknown
+    applied: bool  # whether a step was made
+
+
 @runtime_checkable
 class Parallelism(Protocol):
     """What Pretraining needs from the strategy."""
@@ -36,17 +45,22 @@ class Parallelism(Protocol):
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch. Ranks exchange gradients only after the last one."""
 
-    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+    def update(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        loss: Float[Tensor, ""],
+        is_good: Callable[[float], bool],
+    ) -> Outcome:
         """Clip the gradients, make an optimizer step, and clear the gradients.
+
+        The host waits for the device once, and reads the loss and the norm together.
 
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
-            is_good: False drops the gradients without a step.
-
-        Returns:
-            The norm before clipping, the same on all ranks (NaN where it is unknown because the
-            gradients were dropped), and whether a step was made. No step is made when the norm is
-            not finite.
+            loss: the update's, the same on all ranks.
+            is_good: whether a step is made with such a loss. None is made when the norm is not
+                finite.
         """
 
 
@@ -110,13 +124,17 @@ class Pretraining(LightningModule):
         (optimizer,) = self.trainer.optimizers
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        loss = _mean_over_ranks(loss_sum)
-        reason = reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)
-        norm, applied = self._parallelism.update(
+
+        def reason_of(loss: float) -> str | None:
+            return reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)
+
+        loss, norm, applied = self._parallelism.update(
             optimizer,
             self.optim.gradient_clip or math.inf,
-            is_good=reason is None,
+            _mean_over_ranks(loss_sum),
+            lambda loss: reason_of(loss) is None,
         )
+        reason = reason_of(loss)
 
         progress.step += 1
         skip: Skip | None = None
@@ -142,9 +160,9 @@ class Pretraining(LightningModule):
         return cast(Parallelism, self.trainer.strategy)
 
 
-def _mean_over_ranks(value: Float[Tensor, ""]) -> float:
+def _mean_over_ranks(value: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """As the strategy's reduce, but without the barrier before it, for which the device waits."""
     if dist.is_initialized():
         dist.all_reduce(value)
         value = value / dist.get_world_size()
-    return float(value)
+    return value

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypedDict, cast, runtime_checkable
@@ -39,7 +40,7 @@ from torch.optim import Optimizer
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Parallelism, Pretraining
+from longhaul.modules.pretraining import Outcome, Parallelism, Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.optimizer_state import (
     MOMENTS,
@@ -112,18 +113,24 @@ class _OptimizesModule:
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
+    def update(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        loss: Tensor,
+        is_good: Callable[[float], bool],
+    ) -> Outcome:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        value = norm.item()
+        loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
         # An update whose gradients are not finite is skipped.
-        applied = is_good and math.isfinite(value)
+        applied = is_good(loss_read) and math.isfinite(norm_read)
         if applied:
             optimizer.step()
         optimizer.zero_grad()
-        return value, applied
+        return Outcome(loss_read, norm_read, applied)
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         return training_tensors(model, optimizer)
@@ -339,16 +346,25 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def update(self, optimizer: Optimizer, max_norm: float, *, is_good: bool) -> tuple[float, bool]:
-        """As _OptimizesModule.update, but the engine takes max_norm from its own config."""
+    def update(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        loss: Tensor,
+        is_good: Callable[[float], bool],
+    ) -> Outcome:
+        """As _OptimizesModule.update, but the engine takes max_norm from its own config.
+
+        It reads the norm itself, so the loss is read on its own, before the engine begins.
+        """
         engine = cast(Any, self.model)
-        if not is_good:
+        loss_read = loss.item()
+        if not is_good(loss_read):
             self._drop_gradients(engine)
-            return math.nan, False
+            return Outcome(loss_read, math.nan, applied=False)
         engine.step()
         norm = engine.get_global_grad_norm()
-        value = norm.item() if isinstance(norm, Tensor) else float(norm)
-        return value, bool(engine.was_step_applied())
+        return Outcome(loss_read, float(norm), bool(engine.was_step_applied()))
 
     def _drop_gradients(self, engine: Any) -> None:
         """Skip the step as the engine does after an overflow; it computes no gradient norm then."""
