@@ -50,7 +50,7 @@ class TrainerConfig:
     """Compile each block; null: on GPUs; never with deepspeed, context_parallel, deterministic."""
 
     deterministic: bool = False
-    """Meant to repeat a run to the bit on GPUs, or on 3 ranks or more; slower; not with compile."""
+    """Repeat a run to the bit on GPUs, and under ddp on 3 ranks or more; slower; not with compile."""
 
     devices: int = 1
     """Processes per node with one device each, 1 or more."""

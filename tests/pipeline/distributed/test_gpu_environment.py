@@ -99,6 +99,22 @@ def test_a_deterministic_run_resumes_to_the_bit(run: Run, uninterrupted: Run) ->
     assert final_weights(run) == final_weights(uninterrupted)
 
 
+@pytest.mark.soak
+def test_three_deterministic_ranks_resume_to_the_bit(make_run: Any) -> None:
+    """A sum over three ranks depends on their order, and so on a gradient's place in its bucket."""
+    three = ("trainer.strategy=ddp", "trainer.devices=3", "trainer.micro_batch=2")
+    sizes = ("optim.tokens_per_update=768", "data.workers=0")
+    command = ("train", "small.yaml", *three, *sizes, "trainer.deterministic=true")
+    whole, stopped = make_run(15), make_run(15)
+    whole.longhaul(*command)
+    process = stopped.start(*command)
+    stopped.wait_for_step(process, 3)
+    (stopped.path / "small" / "STOP").touch()
+    assert process.wait() == 75
+    stopped.longhaul(*command)
+    assert final_weights(stopped) == final_weights(whole)
+
+
 def final_weights(run: Run) -> dict[str, list[float]]:
     newest = max((run.path / "small" / "checkpoints").iterdir())
     return {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import logsigmoid
+from triton.runtime.interpreter import GridExecutor
 
 from longhaul.kernels import PowerState, power_attention, state_features
 from longhaul.kernels.offline import skipping
@@ -100,3 +101,20 @@ def test_fake_states_are_as_the_kernels_make_them(dtype: torch.dtype) -> None:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
         found = library.power_forward(*fakes, None, None, None, None, **settings)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in real]
+
+
+def test_a_training_step_launches_few_kernels() -> None:
+    """Short calls wait for their starting. Half of the heads at a time need twice as many."""
+    launched = []
+    run = GridExecutor.__call__
+
+    def counted(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        launched.append(kernel.fn.__name__)
+        run(kernel, *args, **kwargs)
+
+    with patch.object(GridExecutor, "__call__", counted):
+        gradients(keep=True)
+        assert len(launched) == 15
+        launched.clear()
+        gradients(keep=False)
+        assert len(launched) == 31
