@@ -50,7 +50,7 @@ class TrainerConfig:
     """Compile each block; null: on GPUs; never with deepspeed, context_parallel, deterministic."""
 
     deterministic: bool = False
-    """Repeat a run to the bit on GPUs, and under ddp on 3 ranks or more; slower; not with compile."""
+    """Repeat a run to the bit on GPUs, and with ddp on 3 ranks or more; slower; no compile."""
 
     devices: int = 1
     """Processes per node with one device each, 1 or more."""

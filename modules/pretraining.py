@@ -54,13 +54,14 @@ class Parallelism(Protocol):
     ) -> Outcome:
         """Clip the gradients, make an optimizer step, and clear the gradients.
 
-        The host waits for the device once, and reads the loss and the norm together.
-
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
             loss: the update's, the same on all ranks.
-            is_good: whether a step is made with such a loss. None is made when the norm is not
-                finite.
+            is_good: whether to make a step if the loss is this. None is made either if the norm is
+                not finite.
+
+        Returns:
+            Loss and norm as numbers, so that the host need not wait for the device once more.
         """
 
 
@@ -134,7 +135,6 @@ class Pretraining(LightningModule):
             _mean_over_ranks(loss_sum),
             lambda loss: reason_of(loss) is None,
         )
-        reason = reason_of(loss)
 
         progress.step += 1
         skip: Skip | None = None
@@ -143,7 +143,7 @@ class Pretraining(LightningModule):
             progress.recent_losses = [*progress.recent_losses, loss][-_RECENT_LOSSES:]
         else:
             first, after = progress.samples, progress.samples + self.samples_per_update
-            skip = Skip(progress.step, first, after - 1, is_spike=reason == "spike")
+            skip = Skip(progress.step, first, after - 1, is_spike=reason_of(loss) == "spike")
             progress.skipped.append(skip)
             progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update

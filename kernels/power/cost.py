@@ -24,10 +24,10 @@ class Machine(NamedTuple):
 
 
 # Only ratios matter. The coefficients of "torch" were fitted to the torch backend in float32 on two
-# AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. Its chunks of 256 were slower there
-# than 128, of which it processes several at once. Those of "triton" are calculated, not
-# measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and 3 TB/s:
-# 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for states read
+# AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. It processes several chunks of 128 at
+# once, and was slower with 256; 512 pays where states are large. Those of "triton" are calculated,
+# not measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and 3
+# TB/s: 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for states read
 # twice, and 25 operations per feature; 36 bytes per entry of a state, which is written, scanned and
 # read three times.
 _MACHINES = {

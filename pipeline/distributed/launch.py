@@ -64,14 +64,6 @@ def _launched(config: TrainerConfig) -> _Launched | None:
             ranks=_number("WORLD_SIZE"),
             command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
         )
-    if "LOCAL_RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # As other launchers set them, deepspeed's for example, and Lightning for ranks of its own.
-        return _Launched(
-            "a launcher",
-            nodes=config.nodes,
-            ranks=_number("WORLD_SIZE"),
-            command=f"torchrun --nnodes={config.nodes} --nproc-per-node={config.devices}",
-        )
     if not _is_in_slurm():
         return None
     # A batch script is one process outside of any step, however many tasks its job has.
@@ -88,9 +80,9 @@ def _is_in_slurm() -> bool:
     """Whether Slurm has started this process as one of a job's ranks, or in a batch script.
 
     Lightning takes a job named bash or interactive, as salloc names it, for a shell in which a user
-    types, and would start all ranks from every task of a step there.
+    types. It would start all ranks from each of several tasks there.
     """
-    is_task = "SLURM_STEP_ID" in os.environ and _number("SLURM_NTASKS") > 1
+    is_task = "SLURM_STEP_NUM_TASKS" in os.environ and _number("SLURM_STEP_NUM_TASKS") > 1
     return is_task or SLURMEnvironment.detect()
 
 
@@ -113,8 +105,9 @@ def _number(name: str) -> int:
 def cluster_environment() -> ClusterEnvironment:
     """Tells Lightning the rank of this process.
 
-    Lightning would also find jsrun and mpirun by itself. It would take their number of ranks, which
-    nothing compares with the config's, and each rank would train on its share of the config's.
+    Lightning alone would also find jsrun and mpirun, and train on as many ranks as they have
+    started, which nothing compares with the config's. As it is, each of their processes starts a
+    whole run, and the lock on the run's folder refuses all but one.
     """
     # Within a Slurm job too, ranks that torchrun has started are torchrun's.
     if TorchElasticEnvironment.detect():

@@ -124,6 +124,7 @@ class _OptimizesModule:
         norm = nn.utils.clip_grad_norm_(parameters, max_norm)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
+        # Read together, so that the host waits for the device once.
         loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
         # An update whose gradients are not finite is skipped.
         applied = is_good(loss_read) and math.isfinite(norm_read)

@@ -61,9 +61,9 @@ def _cache() -> Path:
 
 
 def check_triton(device: str = "cuda") -> Finding:
-    """Whether Triton's power attention compiles, runs, and computes what it is to compute.
+    """Whether Triton's power attention compiles, runs, and computes what it should.
 
-    These are the forward kernels of the papers' runs, with the shared memory that they take.
+    These are the forward kernels of the papers' long contexts, with as much shared memory as there.
     """
     # Triton's interpreter, in which a test runs this on a CPU, is wrong in bfloat16.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

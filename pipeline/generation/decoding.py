@@ -19,7 +19,7 @@ from longhaul.pipeline.generation.steps import Steps
 def tokens_per_pass(device: torch.device) -> int:
     """About how many tokens, of all windows together, to read at a time.
 
-    They keep the device busy, and their activations take little memory beside it.
+    They keep the device busy, and their activations take little of its memory.
     """
     return 32_768 if device.type == "cuda" else 4_096
 

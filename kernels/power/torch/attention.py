@@ -1,9 +1,9 @@
 """Causal power attention inside chunks: pairs of blocks of tokens, many pairs at a time.
 
 With a single chunk this is the attention form. Tensors are (items, width, tokens): an item is one
-block of tokens of one key head of one batch entry. Items are sorted by blocks, so that all pairs of
-a block with the one a certain number of blocks before it are two slices. Tokens are innermost, as
-in the features. The value tensors have a row of ones at index V, so that index V of every product
+block of tokens of one key head of one batch entry. Items are sorted by blocks, so all pairs of
+blocks at the same distance are one slice of queries and one of keys. Tokens are innermost, as in
+the features. The value tensors have a row of ones at index V, so that index V of every product
 is the denominator.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from longhaul.kernels.power.state import unit_above
 from longhaul.kernels.power.torch.chunking import Problem, exp2_flushed_
 
-# Bytes of the scores that exist at a time: about what second-level caches hold.
+# Bytes of a tensor of scores, of which some exist at a time: what second-level caches can hold.
 _SCORE_BYTES = 1 << 20
 
 
@@ -32,11 +32,13 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Items of queries and, for each of them, of keys, at most as many as scores fit in cache."""
+    """Slices of items: of queries, and of the keys that they meet."""
 
     queries: slice
     keys: slice
-    own: Tensor | None = None  # (items, keys, queries) decays, 0 in the future: a block with itself
+    # Where blocks meet themselves: decays (items, keys, queries), or without gates ones (keys,
+    # queries), and 0 in the future.
+    own: Tensor | None = None
     before: Tensor | None = None  # (items, 1, keys) decays from a key to the query's block
     after: Tensor | None = None  # (items, 1, queries) decays from there to the query
 
@@ -44,10 +46,9 @@ class Pairs(NamedTuple):
 class InsideChunks:
     """Attention among the tokens of each chunk of a segment.
 
-    Decays multiply values and numerators: (q·k)^p of earlier blocks needs nothing but the power.
+    Between blocks decays multiply values and sums, so that scores need only the power; within a
+    block they multiply the weights.
     """
-
-    root = 1  # of the decays
 
     @staticmethod
     def of(problem: Problem, rows: int, like: Tensor) -> InsideChunks:
@@ -56,6 +57,7 @@ class InsideChunks:
 
     def __init__(self, problem: Problem, rows: int, like: Tensor) -> None:
         self.degree, self._rows, self._like = problem.degree, rows, like
+        self._root = problem.degree if problem.fades_scores else 1  # of the decays
         self._size = size = problem.block_size
         self._has_past = problem.blocks_per_chunk > 1
         at_once = max(_SCORE_BYTES // (size * size * like.element_size()), 2)
@@ -176,7 +178,7 @@ class InsideChunks:
                 decays, difference = (x[: items.stop - items.start] for x in self._own_decays)
                 log_decay = keys.log_decay[items]
                 torch.sub(log_decay, log_decay.mT, out=difference)
-                own = exp2_flushed_(decays.copy_(difference).add_(self._future), self.root)
+                own = exp2_flushed_(decays.copy_(difference).add_(self._future), self._root)
             yield Pairs(items, items, own)
 
     def _past(self, keys: Keys) -> Iterator[Pairs]:
@@ -195,12 +197,12 @@ class InsideChunks:
                 if keys.log_decay is not None:
                     first = keys.log_decay[queries, :, :1]
                     difference = (first - keys.log_decay[at]).to(keys.k.dtype)
-                    before = exp2_flushed_(difference, self.root)
+                    before = exp2_flushed_(difference, self._root)
                 yield Pairs(queries, at, before=before)
 
     def _after(self, log_decay: Tensor) -> Tensor:
         difference = (log_decay - log_decay[..., :1]).to(self._like.dtype)
-        return exp2_flushed_(difference, self.root)
+        return exp2_flushed_(difference, self._root)
 
     def _slices(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self._at_once):
@@ -211,13 +213,9 @@ class FadedScores(InsideChunks):
     """The same for degrees whose powers may leave the range of float32, eq. (17).
 
     Decays are roots that multiply the scores: a score in the future or before a reset is 0 before
-    its power could be infinite. Backward passes take queries divided by den^(1/p), so that weights
-    are those of the mean, and at most 1.
+    its power could be infinite. Where rows are normalised, backward passes take queries divided by
+    den^(1/p), so that weights are those of the mean, and at most 1.
     """
-
-    def __init__(self, problem: Problem, rows: int, like: Tensor) -> None:
-        super().__init__(problem, rows, like)
-        self.root = self.degree
 
     def find_units(self, q: Tensor, keys: Keys, unit: Tensor) -> None:
         """Write for each query (items, 1, tokens) a power of two above all its scores."""

@@ -74,9 +74,8 @@ def backward(
     if saved.log_g is not None and needs[3]:
         dlog_g = saved.log_g.new_empty(saved.log_g.shape)
     if saved.kv is not None and saved.norm is not None and (needs[4] or needs[5]):
-        # Stays zero where no chunk reads the state.
-        dinitial_kv = saved.kv.new_zeros(saved.kv.shape)
-        dinitial_norm = saved.norm.new_zeros(saved.norm.shape)
+        dinitial_kv = saved.kv.new_empty(saved.kv.shape)
+        dinitial_norm = saved.norm.new_empty(saved.norm.shape)
     dq, dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (q, k, v))
     grads = Gradients(dq, dk, dv, dlog_g, dinitial_kv, dinitial_norm)
     if saved.cu_seqlens is None:

@@ -19,8 +19,8 @@ _LOG2_RESET = -192.0
 # Most tokens of a block, whose pairs are scored together and whose features exist together. At
 # K = 64 the features of a row then take 1.2 MB, about the second-level cache of a core.
 _BLOCK_TOKENS = 128
-# Bytes that the buffers of a block of rows may take: more than second-level caches, as with smaller
-# blocks starting operations costs more than the caches save.
+# About how many bytes the buffers of a block of rows may take: more than second-level caches hold.
+# With smaller blocks, starting the operations costs more than the caches save.
 _ROW_BLOCK_BYTES = 24 << 20
 # Blocks whose tokens are loaded, scored, divided and stored together.
 _BLOCKS_AT_ONCE = 8
@@ -129,7 +129,8 @@ class Problem:
     def chunks_at_once(self) -> int:
         """Chunks of a segment: several only if each is a single block.
 
-        Rows with units get them from their scores in the first chunk, and from |q| later.
+        Rows with units get them from their scores in the first chunk, and from |q| later, so these
+        chunks cannot be processed together.
         """
         if self.blocks_per_chunk > 1 or self.scales_rows:
             return 1
@@ -159,7 +160,7 @@ class Problem:
         """
         tokens = self.block_size * self.blocks_at_once
         width = padded_width(self.K, self.degree)
-        bytes_per_row = 4 * tokens * ((2 + 2 * self.R) * width + (3 + 3 * self.R) * (self.V + 1))
+        bytes_per_row = 4 * tokens * ((2 + 2 * self.R) * width + (4 + 2 * self.R) * (self.V + 1))
         if self.num_chunks > 1:
             bytes_per_row += 4 * self.P * (self.block_size + 2 * self.V)
         shapes = [(1, heads) for heads in range(1, self.G + 1) if self.G % heads == 0]

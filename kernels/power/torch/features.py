@@ -116,7 +116,7 @@ class _Contraction(NamedTuple):
 
 
 class FeatureMap:
-    """φ of a buffer x (rows, K, tokens), K padded to whole tiles, and its backward into dx.
+    """φ of a buffer x (rows, K, tokens), K padded to whole tiles. Its backward adds to dx.
 
     The views of every step are made once, because at these sizes making a view costs as much as
     the arithmetic on it.
@@ -126,7 +126,7 @@ class FeatureMap:
         self._x, self._dx, self._scratch = x, dx, scratch
 
     def _all_rows(self, x: Tensor, levels: list[Tensor]) -> list[list[_TileRow]]:
-        lowers = [x] + [level[:, :, : x.shape[2]] for level in levels]
+        lowers = [x, *levels]
         return [
             _tile_rows(lower, x, degree, self._scratch.tile)
             for degree, lower in enumerate(lowers, start=2)
@@ -151,7 +151,7 @@ class FeatureMap:
     def _part(self, level: Tensor, row: _TileRow) -> Tensor:
         """The part of a level that a tile row writes, (rows, suffix, tile, tokens)."""
         rows, suffix, _, tokens = row.lower.shape
-        return level[:, row.span, :tokens].view(rows, suffix, self._scratch.tile, tokens)
+        return level[:, row.span].view(rows, suffix, self._scratch.tile, tokens)
 
     def features(self) -> Tensor:
         """φ(x), (rows, P, tokens), in the shared buffer."""
@@ -160,7 +160,7 @@ class FeatureMap:
         for level in self._steps:
             for lower, tile, out in level:
                 torch.mul(lower, tile, out=out)
-        return self._scratch.levels[-1][:, :, : self._x.shape[2]]
+        return self._scratch.levels[-1]
 
     @cached_property
     def _contractions(self) -> list[_Contraction]:
@@ -179,7 +179,7 @@ class FeatureMap:
     def contract(self, read: StateToRead, values: Tensor) -> None:
         """Add to dx the gradient of Σ values · (state φ(x)), by the product rule on eq. (8).
 
-        state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
+        read.state is (rows, V + 1, P), values (rows, V + 1, tokens). The gradient of φ itself is a
         matrix product, computed one tile row at a time and consumed while it is in cache.
         """
         if self._scratch.degree == 1:

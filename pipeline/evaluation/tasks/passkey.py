@@ -27,10 +27,13 @@ from longhaul.pipeline.evaluation.figures import (
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options, TaskResult
-from longhaul.pipeline.generation.decoding import Sampling, Session, decode, tokens_per_pass
+from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 ANSWER_TOKENS = 64
+# Tokens of the prompts that are answered side by side. Prompts are read one after the other, but
+# each has a state while its answer is decoded.
+_TOKENS_AT_ONCE = 4096
 
 _TASK_LINE = (
     "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
@@ -129,21 +132,21 @@ def score(prompts: Sequence[Prompt], answers: Sequence[str]) -> dict[tuple[int, 
     return dict(scores)
 
 
-def ask(prompts: Sequence[Prompt], answer: Answer, tokens_at_once: int) -> list[str]:
+def ask(prompts: Sequence[Prompt], answer: Answer) -> list[str]:
     """Answers in the order of the prompts. Prompts with the same number of tokens form batches."""
     answers: dict[int, str] = {}
-    for group in _batches(prompts, tokens_at_once):
+    for group in _batches(prompts):
         for index, text in zip(group, answer([prompts[i] for i in group]), strict=True):
             answers[index] = text
     return [answers[index] for index in range(len(prompts))]
 
 
-def _batches(prompts: Sequence[Prompt], tokens_at_once: int) -> Iterator[list[int]]:
+def _batches(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
     alike: dict[int, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
         alike[len(prompt.ids)].append(index)
     for tokens, indices in alike.items():
-        at_once = max(1, tokens_at_once // tokens)
+        at_once = max(1, _TOKENS_AT_ONCE // tokens)
         yield from (indices[i : i + at_once] for i in range(0, len(indices), at_once))
 
 
@@ -207,8 +210,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     total = sum(work(prompt) for some in prompts_of.values() for prompt in some)
     with trained.ranks.progress(total, "passkey") as progress:
         for prompts in prompts_of.values():
-            at_once = tokens_per_pass(trained.device)
-            answers = ask(list(trained.ranks.share(prompts)), answer, at_once)
+            answers = ask(list(trained.ranks.share(prompts)), answer)
             scores |= score(prompts, trained.ranks.gather(answers))
     table = folder / "passkey.csv"
     write_table(table, scores, options)

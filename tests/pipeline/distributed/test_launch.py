@@ -48,7 +48,11 @@ def torchrun(ranks: int, nodes: int = 1) -> dict[str, str]:
 
 def salloc(tasks: int) -> dict[str, str]:
     """Variables of a step in an allocation that salloc has made, for a user to type in."""
-    return {**slurm(tasks), "SLURM_JOB_NAME": "interactive"}
+    return {
+        **slurm(tasks),
+        "SLURM_JOB_NAME": "interactive",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+    }
 
 
 def jsrun(ranks: int) -> dict[str, str]:
@@ -129,7 +133,6 @@ def test_one_process_of_two_ranks_is_refused_in_one_line(
         (torchrun(4), 2, 1),
         (torchrun(4, nodes=2), 4, 1),
         (salloc(8), 4, 1),
-        ({"LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 2, 1),  # another launcher
     ],
 )
 def test_other_ranks_than_the_configs_are_refused(
@@ -149,9 +152,10 @@ def test_other_ranks_than_the_configs_are_refused(
         (batch_script(2), 1, 1),
         ({**slurm(1), **torchrun(2)}, 2, 1),  # torchrun as the one task of a job
         (salloc(2), 2, 1),
-        (salloc(1), 2, 1),  # a shell, in which a user starts a run
-        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, 2, 1),
-        (jsrun(8), 2, 1),  # each of its processes starts a run of two ranks, but for the lock
+        # A shell, in which a user starts a run. SLURM_NTASKS is what salloc was asked for.
+        ({**salloc(8), "SLURM_STEP_NUM_TASKS": "1"}, 2, 1),
+        # Each process starts two ranks; the lock on the run's folder refuses all but one.
+        (jsrun(8), 2, 1),
     ],
 )
 def test_the_configs_ranks_are_not_refused(

@@ -126,7 +126,7 @@ def test_accuracy_is_the_share_that_a_stub_answers_right(tmp_path: Path) -> None
             f"It is {p.key}." if p.length == 256 or p.depth > 0.5 else "99999999" for p in group
         ]
 
-    answers = ask(prompts, answer, tokens_at_once=4096)
+    answers = ask(prompts, answer)
     assert sum(asked) == 20
     assert max(asked) > 1
     found = score(prompts, answers)

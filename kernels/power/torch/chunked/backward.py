@@ -82,7 +82,7 @@ class BackwardPass:
             self.into.dlog_g.copy_(self._dlog_g(saved.log_g))
 
     def _store_dinitial(self, rows: Rows) -> None:
-        if self.into.dkv is None or self.into.dnorm is None or self.carry.is_zero:
+        if self.into.dkv is None or self.into.dnorm is None:
             return
         self.carry.sums.mul_(self.carry.multiplicity)
         self.carry.store(self.into.dkv, self.into.dnorm, rows)
@@ -130,10 +130,12 @@ class BackwardPass:
     def _read_segment(self, rows: Rows, segment: Segment) -> None:
         """Sweep 1: dφ(q_t) = exp(G_t) (multiplicity · S)ᵀ dnum_t, eq. (12), then update S."""
         problem, state, work = self.problem, self.carry, self.work
-        if not self._reads_state(segment) and segment.end == problem.T:
+        is_last = segment.end == problem.T
+        if not self._reads_state(segment) and is_last:
             return
         decay = self._load(rows, segment)
-        values = work.faded_values(segment, decay)
+        if segment.chunks > 1 or not is_last:
+            values = work.faded_values(segment, decay)
         reads = []
         if self._reads_state(segment):
             for rep, queries in enumerate(work.queries):
@@ -146,7 +148,7 @@ class BackwardPass:
                 for queries, dnum in reads:
                     for n in segment.blocks_of(chunk):
                         queries.maps[n].contract(read, dnum[n])
-            if segment.first + chunk + 1 < problem.num_chunks:
+            if chunk + 1 < segment.chunks or not is_last:
                 update_state(work, state, values, segment, chunk, decay)
         for rep, (queries, _) in enumerate(reads):
             self._store_dq(queries, rows.query_heads(rep, problem.R), segment, add=False)

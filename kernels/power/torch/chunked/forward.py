@@ -68,7 +68,8 @@ class ForwardPass:
             unit = queries.unit[: segment.blocks].flatten(0, 1)
             if not self.state.is_zero:
                 unit.copy_(query_unit(q, dim=1))
-            elif isinstance(work.inside, FadedScores):
+            else:
+                assert isinstance(work.inside, FadedScores)
                 work.inside.find_units(q, keys, unit)
             q.div_(unit)
         work.inside.forward(q, keys, num)
@@ -79,7 +80,9 @@ class ForwardPass:
         What is read still lacks the decays from the starts of the chunks.
         """
         problem, work, state = self.problem, self.work, self.state
-        values = work.faded_values(segment, decay)
+        needs_last = problem.output_final_state or segment.end < problem.T
+        if segment.chunks > 1 or needs_last:
+            values = work.faded_values(segment, decay)
         for chunk in range(segment.chunks):
             blocks = segment.blocks_of(chunk)
             if is_read and problem.normalize:
@@ -91,7 +94,7 @@ class ForwardPass:
                         queries.state_num[n].zero_()
                     else:
                         torch.bmm(read.state, queries.maps[n].features(), out=queries.state_num[n])
-            if segment.first + chunk + 1 < problem.num_chunks or problem.output_final_state:
+            if chunk + 1 < segment.chunks or needs_last:
                 update_state(work, state, values, segment, chunk, decay)
 
     @cached_property

@@ -96,8 +96,8 @@ def gradient_of_update(
     chunk: int,
     decay: Decay | None,
 ) -> None:
-    """From dS after a chunk compute state_dv, add to dk, and compute dS before the chunk in place,
-    except for eq. (13)'s sum.
+    """From dS after a chunk write state_dv, add to dk, and fade dS over the chunk; the caller adds
+    the sum of eq. (13) to it.
 
     state_dv_i = dS φ(k_i) still lacks a factor exp(G_C − G_i), eq. (14).
     """
