@@ -26,10 +26,10 @@ class Machine(NamedTuple):
 # Only ratios matter. The coefficients of "torch" were fitted to the torch backend in float32 on two
 # AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64. It processes several chunks of 128 at
 # once, and was slower with 256; 512 pays where states are large. Those of "triton" are calculated,
-# not measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and 3
-# TB/s: 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for states read
-# twice, and 25 operations per feature; 36 bytes per entry of a state, which is written, scanned and
-# read three times.
+# not measured, for an H100-class chip with 400 TFLOP/s in products, 29 T/s other operations and
+# 3 TB/s: 7 products and 30 operations per pair; 14 products, each 1.2 times for padding and for
+# states read twice, and 25 operations per feature; 36 bytes per entry of a state, which is written,
+# scanned and read three times.
 _MACHINES = {
     "torch": Machine(0.022, 1.8e-3, 2.4e-5, 3.4e-3, 5.3e-5, 5.5e-4, 76, 128, (64, 128, 512)),
     "triton": Machine(
