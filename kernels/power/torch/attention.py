@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -32,43 +33,42 @@ class Keys(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Slices of items: of queries, and of the keys that they meet."""
+    """Slices of items: of queries, and of the keys that they meet; and the decays between them.
+
+    Each factor broadcasts to what it multiplies.
+    """
 
     queries: slice
     keys: slice
-    # Where blocks meet themselves: decays (items, keys, queries), or without gates ones (keys,
-    # queries), and 0 in the future.
-    own: Tensor | None = None
-    before: Tensor | None = None  # (items, 1, keys) decays from a key to the query's block
-    after: Tensor | None = None  # (items, 1, queries) decays from there to the query
+    on_scores: tuple[Tensor, ...] = ()  # of (items, keys, queries), before the power
+    on_weights: tuple[Tensor, ...] = ()  # of the same, after it
+    on_values: Tensor | None = None  # of (items, V + 1, keys)
 
 
 class InsideChunks:
     """Attention among the tokens of each chunk of a segment.
 
     Between blocks decays multiply values and sums, so that scores need only the power; within a
-    block they multiply the weights.
+    block they multiply the weights. At degrees whose powers may leave the range of float32 decays
+    are roots that multiply the scores instead, eq. (17): a score in the future or before a reset is
+    0 before its power could be infinite. Where rows are normalised, backward passes then take
+    queries divided by den^(1/p), so that weights are those of the mean, and at most 1.
     """
 
-    @staticmethod
-    def of(problem: Problem, rows: int, like: Tensor) -> InsideChunks:
-        """For blocks of `rows` rows."""
-        return (FadedScores if problem.fades_scores else InsideChunks)(problem, rows, like)
-
-    def __init__(self, problem: Problem, rows: int, like: Tensor) -> None:
-        self.degree, self._rows, self._like = problem.degree, rows, like
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        self.degree, self._V, self._like = problem.degree, problem.V, like
+        self._fades_scores, self._rows = problem.fades_scores, problem.num_rows
         self._root = problem.degree if problem.fades_scores else 1  # of the decays
         self._size = size = problem.block_size
         self._has_past = problem.blocks_per_chunk > 1
         at_once = max(_SCORE_BYTES // (size * size * like.element_size()), 2)
-        self._at_once = min(at_once, rows * problem.blocks_at_once)
-        self._V = problem.V
+        self._at_once = min(at_once, self._rows * problem.blocks_at_once)
         # Adding −inf to a difference of logs makes the future 2^−inf = 0 before it can overflow.
         self._future = like.new_full((size, size), -torch.inf).tril_(-1)
         self._causal = like.new_ones(size, size).triu_()
 
     @cached_property
-    def _scores(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """Memory for scores and their powers, and for their gradients."""
         return self._like.new_empty(3, self._at_once, self._size, self._size)
 
@@ -82,17 +82,24 @@ class InsideChunks:
         """Memory for values that are products with decays, and for their gradients."""
         return self._like.new_empty(2, self._at_once, self._V + 1, self._size)
 
+    def find_units(self, q: Tensor, keys: Keys, unit: Tensor) -> None:
+        """Write for each query (items, 1, tokens) a power of two above all its faded scores."""
+        unit.zero_()
+        for pairs in chain(self._past(keys), self._own(keys)):
+            part = unit[pairs.queries]
+            largest = self._scores(q, keys, pairs).abs_().amax(dim=1, keepdim=True)
+            torch.maximum(part, largest, out=part)
+        unit.copy_(unit_above(unit))
+
     def forward(self, q: Tensor, keys: Keys, num: Tensor) -> None:
         """Write numerators and denominators."""
         if self._has_past:
             num.zero_()
         for pairs in self._past(keys):
-            v, weights = self._forward_operands(q, keys, pairs)
-            num[pairs.queries].baddbmm_(v, weights)
+            self._forward_pairs(q, keys, num, pairs, beta=1)
         self._fade_sums(num, keys)
         for pairs in self._own(keys):
-            v, weights = self._forward_operands(q, keys, pairs)
-            num[pairs.queries].baddbmm_(v, weights, beta=int(self._has_past))
+            self._forward_pairs(q, keys, num, pairs, beta=int(self._has_past))
 
     def backward(
         self,
@@ -105,39 +112,42 @@ class InsideChunks:
     ) -> None:
         """Write dq, and write or add to dk and dv; scores are recomputed. dnum is overwritten."""
         for pairs in self._own(keys):
-            self._backward_pairs(q, keys, dnum, pairs, into, beta=(0, int(adds)))
+            self._backward_pairs(q, keys, dnum, into, pairs, beta=(0, int(adds)))
         self._fade_sums(dnum, keys)
         for pairs in self._past(keys):
-            self._backward_pairs(q, keys, dnum, pairs, into, beta=(1, 1))
+            self._backward_pairs(q, keys, dnum, into, pairs, beta=(1, 1))
+
+    def _forward_pairs(self, q: Tensor, keys: Keys, num: Tensor, pairs: Pairs, beta: int) -> None:
+        weights = self._scores(q, keys, pairs)
+        _power_(weights, self.degree)
+        _multiply_(weights, pairs.on_weights)
+        num[pairs.queries].baddbmm_(self._faded_values(keys, pairs), weights, beta=beta)
 
     def _backward_pairs(
         self,
         q: Tensor,
         keys: Keys,
         dnum: Tensor,
-        pairs: Pairs,
         into: tuple[Tensor, Tensor, Tensor],
-        *,
+        pairs: Pairs,
         beta: tuple[int, int],
     ) -> None:
         dq, dk, dv = into
+        weights = self._scores(q, keys, pairs)
         q, dnum, k = q[pairs.queries], dnum[pairs.queries], keys.k[pairs.keys]
-        weights, dscores, power = self._scores[:, : len(q)]
-        torch.bmm(k.mT, q, out=weights)
-        v = self._faded_values(keys, pairs)
-        torch.bmm(v.mT, dnum, out=dscores)
-        if pairs.own is not None:
-            dscores.mul_(pairs.own)
+        _, dscores, power = self._memory[:, : len(q)]
+        torch.bmm(self._faded_values(keys, pairs).mT, dnum, out=dscores)
+        _multiply_(dscores, pairs.on_weights)
         self._power_backward_(weights, dscores, power)
-        if pairs.own is not None:
-            weights.mul_(pairs.own)
+        _multiply_(dscores, pairs.on_scores)
+        _multiply_(weights, pairs.on_weights)
         dq[pairs.queries].baddbmm_(k, dscores, beta=beta[0], alpha=self.degree)
         dk[pairs.keys].baddbmm_(q, dscores.mT, beta=beta[1], alpha=self.degree)
-        if pairs.before is None:
+        if pairs.on_values is None:
             dv[pairs.keys].baddbmm_(dnum, weights.mT, beta=beta[1])
         else:
             faded = torch.bmm(dnum, weights.mT, out=self._values[1, : len(q)])
-            dv[pairs.keys].addcmul_(faded, pairs.before)
+            dv[pairs.keys].addcmul_(faded, pairs.on_values)
 
     def _power_backward_(self, weights: Tensor, dscores: Tensor, power: Tensor) -> None:
         """Replace scores by their powers, and multiply dscores by the derivative divided by p."""
@@ -150,24 +160,21 @@ class InsideChunks:
             dscores.mul_(power)
             weights.mul_(power)
 
-    def _forward_operands(self, q: Tensor, keys: Keys, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        """The values, and their weights (items, keys, queries)."""
+    def _scores(self, q: Tensor, keys: Keys, pairs: Pairs) -> Tensor:
+        """q·k times its factors, (items, keys, queries)."""
         q = q[pairs.queries]
-        weights = torch.bmm(keys.k[pairs.keys].mT, q, out=self._scores[0, : len(q)])
-        _power_(weights, self.degree)
-        if pairs.own is not None:
-            weights.mul_(pairs.own)
-        return self._faded_values(keys, pairs), weights
+        scores = torch.bmm(keys.k[pairs.keys].mT, q, out=self._memory[0, : len(q)])
+        return _multiply_(scores, pairs.on_scores)
 
     def _faded_values(self, keys: Keys, pairs: Pairs) -> Tensor:
         v = keys.v[pairs.keys]
-        if pairs.before is None:
+        if pairs.on_values is None:
             return v
-        return torch.mul(v, pairs.before, out=self._values[0, : len(v)])
+        return torch.mul(v, pairs.on_values, out=self._values[0, : len(v)])
 
     def _fade_sums(self, sums: Tensor, keys: Keys) -> None:
-        """Multiply by the decay from the start of the block to each query."""
-        if self._has_past and keys.log_decay is not None:
+        """Multiply by the decay from the start of a block to its queries, unless scores have it."""
+        if self._has_past and keys.log_decay is not None and not self._fades_scores:
             sums.mul_(self._after(keys.log_decay))
 
     def _own(self, keys: Keys) -> Iterator[Pairs]:
@@ -179,7 +186,10 @@ class InsideChunks:
                 log_decay = keys.log_decay[items]
                 torch.sub(log_decay, log_decay.mT, out=difference)
                 own = exp2_flushed_(decays.copy_(difference).add_(self._future), self._root)
-            yield Pairs(items, items, own)
+            if self._fades_scores:
+                yield Pairs(items, items, on_scores=(own,))
+            else:
+                yield Pairs(items, items, on_weights=(own,))
 
     def _past(self, keys: Keys) -> Iterator[Pairs]:
         """Every block with every earlier block of its chunk; at most one chunk has such blocks.
@@ -190,15 +200,19 @@ class InsideChunks:
         """
         if not self._has_past:
             return
+        after = self._after(keys.log_decay) if keys.log_decay is not None else None
         for offset in range(self._rows, len(keys.k), self._rows):
             for at in self._slices(len(keys.k) - offset):
-                queries = slice(at.start + offset, at.stop + offset)
-                before = None
-                if keys.log_decay is not None:
-                    first = keys.log_decay[queries, :, :1]
+                pairs = Pairs(slice(at.start + offset, at.stop + offset), at)
+                if keys.log_decay is not None and after is not None:
+                    first = keys.log_decay[pairs.queries, :, :1]
                     difference = (first - keys.log_decay[at]).to(keys.k.dtype)
                     before = exp2_flushed_(difference, self._root)
-                yield Pairs(queries, at, before=before)
+                    if self._fades_scores:
+                        pairs = pairs._replace(on_scores=(before.mT, after[pairs.queries]))
+                    else:
+                        pairs = pairs._replace(on_values=before)
+                yield pairs
 
     def _after(self, log_decay: Tensor) -> Tensor:
         difference = (log_decay - log_decay[..., :1]).to(self._like.dtype)
@@ -209,72 +223,10 @@ class InsideChunks:
             yield slice(start, min(start + self._at_once, count))
 
 
-class FadedScores(InsideChunks):
-    """The same for degrees whose powers may leave the range of float32, eq. (17).
-
-    Decays are roots that multiply the scores: a score in the future or before a reset is 0 before
-    its power could be infinite. Where rows are normalised, backward passes take queries divided by
-    den^(1/p), so that weights are those of the mean, and at most 1.
-    """
-
-    def find_units(self, q: Tensor, keys: Keys, unit: Tensor) -> None:
-        """Write for each query (items, 1, tokens) a power of two above all its scores."""
-        unit.zero_()
-        for pairs in self._all(keys):
-            scores = self._faded_scores(q, keys, pairs).abs_()
-            part = unit[pairs.queries]
-            torch.maximum(part, scores.amax(dim=1, keepdim=True), out=part)
-        unit.copy_(unit_above(unit))
-
-    def _all(self, keys: Keys) -> Iterator[Pairs]:
-        yield from self._past(keys)
-        yield from self._own(keys)
-
-    def _past(self, keys: Keys) -> Iterator[Pairs]:
-        after = None if keys.log_decay is None else self._after(keys.log_decay)
-        for pairs in super()._past(keys):
-            yield pairs._replace(after=None if after is None else after[pairs.queries])
-
-    def _faded_scores(self, q: Tensor, keys: Keys, pairs: Pairs) -> Tensor:
-        q = q[pairs.queries]
-        scores = torch.bmm(keys.k[pairs.keys].mT, q, out=self._scores[0, : len(q)])
-        return self._fade_(scores, pairs)
-
-    def _fade_(self, scores: Tensor, pairs: Pairs) -> Tensor:
-        if pairs.own is not None:
-            scores.mul_(pairs.own)
-        elif pairs.before is not None and pairs.after is not None:
-            scores.mul_(pairs.before.mT).mul_(pairs.after)
-        return scores
-
-    def _forward_operands(self, q: Tensor, keys: Keys, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        weights = self._faded_scores(q, keys, pairs)
-        _power_(weights, self.degree)
-        return keys.v[pairs.keys], weights
-
-    def _backward_pairs(
-        self,
-        q: Tensor,
-        keys: Keys,
-        dnum: Tensor,
-        pairs: Pairs,
-        into: tuple[Tensor, Tensor, Tensor],
-        *,
-        beta: tuple[int, int],
-    ) -> None:
-        dq, dk, dv = into
-        weights = self._faded_scores(q, keys, pairs)
-        q, dnum, k = q[pairs.queries], dnum[pairs.queries], keys.k[pairs.keys]
-        _, dscores, power = self._scores[:, : len(q)]
-        torch.bmm(keys.v[pairs.keys].mT, dnum, out=dscores)
-        self._power_backward_(weights, dscores, power)
-        self._fade_(dscores, pairs)
-        dq[pairs.queries].baddbmm_(k, dscores, beta=beta[0], alpha=self.degree)
-        dk[pairs.keys].baddbmm_(q, dscores.mT, beta=beta[1], alpha=self.degree)
-        dv[pairs.keys].baddbmm_(dnum, weights.mT, beta=beta[1])
-
-    def _fade_sums(self, sums: Tensor, keys: Keys) -> None:
-        """Nothing is left to do: the scores are faded."""
+def _multiply_(x: Tensor, factors: tuple[Tensor, ...]) -> Tensor:
+    for factor in factors:
+        x.mul_(factor)
+    return x
 
 
 def _power_(x: Tensor, degree: int) -> None:

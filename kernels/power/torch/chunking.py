@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import log
 from typing import NamedTuple
 
@@ -152,7 +153,7 @@ class Problem:
             found.append(Segment(first, after - first, start, end, blocks))
         return found
 
-    @property
+    @cached_property
     def rows_per_block(self) -> tuple[int, int]:
         """Batch entries and key heads of a block: the most rows that fit in _ROW_BLOCK_BYTES.
 
@@ -168,6 +169,12 @@ class Problem:
         return [
             (b, g) for b, g in shapes if b * g <= 2 or b * g * bytes_per_row <= _ROW_BLOCK_BYTES
         ][-1]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a block."""
+        batch, heads = self.rows_per_block
+        return batch * heads
 
     @property
     def row_blocks(self) -> list[Rows]:

@@ -8,7 +8,7 @@ suffix of the list of degree p − 1, because the list is sorted by tiles.
 from __future__ import annotations
 
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement
 from math import comb, factorial, prod
 from typing import NamedTuple
 
@@ -41,6 +41,11 @@ def _level_sizes(width: int, degree: int) -> list[int]:
     return [comb(tiles + d - 1, d) * int(tile**d) for d in range(1, degree + 1)]
 
 
+def _suffix(tiles: int, degree: int, tile: int) -> int:
+    """Number of features of degree − 1 that eq. (8) multiplies with the first of so many tiles."""
+    return comb(tiles + degree - 2, degree - 1) * int(tile ** (degree - 1))
+
+
 class _TileRow(NamedTuple):
     """One step of eq. (8): level[span] = lower ⊗ x[tile], as views that broadcast."""
 
@@ -55,7 +60,7 @@ def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRo
     steps = []
     offset = 0
     for start in range(0, width, tile):
-        suffix = comb((width - start) // tile + degree - 2, degree - 1) * int(tile ** (degree - 1))
+        suffix = _suffix((width - start) // tile, degree, tile)
         span = slice(offset, offset + suffix * tile)
         steps.append(_TileRow(lower[:, -suffix:, None], x[:, None, start : start + tile], span))
         offset = span.stop
@@ -71,10 +76,9 @@ class StateToRead(NamedTuple):
     @classmethod
     def of(cls, state: Tensor, width: int, degree: int) -> StateToRead:
         tile = tile_width(degree)
-        ends = [0]
-        for left in range(padded_width(width, degree) // tile, 0, -1):
-            ends.append(ends[-1] + comb(left + degree - 2, degree - 1) * int(tile**degree))
-        return cls(state, [state[:, :, a:b].mT for a, b in pairwise(ends)])
+        tiles = range(padded_width(width, degree) // tile, 0, -1)
+        sizes = [_suffix(left, degree, tile) * tile for left in tiles]
+        return cls(state, [part.mT for part in state.split(sizes, dim=2)])
 
 
 class FeatureScratch:
@@ -217,7 +221,7 @@ def expand(x: Float[Tensor, "*rows K"], degree: int) -> Float[Tensor, "*rows P"]
     for d in range(2, degree + 1):
         blocks = []
         for i in range(tiles):
-            suffix = comb(tiles - i + d - 2, d - 1) * tile ** (d - 1)
+            suffix = _suffix(tiles - i, d, tile)
             first = x[..., None, i * tile : (i + 1) * tile]
             blocks.append((lower[..., lower.shape[-1] - suffix :, None] * first).flatten(-2))
         lower = torch.cat(blocks, dim=-1)

@@ -26,10 +26,8 @@ class _Buffers:
 
     def _new(self, width: int) -> Tensor:
         problem = self._problem
-        batch, heads = problem.rows_per_block
-        return self._like.new_empty(
-            problem.blocks_at_once, batch * heads, width, problem.block_size
-        )
+        shape = problem.blocks_at_once, problem.num_rows, width, problem.block_size
+        return self._like.new_empty(shape)
 
     def _new_keys(self) -> Tensor:
         return self._new(padded_width(self._problem.K, self._problem.degree)).zero_()
@@ -118,16 +116,16 @@ class Workspace:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows = problem.rows_per_block
-        rows = self._rows[0] * self._rows[1]
         # Queries and keys share this memory, as only one φ exists at a time.
-        scratch = FeatureScratch(rows, problem.K, problem.block_size, problem.degree, like)
+        sizes = problem.num_rows, problem.K, problem.block_size
+        scratch = FeatureScratch(*sizes, problem.degree, like)
         self.keys = KeyBuffers(problem, scratch, like)
         self.queries = [QueryBuffers(problem, scratch, like) for _ in range(problem.R)]
 
     @cached_property
     def inside(self) -> InsideChunks:
         """Attention inside chunks. Made at first use, since a state alone never needs it."""
-        return InsideChunks.of(self._problem, self._rows[0] * self._rows[1], self._like)
+        return InsideChunks(self._problem, self._like)
 
     def inside_keys(self, segment: Segment, decay: Decay | None) -> Keys:
         """What attention inside chunks reads of keys and values."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.state import denominator_floor, query_unit, state_size
-from longhaul.kernels.power.torch.attention import FadedScores
 from longhaul.kernels.power.torch.chunked.state import Carry, update_state
 from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace
@@ -69,7 +68,6 @@ class ForwardPass:
             if not self.state.is_zero:
                 unit.copy_(query_unit(q, dim=1))
             else:
-                assert isinstance(work.inside, FadedScores)
                 work.inside.find_units(q, keys, unit)
             q.div_(unit)
         work.inside.forward(q, keys, num)

@@ -31,8 +31,7 @@ class Carry:
 
     @cached_property
     def sums(self) -> Tensor:
-        rows = self._rows[0] * self._rows[1]
-        return self._like.new_empty(rows, self._V + 1, self._problem.P)
+        return self._like.new_empty(self._problem.num_rows, self._V + 1, self._problem.P)
 
     @cached_property
     def _read(self) -> StateToRead:
