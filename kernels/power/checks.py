@@ -31,11 +31,24 @@ def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     _check_like_keys(k, v, log_g)
 
 
+def check_chunk_size(chunk_size: int | None) -> None:
+    # Where the compiler treats it as a symbol, it is no int.
+    is_number = isinstance(chunk_size, (int, torch.SymInt)) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (is_number and chunk_size >= 1):
+        raise ValueError(f"chunk_size: found {chunk_size!r}, wanted a whole number of at least 1")
+
+
 def _check_layout(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: found {type(x).__name__}, wanted a tensor")
+        if x.ndim != 4 or 0 in x.shape:
+            raise ValueError(
+                f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width), "
+                "each at least 1"
+            )
     wanted, names = next(iter(tensors.values())).dtype, list(tensors)
     for name, x in tensors.items():
-        if x.ndim != 4 or 0 in x.shape:
-            raise ValueError(f"{name}: found shape {tuple(x.shape)}, wanted (B, T, heads, width)")
         if x.dtype != wanted or x.dtype not in _INPUT_DTYPES:
             every = f"{', '.join(names[:-1])} and {names[-1]}"
             raise ValueError(
@@ -67,6 +80,9 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
     """Checks of packed documents that do not need the values of the offsets."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        raise ValueError(f"cu_seqlens: found {found}, wanted a tensor of int32 or int64")
     if q.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"

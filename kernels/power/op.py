@@ -15,6 +15,7 @@ from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_d
 from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import (
+    check_chunk_size,
     check_keys,
     check_offsets,
     check_packing,
@@ -91,8 +92,7 @@ def power_attention(
     """
     check_degree(degree)
     check_tensors(q, k, v, log_g)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: found {chunk_size}, wanted at least 1")
+    check_chunk_size(chunk_size)
     if form not in get_args(Form):
         raise ValueError(f"form: found {form!r}, wanted one of {', '.join(get_args(Form))}")
     B, T, _, K = q.shape
@@ -213,8 +213,7 @@ def power_state(
     """
     check_degree(degree)
     check_keys(k, v, log_g)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size: found {chunk_size}, wanted at least 1")
+    check_chunk_size(chunk_size)
     B, T, G, K = k.shape
     V = v.shape[3]
     if cu_seqlens is not None:

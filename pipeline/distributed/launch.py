@@ -18,6 +18,8 @@ from longhaul.configs.schema import TrainerConfig
 from longhaul.pipeline.system.devices import uses_gpu
 
 _SECONDS_TO_DISCONNECT = 30
+# Where each launcher tells its processes how many they are.
+_OTHER_LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "jsrun": "JSM_NAMESPACE_SIZE"}
 
 
 class _Launched(NamedTuple):
@@ -45,6 +47,7 @@ def check_launched(config: TrainerConfig) -> None:
                 f"trainer.nodes: found {config.nodes} outside of a Slurm job, wanted 1, or "
                 "MASTER_ADDR, MASTER_PORT and NODE_RANK in each node's environment"
             )
+        _check_other_launchers(config)
         return
     if (launched.nodes, launched.ranks) != (config.nodes, config.world_size):
         raise ConfigError(
@@ -52,6 +55,22 @@ def check_launched(config: TrainerConfig) -> None:
             f"{config.world_size} ranks, wanted the {launched.ranks} on {launched.nodes} "
             f"node{'s' if launched.nodes > 1 else ''} that {launched.by} has started; or start "
             f"them with {launched.command}"
+        )
+
+
+def _check_other_launchers(config: TrainerConfig) -> None:
+    """Refuse more processes than one a node, of launchers that nobody asks for a process's rank."""
+    for launcher, size in _OTHER_LAUNCHERS.items():
+        if size in os.environ and _number(size) > config.nodes:
+            raise ConfigError(
+                f"{size}: found {_number(size)} processes that {launcher} has started, wanted one "
+                "a node, which starts the other ranks; or srun or torchrun"
+            )
+    # Those that start the ranks of this machine set it for them, Lightning among them.
+    if "WORLD_SIZE" in os.environ and _number("WORLD_SIZE") not in (1, config.world_size):
+        raise ConfigError(
+            f"WORLD_SIZE: found {_number('WORLD_SIZE')} in the environment, wanted "
+            f"{config.world_size} as in trainer.nodes x trainer.devices, or none"
         )
 
 
@@ -67,11 +86,10 @@ def _launched(config: TrainerConfig) -> _Launched | None:
     if not _is_in_slurm():
         return None
     # A batch script is one process outside of any step, however many tasks its job has.
-    is_step = "SLURM_STEP_ID" in os.environ
     return _Launched(
         "Slurm",
-        nodes=_nodes_of_step(config) if is_step else 1,
-        ranks=_number("SLURM_NTASKS") if is_step else 1,
+        nodes=_nodes_of_step(config) if _is_step() else 1,
+        ranks=_number("SLURM_NTASKS") if _is_step() else 1,
         command=f"srun --nodes={config.nodes} --ntasks-per-node={config.devices}",
     )
 
@@ -86,6 +104,10 @@ def _is_in_slurm() -> bool:
     return is_task or SLURMEnvironment.detect()
 
 
+def _is_step() -> bool:
+    return "SLURM_STEP_ID" in os.environ
+
+
 def _nodes_of_step(config: TrainerConfig) -> int:
     # Where `srun` takes a part of an allocation, SLURM_NNODES may still be the allocation's.
     for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"):
@@ -96,23 +118,24 @@ def _nodes_of_step(config: TrainerConfig) -> int:
 
 def _number(name: str) -> int:
     """A launcher's environment variable."""
-    value = os.environ[name]
-    if not value.isdecimal():
-        raise ConfigError(f"{name}: found {value!r} in the environment, wanted a number")
+    value = os.environ.get(name)
+    if value is None or not value.isdecimal():
+        found = "nothing" if value is None else repr(value)
+        raise ConfigError(f"{name}: found {found} in the environment, wanted a number")
     return int(value)
 
 
 def cluster_environment() -> ClusterEnvironment:
     """Tells Lightning the rank of this process.
 
-    Lightning alone would also find jsrun and mpirun, and train on as many ranks as they have
-    started, which nothing compares with the config's. As it is, each of their processes starts a
-    whole run, and the lock on the run's folder refuses all but one.
+    Lightning alone would also find other launchers, and train on as many ranks as they have
+    started, which nothing compares with the config's.
     """
     # Within a Slurm job too, ranks that torchrun has started are torchrun's.
     if TorchElasticEnvironment.detect():
         return TorchElasticEnvironment()
-    if _is_in_slurm():
+    # Of a batch script Lightning would take the job's tasks for ranks.
+    if _is_in_slurm() and _is_step():
         # Lightning's auto-requeue would save and requeue inside the signal handler.
         return SLURMEnvironment(auto_requeue=False)
     return LightningEnvironment()

@@ -110,6 +110,14 @@ class KeyBuffers(_Buffers):
         return self._maps(self.k, self.dk)
 
 
+def add_faded(into: Tensor, x: Tensor, decay: Tensor | None) -> None:
+    """Add x times its decays; None means no decay."""
+    if decay is None:
+        into.add_(x)
+    else:
+        into.addcmul_(x, decay)
+
+
 class Workspace:
     """All buffers of a pass."""
 

@@ -1,5 +1,6 @@
 """Edge cases of the op: splits, packing, causality, resets, small denominators, bad input."""
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from longhaul.kernels import PowerState, power_attention, power_attention_step, 
 from longhaul.kernels.backend import Backend
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.checks import check_offsets
+from longhaul.kernels.power.cost import Form
 from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.testing import assert_close
 
@@ -346,11 +348,32 @@ def test_autocast_keeps_float32_inside(how: dict[str, Any]) -> None:
     torch.testing.assert_close(out, wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["recurrent", "chunked"])
+def test_weights_that_a_state_cannot_tell_from_rounding_read_towards_zero(form: Form) -> None:
+    """docs/kernels.md says below which cosine: here two tokens, the first of them in the state."""
+    k = torch.zeros(1, 2, 1, 8)
+    k[..., 0] = 1
+    v = torch.ones(1, 2, 1, 1)
+    for cosine, is_read in ((0.3, True), (0.1, False)):
+        q = torch.zeros(1, 2, 1, 8)
+        q[..., 0], q[..., 1] = cosine, (1 - cosine**2) ** 0.5
+        call = partial(power_attention, degree=8, scale=1.0, chunk_size=1, backend="torch")
+        out = call(q, k, v, form=form)[0][0, 1].item()
+        assert out == pytest.approx(1.0, rel=1e-5) if is_read else 0 <= out < 0.1
+        assert call(q, k, v, form="attention")[0][0, 1].item() == pytest.approx(1.0)
+
+
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("degree: found 3, wanted the integer 1 or an even", {"degree": 3}),
     (r"degree: found 2\.0, wanted the integer 1 or an even one", {"degree": 2.0}),
     ("degree: found 0", {"degree": 0}),
     ("chunk_size: found 0", {"chunk_size": 0}),
+    ("chunk_size: found 2.5, wanted a whole number of at least 1", {"chunk_size": 2.5}),
+    ("chunk_size: found '4'", {"chunk_size": "4"}),
+    ("q: found list, wanted a tensor", {"q": [1.0]}),
+    (r"q: found shape \(1, 0, 4, 8\), .* each at least 1", {"q": torch.ones(1, 0, 4, 8)}),
+    ("cu_seqlens: found list, wanted a tensor of int32 or int64", {"cu_seqlens": [0, 20]}),
+    ("cu_seqlens: found torch.float32", {"cu_seqlens": torch.tensor([0.0, 20.0])}),
     ("form: found 'fused'", {"form": "fused"}),
     ("backend: found 'cuda'", {"backend": "cuda"}),
     ("k: found 3 heads, wanted a divisor of the 4", {"k": torch.ones(1, 20, 3, 8)}),

@@ -65,6 +65,10 @@ def jsrun(ranks: int) -> dict[str, str]:
     }
 
 
+def by_hand() -> dict[str, str]:
+    return {"MASTER_ADDR": "first", "MASTER_PORT": "29500", "NODE_RANK": "0"}
+
+
 def config(devices: int, nodes: int = 1, *overrides: str) -> RunConfig:
     strategy = "single" if devices * nodes == 1 else "ddp"
     return load_run_config(
@@ -154,8 +158,10 @@ def test_other_ranks_than_the_configs_are_refused(
         (salloc(2), 2, 1),
         # A shell, in which a user starts a run. SLURM_NTASKS is what salloc was asked for.
         ({**salloc(8), "SLURM_STEP_NUM_TASKS": "1"}, 2, 1),
-        # Each process starts two ranks; the lock on the run's folder refuses all but one.
-        (jsrun(8), 2, 1),
+        ({**jsrun(2), **by_hand()}, 2, 2),  # one a node
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, 2, 1),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 2, 1),  # a rank that Lightning has started
+        ({name: x for name, x in batch_script(2).items() if "PER_NODE" not in name}, 1, 1),
     ],
 )
 def test_the_configs_ranks_are_not_refused(
@@ -167,6 +173,33 @@ def test_the_configs_ranks_are_not_refused(
     trainer = _build_trainer(config(devices, nodes), [])
     assert (trainer.num_devices, trainer.world_size) == (devices, devices * nodes)
     assert {type(trainer.strategy).__name__} <= {"Single", "DDP"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        (
+            jsrun(8),
+            "JSM_NAMESPACE_SIZE: found 8 processes that jsrun has started, wanted",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE: found 2 processes that mpirun has"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "WORLD_SIZE: found 2 in the environment, wanted 1",
+        ),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE: found 'two' in the environment, wanted a number"),
+        (
+            {name: x for name, x in torchrun(1).items() if name != "GROUP_WORLD_SIZE"},
+            "GROUP_WORLD_SIZE: found nothing in the environment, wanted a number",
+        ),
+    ],
+)
+def test_processes_whose_ranks_nobody_knows_are_refused(
+    variables: dict[str, str], line: str, launch: Any
+) -> None:
+    launch(variables)
+    with pytest.raises(ConfigError, match=line):
+        check_launched(config(1).trainer)
 
 
 def test_fewer_gpus_than_ranks_are_refused(gpus: Any) -> None:

@@ -17,7 +17,7 @@ from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, update_state
 from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
-from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace
+from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace, add_faded
 
 
 class Gradients(NamedTuple):
@@ -182,7 +182,7 @@ class BackwardPass:
                         dstate.add(dnum[n], queries.maps[n])
         if has_gradient:
             dv, state_dv = (x[: segment.blocks] for x in (keys.dv, keys.state_dv))
-            dv.add_(state_dv) if decay is None else dv.addcmul_(state_dv, decay.to_end)
+            add_faded(dv, state_dv, None if decay is None else decay.to_end)
         work.store(keys.dk, self.into.dk, rows, segment)
         work.store(keys.dv, self.into.dv, rows, segment)
 

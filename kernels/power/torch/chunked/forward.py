@@ -14,7 +14,7 @@ from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.state import denominator_floor, query_unit, state_size
 from longhaul.kernels.power.torch.chunked.state import Carry, update_state
 from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
-from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace
+from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace, add_faded
 
 
 class ForwardPass:
@@ -55,7 +55,7 @@ class ForwardPass:
             heads = rows.query_heads(rep, problem.R)
             if is_read:
                 num, read = (x[: segment.blocks] for x in (queries.num, queries.state_num))
-                num.add_(read) if decay is None else num.addcmul_(read, decay.from_start)
+                add_faded(num, read, None if decay is None else decay.from_start)
             self._finish(queries, heads, segment, decay, is_read=is_read)
 
     def _attend(self, queries: QueryBuffers, segment: Segment, decay: Decay | None) -> None:
