@@ -121,6 +121,21 @@ def _tiles_at_once(count: int, degree: int, dtype: torch.dtype) -> int:
 
 
 @triton.jit
+def carried_multiplicity(
+    tiles_ptr, f, P, DEGREE: tl.constexpr, TILE: tl.constexpr, IS_REVERSE: tl.constexpr
+):
+    """What gradients of states with respect to features f are divided by while they are carried.
+
+    It is the multiplicity, so that they are sums like states. States are carried as they are.
+    """
+    found = tl.full(f.shape, 1.0, tl.float32)
+    if DEGREE > 1 and IS_REVERSE:
+        at = f // TILE**DEGREE * (DEGREE + 1) + DEGREE
+        found = tl.load(tiles_ptr + at, mask=f < P, other=1).to(tl.float32)
+    return found
+
+
+@triton.jit
 def _load_tiles(
     x_ptr, t_off, t_mask, tiles, K,
     TILE: tl.constexpr, TOKENS_LAST: tl.constexpr, DTYPE: tl.constexpr,

@@ -119,6 +119,11 @@ def configuration(index: int) -> Iterator[None]:
         _forced = before
 
 
+def forced_candidate() -> int | None:
+    """The index given to `configuration`, where one is in force."""
+    return _forced
+
+
 def launch(
     kernel: Any,
     grid: Callable[[dict[str, Any]], tuple[int, ...]],

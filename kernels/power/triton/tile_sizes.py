@@ -28,9 +28,16 @@ class ChunkedCandidates(NamedTuple):
         return self.narrow if is_narrow else self.wide
 
 
-STATE = ChunkedCandidates(
-    narrow=candidates(config(4, 2, BLOCK_T=64), config(8, 2, BLOCK_T=64)),
-    wide=candidates(config(8, 2, BLOCK_T=32), config(8, 3, BLOCK_T=32)),
+# Sums of chunks, and states of a sequence in one pass. Under `configuration(n)` the first runs for
+# n = 0, and the second for n > 0 where the degree is 1 or 2.
+SUMS = ChunkedCandidates(
+    narrow=candidates(config(4, 2, BLOCK_T=64)),
+    wide=candidates(config(8, 2, BLOCK_T=32)),
+    float32=candidates(config(8, 2, BLOCK_T=32)),
+)
+WALK = ChunkedCandidates(
+    narrow=candidates(config(4, 2, BLOCK_T=64)),
+    wide=candidates(config(8, 2, BLOCK_T=32)),
     float32=candidates(config(8, 2, BLOCK_T=32)),
 )
 READ = ChunkedCandidates(
@@ -149,7 +156,8 @@ ATTENTION_KEY_GRADIENT = AttentionBlocks(
 def every_candidates() -> dict[str, Candidates]:
     """All candidates, by the kernel and the calls that they are for."""
     chunked = {
-        "state": STATE,
+        "sums of chunks": SUMS,
+        "states of a sequence": WALK,
         "read-out": READ,
         "query gradient": QUERY_GRADIENT,
         "key and value gradients": KEY_GRADIENT,

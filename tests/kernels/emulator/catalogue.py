@@ -106,7 +106,10 @@ def all_runs() -> list[Run]:
             for form, cases in (("chunked", _chunked()), ("attention", _attention())):
                 for case, num_candidates in cases:
                     long = case.name.endswith("long chunks")
-                    for candidate in range(num_candidates if dtype == "bfloat16" else 1):
+                    if dtype != "bfloat16":
+                        # The second walks through the sequences.
+                        num_candidates = 2 if case is _CONTINUED else 1
+                    for candidate in range(num_candidates):
                         run = Run(
                             case=replace(case, dtype=dtype),
                             form=form,

@@ -1,4 +1,4 @@
-"""Backward of the chunked form: chunk states and scan in both directions, then gradients."""
+"""Backward of the chunked form: states and their gradients, then gradients of the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from longhaul.kernels.power.triton.chunked.forward import (
 )
 from longhaul.kernels.power.triton.chunked.key_gradient import key_gradient
 from longhaul.kernels.power.triton.chunked.query_gradient import query_gradient
-from longhaul.kernels.power.triton.chunked.state import States, Tokens, chunk_states, scan
+from longhaul.kernels.power.triton.chunked.state import States, accumulate
+from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, sum_gates
 from longhaul.kernels.power.triton.delta import row_terms
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
@@ -135,7 +136,7 @@ def _backward_of_heads(
     elif has_states:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
-            has_norm=has_norm,
+            is_packed=saved.cu_seqlens is not None, has_norm=has_norm,
         )  # fmt: skip
     if needs_q:
         query_gradient(
@@ -177,39 +178,22 @@ def _state_gradients(
     has_norm: bool,
 ) -> tuple[States, tuple[Tensor | None, Tensor | None], Tensor | None]:
     """dS after every chunk, eq. (13); gradients of the initial state; ⟨dS, S⟩ of eq. (19)."""
-    parts = chunk_states(
-        Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, saved.k.shape[2],
-        operands_of(saved.q), degree=call.degree, factor=call.scale**call.degree, to_end=False,
-        has_norm=has_norm, needs_all=saved.kv is not None,
+    sums = Sums(
+        Tokens(saved.q, dout, saved.inverse, delta), gates, chunks, tiles, operands_of(saved.q),
+        saved.k.shape[2], call.degree, factor=call.scale**call.degree, is_reverse=True,
     )  # fmt: skip
-    rest = (gates, chunks, tiles, saved.k.shape[1], call.degree)
-    products: Tensor | None = None
-    dinitial: list[Tensor | None] = []
-    results = []
-    for part, read, first, initial, last, dlast, is_needed in (
-        (parts.kv, read_dtype(saved.q), states.kv, saved.kv, saved.final_kv, dkv, True),
-        (parts.norm, torch.float32, states.norm, saved.norm, saved.final_norm, dnorm, has_norm),
-    ):
-        dfirst = None if initial is None else torch.zeros_like(initial, dtype=torch.float32)
-        dinitial.append(dfirst)
-        if not is_needed:
-            results.append(part)
-            continue
-        result, product = scan(
-            part,
-            read,
-            dlast,
-            dfirst,
-            *rest,
-            is_reverse=True,
-            other=None if gates is None else first,
-        )
-        results.append(result)
-        if product is None:
-            continue
-        products = product if products is None else products + product
-        if dlast is not None and last is not None:
-            # The scan has no product at the end of a sequence, as no later chunk reads that state.
-            end = chunks.sequences.sum(dim=1) - 1
-            products[end] += (dlast.double() * last).flatten(2).sum(dim=2)
-    return States(*results), (dinitial[0], dinitial[1]), products
+    dkv0, dnorm0 = (
+        None if x is None else torch.zeros_like(x, dtype=torch.float32)
+        for x in (saved.kv, saved.norm)
+    )
+    dstates, products = accumulate(
+        sums, read_dtype(saved.q), (dkv, dnorm), (dkv0, dnorm0), None if gates is None else states,
+        is_packed=saved.cu_seqlens is not None, has_norm=has_norm,
+    )  # fmt: skip
+    if products is not None:
+        # There is none at the end of a sequence yet, as no later chunk reads that state.
+        end = chunks.sequences.sum(dim=1) - 1
+        for dlast, last in ((dkv, saved.final_kv), (dnorm, saved.final_norm)):
+            if dlast is not None and last is not None:
+                products[end] += (dlast.double() * last).flatten(2).sum(dim=2)
+    return dstates, (dkv0, dnorm0), products

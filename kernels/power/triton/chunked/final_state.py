@@ -35,8 +35,9 @@ def final_state(
         k.new_empty(S, G, tiles.P, dtype=torch.float32),
     )
     states_before_chunks(
-        call, k, v, gates, chunks, tiles, (kv, norm), (final.kv, final.norm), has_norm=True
-    )
+        call, k, v, gates, chunks, tiles, (kv, norm), (final.kv, final.norm),
+        is_packed=cu_seqlens is not None, has_norm=True,
+    )  # fmt: skip
     return final
 
 

@@ -1,4 +1,4 @@
-"""Forward of the chunked form: chunk states, the scan over chunks, the read-out."""
+"""Forward of the chunked form: the states before chunks, then what queries read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.triton.chunked.read import read_out
-from longhaul.kernels.power.triton.chunked.state import States, Tokens, chunk_states, scan
+from longhaul.kernels.power.triton.chunked.state import States, accumulate
+from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, cut, sum_gates
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
 from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
@@ -49,20 +50,18 @@ def states_before_chunks(
     initial: tuple[Tensor | None, Tensor | None],
     final: tuple[Tensor | None, Tensor | None],
     *,
+    is_packed: bool,
     has_norm: bool,
 ) -> States:
     """The state before every chunk, eq. (9); fills the final states."""
-    parts = chunk_states(
-        Tokens(k, v, None, None), gates, chunks, tiles, k.shape[2], operands_of(k),
-        degree=call.degree, factor=1.0, to_end=True, has_norm=has_norm,
-        needs_all=final[0] is not None,
+    sums = Sums(
+        Tokens(k, v, None, None), gates, chunks, tiles, operands_of(k), k.shape[2], call.degree,
+        factor=1.0, is_reverse=False,
     )  # fmt: skip
-    rest = (gates, chunks, tiles, k.shape[1], call.degree)
-    kv, _ = scan(parts.kv, read_dtype(k), initial[0], final[0], *rest, is_reverse=False)
-    norm = parts.norm
-    if has_norm:
-        norm, _ = scan(norm, torch.float32, initial[1], final[1], *rest, is_reverse=False)
-    return States(kv, norm)
+    states, _ = accumulate(
+        sums, read_dtype(k), initial, final, None, is_packed=is_packed, has_norm=has_norm
+    )
+    return states
 
 
 def no_states(q: Tensor) -> States:
@@ -97,6 +96,7 @@ def chunked_forward(
     else:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (kv, norm), (final_kv, final_norm),
+            is_packed=cu_seqlens is not None,
             has_norm=call.normalize or call.output_final_state,
         )  # fmt: skip
     out, inverse, is_live = read_out(

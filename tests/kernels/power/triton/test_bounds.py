@@ -24,10 +24,10 @@ if not triton.knobs.runtime.interpret:
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder  # noqa: E402
 
 from longhaul.kernels.power.triton.chunked import forward  # noqa: E402
-from longhaul.kernels.power.triton.chunked.state import Tokens, chunk_states  # noqa: E402
+from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens, chunk_sums  # noqa: E402
 from longhaul.kernels.power.triton.chunking import cut  # noqa: E402
 from longhaul.kernels.power.triton.features import tiles_of  # noqa: E402
-from longhaul.kernels.power.triton.launch import operands_of  # noqa: E402
+from longhaul.kernels.power.triton.launch import configuration, operands_of  # noqa: E402
 
 T, H, G, K, V = 40, 2, 1, 5, 3
 OFFSETS = (0, 1, 17, 40)
@@ -122,6 +122,11 @@ def test_every_access_is_inside_a_tensor(
     check(form=form, is_packed=is_packed, has_state=has_state, degree=degree, chunk_size=16)
 
 
+def test_every_access_of_a_walk_is_inside_a_tensor() -> None:
+    with configuration(1):
+        check(form="chunked", is_packed=True, has_state=True, degree=2, chunk_size=16)
+
+
 @pytest.mark.parametrize("degree", [1, pytest.param(2, marks=wide), pytest.param(4, marks=wide)])
 def test_every_access_of_a_step_is_inside_a_tensor(degree: int) -> None:
     P = state_features(K, degree)
@@ -156,12 +161,13 @@ def test_sums_of_chunks_that_nothing_reads_are_not_computed(to_end: bool) -> Non
     tiles = tiles_of(K, 2, x.device, x.dtype)
 
     def is_computed(*, needs_all: bool) -> list[bool]:
-        sums = chunk_states(
-            Tokens(x, y, None, None), None, chunks, tiles, G, operands_of(x),
-            degree=2, factor=1.0, to_end=to_end, has_norm=True, needs_all=needs_all,
+        sums = Sums(
+            Tokens(x, y, None, None), None, chunks, tiles, operands_of(x), G, 2,
+            factor=1.0, is_reverse=not to_end,
         )  # fmt: skip
-        # The tests fill uninitialised memory with NaN; one half of each norm is never written.
-        return [bool(kv.isfinite().all()) for kv in sums.kv]
+        kv, _ = chunk_sums(sums, has_norm=False, needs_all=needs_all)
+        # The tests fill uninitialised memory with NaN.
+        return [bool(one.isfinite().all()) for one in kv]
 
     # Documents of 1, 16 and 23 tokens have 1, 2 and 3 chunks; the table has two rows more.
     assert is_computed(needs_all=True) == [True] * 6 + [False] * 2
