@@ -24,9 +24,9 @@ class States(NamedTuple):
     norm: Tensor  # (chunks, G, P) float32; empty if no denominator is needed
 
 
-# With about one program for each multiprocessor of an H100, walking takes as long as summing and
-# scanning (docs/kernels.md has the estimate). With more it is faster. It always takes less memory.
-_ENOUGH_PROGRAMS = 128
+# One and a half for each multiprocessor of an H100. With fewer, summing and scanning is faster, as
+# docs/kernels.md estimates.
+_ENOUGH_PROGRAMS = 192
 
 
 def _walks(sums: Sums, *, is_packed: bool) -> bool:

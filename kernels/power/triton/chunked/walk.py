@@ -110,9 +110,8 @@ def _power_fwd_walk_kernel(
             # The state at the end of a chunk is the state before the next one.
             state = tl.load(other_ptr + off + G * P * V, mask=mask & (step > 0), other=0.0)
             product = tl.sum(running * multiplicity * state.to(tl.float32))
-            part = block * tl.num_programs(1) + tl.program_id(1)
-            num_parts = NUM_BLOCKS * tl.num_programs(1)
-            tl.store(products_ptr + (chunk * G + g) * num_parts + part, product)
+            row = (chunk * G + g) * NUM_BLOCKS + block
+            tl.store(products_ptr + row * tl.cdiv(V, BLOCK_V) + tl.program_id(1), product)
         tl.store(kv_ptr + off, running.to(kv_ptr.dtype.element_ty), mask=mask)
         _, batch, start, end, _, _ = load_chunk(chunks_ptr, chunk)
         length = (end - start).to(tl.int32)

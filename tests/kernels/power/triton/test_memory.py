@@ -11,6 +11,7 @@ import sys
 import pytest
 
 COUNT = """
+import sys
 import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +46,7 @@ class Alive(TorchDispatchMode):
         return result
 
 
-T, H, K = 65536, 8, 64
+T, H, K = 65536, int(sys.argv[1]), 64
 C = choose_chunk_size(T, K, K, 2, "triton")
 alive = Alive()
 with recording("sm_90"), alive:
@@ -71,15 +72,18 @@ print(alive.peak, inputs, states)
 """
 
 
+# With 12 heads programs walk through sequences, so no state is in memory in float32.
 @pytest.mark.wide
-def test_peak_is_below_four_times_the_inputs_and_one_state_per_chunk() -> None:
+@pytest.mark.parametrize(("heads", "times_inputs"), [("8", 4), ("12", 3)])
+def test_peak_is_below_some_times_the_inputs_and_one_state_per_chunk(
+    heads: str, times_inputs: int
+) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT], check=True, capture_output=True, text=True, env=environment
-    )
+    command = [sys.executable, "-c", COUNT, heads]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     peak, inputs, states = map(int, done.stdout.split())
     print(f"peak {peak:,} bytes, inputs {inputs:,}, one state per chunk {states:,}")
     assert inputs > 200e6
-    assert peak < 4 * inputs + states
+    assert peak < times_inputs * inputs + states
     # The count is not trivially small: inputs, output and gradients, and one array of states.
     assert peak > 2 * inputs + states

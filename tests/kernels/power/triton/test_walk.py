@@ -72,14 +72,14 @@ def walks(*, B: int = 1, G: int, K: int = 64, degree: int = 2, is_packed: bool =
 
 def test_enough_programs_walk() -> None:
     # K 64 has 18 blocks of 128 features.
-    assert walks(G=8)
-    assert not walks(G=7)
-    assert walks(G=4, B=2)
+    assert walks(G=11)
+    assert not walks(G=10)
+    assert walks(G=6, B=2)
     # One document may be as long as all.
-    assert not walks(G=4, B=2, is_packed=True)
-    assert walks(G=8, B=2, is_packed=True)
+    assert not walks(G=6, B=2, is_packed=True)
+    assert walks(G=11, B=2, is_packed=True)
     assert not walks(G=64, K=32, degree=4)
     with configuration(0):
-        assert not walks(G=8)
+        assert not walks(G=11)
     with configuration(1):
         assert walks(G=1)
