@@ -58,5 +58,6 @@ def _multisets(kinds: int, size: int) -> int:
 
 def check_degree(degree: int) -> None:
     """Raise unless the weight (q·k)^degree is linear or never negative."""
-    if not isinstance(degree, int) or (degree != 1 and (degree < 2 or degree % 2)):
+    is_integer = isinstance(degree, int) and not isinstance(degree, bool)
+    if not is_integer or (degree != 1 and (degree < 2 or degree % 2)):
         raise ValueError(f"degree: found {degree}, wanted the integer 1 or an even one")

@@ -38,6 +38,11 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size: found {chunk_size!r}, wanted a whole number of at least 1")
 
 
+def check_scale(scale: float | None) -> None:
+    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
+        raise ValueError(f"scale: found {scale!r}, wanted a number")
+
+
 def _check_layout(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):

@@ -19,6 +19,7 @@ from longhaul.kernels.power.checks import (
     check_keys,
     check_offsets,
     check_packing,
+    check_scale,
     check_state,
     check_tensors,
 )
@@ -93,6 +94,7 @@ def power_attention(
     check_degree(degree)
     check_tensors(q, k, v, log_g)
     check_chunk_size(chunk_size)
+    check_scale(scale)
     if form not in get_args(Form):
         raise ValueError(f"form: found {form!r}, wanted one of {', '.join(get_args(Form))}")
     B, T, _, K = q.shape
@@ -170,6 +172,7 @@ def power_attention_step(
     """
     check_degree(degree)
     check_tensors(q, k, v, log_g)
+    check_scale(scale)
     if q.shape[1] != 1:
         raise ValueError(f"q: found {q.shape[1]} tokens, wanted 1")
     check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)

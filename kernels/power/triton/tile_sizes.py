@@ -28,15 +28,23 @@ class ChunkedCandidates(NamedTuple):
         return self.narrow if is_narrow else self.wide
 
 
-# Sums of chunks, and states of a sequence in one pass. Under `configuration(n)` the first runs for
-# n = 0, and the second for n > 0 where the degree is 1 or 2.
+# Sums of chunks, and states of a sequence in one pass. At degree 1 and 2, `configuration(0)` runs
+# the former and `configuration(n)` candidate n of the latter, whose first is there twice for that.
 SUMS = ChunkedCandidates(
     narrow=candidates(config(4, 2, BLOCK_T=64)),
     wide=candidates(config(8, 2, BLOCK_T=32)),
     float32=candidates(config(8, 2, BLOCK_T=32)),
 )
 WALK = ChunkedCandidates(
-    narrow=candidates(config(4, 2, BLOCK_T=64)),
+    narrow=candidates(
+        config(4, 2, BLOCK_T=64),
+        config(4, 2, BLOCK_T=64),
+        config(8, 2, BLOCK_T=64),
+        sm_80=2,
+        sm_86=2,
+        sm_89=2,
+        sm_120=2,
+    ),
     wide=candidates(config(8, 2, BLOCK_T=32)),
     float32=candidates(config(8, 2, BLOCK_T=32)),
 )

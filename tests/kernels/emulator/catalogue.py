@@ -49,8 +49,8 @@ def _chunked() -> Iterator[tuple[Case, int]]:
     """Cases of the chunked form, and how many candidates their kernels have in bfloat16."""
     # Long enough for every stage of the pipelines of loads: chunks have four blocks.
     yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
-    yield _ONE_HEAD, 2
-    yield _CONTINUED, 2
+    yield _ONE_HEAD, 3
+    yield _CONTINUED, 3
     yield replace(_ONE_HEAD, name="p2 K16", K=16, V=16), 2
     yield replace(_CONTINUED, name="kept states", K=16, V=16, is_continued=False), 1
     yield replace(_ONE_HEAD, name="p2 K128", K=128, V=128), 2

@@ -367,6 +367,8 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("degree: found 3, wanted the integer 1 or an even", {"degree": 3}),
     (r"degree: found 2\.0, wanted the integer 1 or an even one", {"degree": 2.0}),
     ("degree: found 0", {"degree": 0}),
+    ("degree: found True", {"degree": True}),
+    ("scale: found 'a', wanted a number", {"scale": "a"}),
     ("chunk_size: found 0", {"chunk_size": 0}),
     ("chunk_size: found 2.5, wanted a whole number of at least 1", {"chunk_size": 2.5}),
     ("chunk_size: found '4'", {"chunk_size": "4"}),
