@@ -60,4 +60,4 @@ def check_degree(degree: int) -> None:
     """Raise unless the weight (q·k)^degree is linear or never negative."""
     is_integer = isinstance(degree, int) and not isinstance(degree, bool)
     if not is_integer or (degree != 1 and (degree < 2 or degree % 2)):
-        raise ValueError(f"degree: found {degree}, wanted the integer 1 or an even one")
+        raise ValueError(f"degree: found {degree!r}, wanted the integer 1 or an even one")

@@ -94,6 +94,7 @@ SHAPES: tuple[Shape | OtherShape, ...] = (
     Shape(form="chunked", degree=2, K=64, V=64, dtype=torch.float16),
     Shape(form="chunked", degree=2, K=64, V=64, dtype=torch.float32),
     Shape(form="chunked", degree=2, K=64, V=64, plain=True),
+    Shape(form="chunked", degree=2, K=64, V=64, heads=4),
     Shape(form="chunked", degree=2, K=64, V=64, packed=True),
     Shape(form="step", degree=1, K=64, V=64),
     Shape(form="step", degree=2, K=64, V=64),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import pairwise
+from math import inf
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -33,14 +35,15 @@ def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
 
 def check_chunk_size(chunk_size: int | None) -> None:
     # Where the compiler treats it as a symbol, it is no int.
-    is_number = isinstance(chunk_size, (int, torch.SymInt)) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (is_number and chunk_size >= 1):
+    is_whole = isinstance(chunk_size, (Integral, torch.SymInt)) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (is_whole and chunk_size >= 1):
         raise ValueError(f"chunk_size: found {chunk_size!r}, wanted a whole number of at least 1")
 
 
 def check_scale(scale: float | None) -> None:
-    if scale is not None and not isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ValueError(f"scale: found {scale!r}, wanted a number")
+    is_number = isinstance(scale, (Real, torch.SymFloat)) and not isinstance(scale, bool)
+    if scale is not None and not (is_number and abs(scale) < inf):
+        raise ValueError(f"scale: found {scale!r}, wanted a finite number")
 
 
 def _check_layout(**tensors: Tensor) -> None:
@@ -65,6 +68,8 @@ def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
     B, T, G = k.shape[:3]
     if v.shape[:3] != (B, T, G):
         raise ValueError(f"v: found shape {tuple(v.shape)}, wanted ({B}, {T}, {G}, V) to match k")
+    if log_g is not None and not isinstance(log_g, Tensor):
+        raise ValueError(f"log_g: found {type(log_g).__name__}, wanted a tensor")
     if log_g is not None and log_g.shape != (B, T, G):
         raise ValueError(f"log_g: found shape {tuple(log_g.shape)}, wanted {(B, T, G)} to match k")
     if log_g is not None and log_g.dtype not in (torch.float32, torch.float64):
@@ -75,6 +80,8 @@ def _check_like_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
 
 
 def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) -> None:
+    if not isinstance(state, PowerState):
+        raise ValueError(f"state: found {type(state).__name__}, wanted a PowerState")
     P = state_features(K, degree)
     for name, x, shape in (("kv", state.kv, (N, G, P, V)), ("norm", state.norm, (N, G, P))):
         if x.shape != shape:
@@ -88,6 +95,8 @@ def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
         raise ValueError(f"cu_seqlens: found {found}, wanted a tensor of int32 or int64")
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"cu_seqlens: found {cu_seqlens.ndim} dimensions, wanted 1")
     if q.shape[0] != 1:
         raise ValueError(
             f"cu_seqlens: found B = {q.shape[0]}, wanted 1: documents are packed along T"

@@ -69,7 +69,7 @@ def power_attention(
         cu_seqlens: N + 1 ascending offsets, from 0 to T, of documents packed along T (B must be
             1); no document is empty. None means that each row of the batch is one document.
         chunk_size: tokens per chunk of the chunked form; None chooses it by cost. It changes
-            speed and memory, never the result.
+            speed and memory, and of the result its rounding.
         form: "attention" (quadratic), "chunked" (linear), "recurrent" (one token at a time) or
             "auto" (by cost). Results agree to rounding, where no forgotten key matters: a key is
             forgotten once gates have faded it by 2^-64, although at degree 8 its weight may then

@@ -19,7 +19,11 @@ from longhaul.pipeline.system.devices import uses_gpu
 
 _SECONDS_TO_DISCONNECT = 30
 # Where each launcher tells its processes how many they are.
-_OTHER_LAUNCHERS = {"mpirun": "OMPI_COMM_WORLD_SIZE", "jsrun": "JSM_NAMESPACE_SIZE"}
+_OTHER_LAUNCHERS = {
+    "OMPI_COMM_WORLD_SIZE": "mpirun",
+    "PMI_SIZE": "mpirun",
+    "JSM_NAMESPACE_SIZE": "jsrun",
+}
 
 
 class _Launched(NamedTuple):
@@ -41,13 +45,15 @@ def check_launched(config: TrainerConfig) -> None:
         ConfigError: naming both numbers; or several nodes have no means to find each other.
     """
     launched = _launched(config)
+    if not (TorchElasticEnvironment.detect() or _is_step()):
+        _check_other_launchers(config)
     if launched is None:
-        if config.nodes > 1 and "MASTER_ADDR" not in os.environ:
+        by_hand = {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
+        if config.nodes > 1 and not by_hand <= os.environ.keys():
             raise ConfigError(
                 f"trainer.nodes: found {config.nodes} outside of a Slurm job, wanted 1, or "
                 "MASTER_ADDR, MASTER_PORT and NODE_RANK in each node's environment"
             )
-        _check_other_launchers(config)
         return
     if (launched.nodes, launched.ranks) != (config.nodes, config.world_size):
         raise ConfigError(
@@ -59,18 +65,20 @@ def check_launched(config: TrainerConfig) -> None:
 
 
 def _check_other_launchers(config: TrainerConfig) -> None:
-    """Refuse more processes than one a node, of launchers that nobody asks for a process's rank."""
-    for launcher, size in _OTHER_LAUNCHERS.items():
+    """Refuse more processes than one a node, started by launchers whose ranks are not read."""
+    for size, launcher in _OTHER_LAUNCHERS.items():
         if size in os.environ and _number(size) > config.nodes:
             raise ConfigError(
                 f"{size}: found {_number(size)} processes that {launcher} has started, wanted one "
                 "a node, which starts the other ranks; or srun or torchrun"
             )
-    # Those that start the ranks of this machine set it for them, Lightning among them.
-    if "WORLD_SIZE" in os.environ and _number("WORLD_SIZE") not in (1, config.world_size):
+    world_size = _number("WORLD_SIZE", missing="1")
+    # Lightning sets both for the ranks that it starts.
+    is_rank = world_size == config.world_size and "LOCAL_RANK" in os.environ
+    if world_size != 1 and not is_rank:
         raise ConfigError(
-            f"WORLD_SIZE: found {_number('WORLD_SIZE')} in the environment, wanted "
-            f"{config.world_size} as in trainer.nodes x trainer.devices, or none"
+            f"WORLD_SIZE: found {world_size} in the environment, wanted none, as longhaul starts "
+            "the ranks of a machine; or srun or torchrun"
         )
 
 
@@ -116,9 +124,9 @@ def _nodes_of_step(config: TrainerConfig) -> int:
     return config.nodes
 
 
-def _number(name: str) -> int:
+def _number(name: str, missing: str | None = None) -> int:
     """A launcher's environment variable."""
-    value = os.environ.get(name)
+    value = os.environ.get(name, missing)
     if value is None or not value.isdecimal():
         found = "nothing" if value is None else repr(value)
         raise ConfigError(f"{name}: found {found} in the environment, wanted a number")

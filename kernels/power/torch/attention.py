@@ -200,18 +200,19 @@ class InsideChunks:
         """
         if not self._has_past:
             return
-        after = self._after(keys.log_decay) if keys.log_decay is not None else None
+        log_decay = keys.log_decay
+        after = self._after(log_decay) if self._fades_scores and log_decay is not None else None
         for offset in range(self._rows, len(keys.k), self._rows):
             for at in self._slices(len(keys.k) - offset):
                 pairs = Pairs(slice(at.start + offset, at.stop + offset), at)
-                if keys.log_decay is not None and after is not None:
-                    first = keys.log_decay[pairs.queries, :, :1]
-                    difference = (first - keys.log_decay[at]).to(keys.k.dtype)
+                if log_decay is not None:
+                    first = log_decay[pairs.queries, :, :1]
+                    difference = (first - log_decay[at]).to(keys.k.dtype)
                     before = exp2_flushed_(difference, self._root)
-                    if self._fades_scores:
-                        pairs = pairs._replace(on_scores=(before.mT, after[pairs.queries]))
-                    else:
+                    if after is None:
                         pairs = pairs._replace(on_values=before)
+                    else:
+                        pairs = pairs._replace(on_scores=(before.mT, after[pairs.queries]))
                 yield pairs
 
     def _after(self, log_decay: Tensor) -> Tensor:

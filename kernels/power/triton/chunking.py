@@ -27,6 +27,7 @@ class Chunks(NamedTuple):
     table: Tensor  # (chunks, 6) int64: sequence, batch, start, end, sequence's start and end
     sequences: Tensor  # (S, 2) int64: first chunk, number of chunks
     size: int  # tokens
+    is_packed: bool  # Then lengths of sequences are known on the device alone.
 
     @property
     def num(self) -> int:
@@ -50,7 +51,8 @@ def cut(B: int, T: int, size: int, cu_seqlens: Tensor | None, device: torch.devi
     start = torch.minimum(start, ends[sequence])
     end = torch.minimum(start + size, ends[sequence])
     columns = (sequence, torch.zeros_like(start), start, end, starts[sequence], ends[sequence])
-    return Chunks(torch.stack(columns, dim=1), torch.stack((first, counts), dim=1), size)
+    sequences = torch.stack((first, counts), dim=1)
+    return Chunks(torch.stack(columns, dim=1), sequences, size, is_packed=True)
 
 
 # Tables are kept for good, here and wherever a launcher caches one: a captured CUDA graph, or a
@@ -66,7 +68,7 @@ def _cut_rows(B: int, T: int, size: int, device: torch.device) -> Chunks:
     table = torch.stack((batch, batch, start, end, batch * 0, batch * 0 + T), dim=1)
     first = torch.arange(B) * count
     sequences = torch.stack((first, torch.full_like(first, count)), dim=1)
-    return Chunks(table.to(device), sequences.to(device), size)
+    return Chunks(table.to(device), sequences.to(device), size, is_packed=False)
 
 
 @triton.jit

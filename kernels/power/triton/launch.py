@@ -109,7 +109,8 @@ _forced: int | None = None
 def configuration(index: int) -> Iterator[None]:
     """Run candidate `index` of every kernel, or its last one: to check or time it.
 
-    It holds in all threads of the process, one index at a time.
+    States of chunks are summed and scanned with index 0, and computed by walking with others, where
+    walking is possible. It holds in all threads of the process, one index at a time.
     """
     global _forced
     before, _forced = _forced, index

@@ -46,7 +46,7 @@ _CONTINUED = Case(
 
 
 def _chunked() -> Iterator[tuple[Case, int]]:
-    """Cases of the chunked form, and how many candidates their kernels have in bfloat16."""
+    """Cases of the chunked form, and with how many candidates they run in bfloat16."""
     # Long enough for every stage of the pipelines of loads: chunks have four blocks.
     yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
     yield _ONE_HEAD, 3

@@ -183,10 +183,16 @@ def test_the_configs_ranks_are_not_refused(
             "JSM_NAMESPACE_SIZE: found 8 processes that jsrun has started, wanted",
         ),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_SIZE: found 2 processes that mpirun has"),
+        ({"PMI_SIZE": "2"}, "PMI_SIZE: found 2 processes that mpirun has"),
+        (
+            {**batch_script(8), "OMPI_COMM_WORLD_SIZE": "8"},
+            "OMPI_COMM_WORLD_SIZE: found 8 processes that mpirun has",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "0"},
-            "WORLD_SIZE: found 2 in the environment, wanted 1",
+            "WORLD_SIZE: found 2 in the environment, wanted none",
         ),
+        ({"WORLD_SIZE": "1", "PMI_SIZE": "two"}, "PMI_SIZE: found 'two' in the environment"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: found 'two' in the environment, wanted a number"),
         (
             {name: x for name, x in torchrun(1).items() if name != "GROUP_WORLD_SIZE"},
@@ -200,6 +206,18 @@ def test_processes_whose_ranks_nobody_knows_are_refused(
     launch(variables)
     with pytest.raises(ConfigError, match=line):
         check_launched(config(1).trainer)
+
+
+def test_a_world_size_of_which_nobody_knows_the_rank_is_refused(launch: Any) -> None:
+    launch({"WORLD_SIZE": "2", "RANK": "1"})
+    with pytest.raises(ConfigError, match="WORLD_SIZE: found 2 in the environment, wanted none"):
+        check_launched(config(2).trainer)
+
+
+def test_nodes_without_a_rank_are_refused(launch: Any) -> None:
+    launch({name: x for name, x in by_hand().items() if name != "NODE_RANK"})
+    with pytest.raises(ConfigError, match=r"nodes: found 2 outside of a Slurm job, .*NODE_RANK"):
+        check_launched(config(1, nodes=2).trainer)
 
 
 def test_fewer_gpus_than_ranks_are_refused(gpus: Any) -> None:

@@ -13,7 +13,6 @@ from longhaul.kernels.power.triton.chunked.forward import (
     chunks_of,
     has_later_chunks,
     no_states,
-    read_dtype,
     states_before_chunks,
 )
 from longhaul.kernels.power.triton.chunked.key_gradient import key_gradient
@@ -136,7 +135,7 @@ def _backward_of_heads(
     elif has_states:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
-            is_packed=saved.cu_seqlens is not None, has_norm=has_norm,
+            has_norm=has_norm,
         )  # fmt: skip
     if needs_q:
         query_gradient(
@@ -187,9 +186,8 @@ def _state_gradients(
         for x in (saved.kv, saved.norm)
     )
     dstates, products = accumulate(
-        sums, read_dtype(saved.q), (dkv, dnorm), (dkv0, dnorm0), None if gates is None else states,
-        is_packed=saved.cu_seqlens is not None, has_norm=has_norm,
-    )  # fmt: skip
+        sums, (dkv, dnorm), (dkv0, dnorm0), None if gates is None else states, has_norm=has_norm
+    )
     if products is not None:
         # There is none at the end of a sequence yet, as no later chunk reads that state.
         end = chunks.sequences.sum(dim=1) - 1

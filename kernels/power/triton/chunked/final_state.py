@@ -23,7 +23,7 @@ def final_state(
     norm: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> PowerState:
-    """The state after the last token of every sequence, by chunk states and scan alone."""
+    """The state after the last token of every sequence."""
     k, v = with_dense_rows(k), with_dense_rows(v)
     kv, norm = (None if x is None else x.contiguous() for x in (kv, norm))
     chunks = chunks_of(call, k, cu_seqlens)
@@ -35,9 +35,8 @@ def final_state(
         k.new_empty(S, G, tiles.P, dtype=torch.float32),
     )
     states_before_chunks(
-        call, k, v, gates, chunks, tiles, (kv, norm), (final.kv, final.norm),
-        is_packed=cu_seqlens is not None, has_norm=True,
-    )  # fmt: skip
+        call, k, v, gates, chunks, tiles, (kv, norm), (final.kv, final.norm), has_norm=True
+    )
     return final
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.triton.chunked.read import read_out
-from longhaul.kernels.power.triton.chunked.state import States, accumulate
+from longhaul.kernels.power.triton.chunked.state import States, accumulate, read_dtype
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, cut, sum_gates
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
@@ -25,11 +25,6 @@ def chunks_of(call: PowerCall, q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
 def has_later_chunks(call: PowerCall, chunks: Chunks, T: int) -> bool:
     """Whether a chunk may follow another in its sequence, whose state it then reads."""
     return call.form == "chunked" and chunks.size < T
-
-
-def read_dtype(q: Tensor) -> torch.dtype:
-    # The scan accumulates in float32 but stores states in the dtype of the products that read them.
-    return torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
 
 
 def _rounding(q: Tensor, tiles: Tiles) -> float:
@@ -50,7 +45,6 @@ def states_before_chunks(
     initial: tuple[Tensor | None, Tensor | None],
     final: tuple[Tensor | None, Tensor | None],
     *,
-    is_packed: bool,
     has_norm: bool,
 ) -> States:
     """The state before every chunk, eq. (9); fills the final states."""
@@ -58,9 +52,7 @@ def states_before_chunks(
         Tokens(k, v, None, None), gates, chunks, tiles, operands_of(k), k.shape[2], call.degree,
         factor=1.0, is_reverse=False,
     )  # fmt: skip
-    states, _ = accumulate(
-        sums, read_dtype(k), initial, final, None, is_packed=is_packed, has_norm=has_norm
-    )
+    states, _ = accumulate(sums, initial, final, None, has_norm=has_norm)
     return states
 
 
@@ -96,7 +88,6 @@ def chunked_forward(
     else:
         states = states_before_chunks(
             call, k, v, gates, chunks, tiles, (kv, norm), (final_kv, final_norm),
-            is_packed=cu_seqlens is not None,
             has_norm=call.normalize or call.output_final_state,
         )  # fmt: skip
     out, inverse, is_live = read_out(

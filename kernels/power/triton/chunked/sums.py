@@ -48,10 +48,24 @@ class Sums(NamedTuple):
     factor: float
     is_reverse: bool
 
-    def block_sizes(self) -> tuple[int, int]:
-        """Features and values that a program sums at a time."""
-        V = self.tokens.y.shape[3]
-        return self.tiles.at_once * self.tiles.tile**self.degree, min(block_of(V), 128)
+    @property
+    def block_f(self) -> int:
+        """Features that a program sums at a time."""
+        return self.tiles.at_once * int(self.tiles.tile**self.degree)
+
+    @property
+    def block_v(self) -> int:
+        """Values that a program sums at a time."""
+        return min(block_of(self.tokens.y.shape[3]), 128)
+
+    @property
+    def v_blocks(self) -> int:
+        return int(triton.cdiv(self.tokens.y.shape[3], self.block_v))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a program's sums leave room for larger blocks of tokens."""
+        return self.block_f <= 128 and self.block_v <= 64
 
     def arguments(self, unused: Tensor) -> tuple[Tensor, ...]:
         """What kernels read of the tokens; `unused` stands for what is absent."""
@@ -91,16 +105,11 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
     T, K, V = x.shape[1], x.shape[3], y.shape[3]
     chunks, tiles, G = sums.chunks, sums.tiles, sums.G
     kv = x.new_empty(chunks.num, G, tiles.P, V, dtype=torch.float32)
-    has_matrix = has_norm and sums.degree <= 2
-    if has_matrix:
-        norm = norm_sums(sums, needs_all=needs_all)
-    else:
-        norm = x.new_empty((chunks.num, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
-    block_f, block_v = sums.block_sizes()
+    norm = x.new_empty((chunks.num, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
     launch(
         _power_fwd_state_kernel,
-        lambda _: (chunks.num * tiles.num_blocks, triton.cdiv(V, block_v), G),
-        SUMS.of(x.dtype, is_narrow=block_f <= 128 and block_v <= 64),
+        lambda _: (chunks.num * tiles.num_blocks, sums.v_blocks, G),
+        SUMS.of(x.dtype, is_narrow=sums.is_narrow),
         *sums.arguments(kv),
         kv,
         norm,
@@ -116,9 +125,9 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
         sums.factor,
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
-        BLOCK_F=block_f,
-        BLOCK_V=block_v,
-        HAS_NORM=has_norm and not has_matrix,
+        BLOCK_F=sums.block_f,
+        BLOCK_V=sums.block_v,
+        HAS_NORM=has_norm,
         NEEDS_ALL=needs_all,
         **sums.constants(),
     )

@@ -1,8 +1,8 @@
 """States of all chunks in one pass: each program walks through a sequence.
 
-A program keeps the running sum of one block of features and values in registers. So the sums of
-chunks are never written, which saves one float32 state per chunk, and only as many programs run
-as there are blocks, heads and sequences, however long these are.
+A program keeps the running sum of one block of features and values in registers, so the sums of
+chunks are never written. Only as many programs run as there are blocks, heads and sequences,
+however long these are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from longhaul.kernels.power.triton.launch import launch
 from longhaul.kernels.power.triton.tile_sizes import WALK
 
 
-def num_programs(sums: Sums, sequences: int) -> int:
-    """Programs that walk through so many sequences."""
-    _, block_v = sums.block_sizes()
-    V = sums.tokens.y.shape[3]
-    return sequences * sums.tiles.num_blocks * -(-V // block_v) * sums.G
-
-
 def walk(
     sums: Sums,
     read_dtype: torch.dtype,
@@ -39,15 +32,13 @@ def walk(
     chunks, tiles, G = sums.chunks, sums.tiles, sums.G
     num_sequences = chunks.sequences.shape[0]
     kv = x.new_empty(chunks.num, G, tiles.P, V, dtype=read_dtype)
-    block_f, block_v = sums.block_sizes()
-    v_blocks = -(-V // block_v)
     products = None
     if other is not None:
-        products = x.new_empty(chunks.num, G, tiles.num_blocks * v_blocks, dtype=torch.float32)
+        products = x.new_empty(chunks.num, G, tiles.num_blocks * sums.v_blocks, dtype=torch.float32)
     launch(
         _power_fwd_walk_kernel,
-        lambda _: (num_sequences * tiles.num_blocks, v_blocks, G),
-        WALK.of(x.dtype, is_narrow=block_f <= 128 and block_v <= 64),
+        lambda _: (num_sequences * tiles.num_blocks, sums.v_blocks, G),
+        WALK.of(x.dtype, is_narrow=sums.is_narrow),
         *sums.arguments(kv),
         kv,
         kv if initial is None else initial,
@@ -67,8 +58,8 @@ def walk(
         sums.factor,
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
-        BLOCK_F=block_f,
-        BLOCK_V=block_v,
+        BLOCK_F=sums.block_f,
+        BLOCK_V=sums.block_v,
         HAS_INITIAL=initial is not None,
         HAS_FINAL=final is not None,
         HAS_OTHER=other is not None,
@@ -104,7 +95,7 @@ def _power_fwd_walk_kernel(
         running = initial.to(tl.float32) / multiplicity
     for step in range(count):
         chunk = first + (count - 1 - step if IS_REVERSE else step)
-        # Not kept in registers between chunks: there are two for each address.
+        # Computed for each chunk, as an address would take two registers between them.
         off = ((chunk * G + g) * P + f)[:, None] * V + v[None, :]
         if HAS_OTHER:
             # The state at the end of a chunk is the state before the next one.

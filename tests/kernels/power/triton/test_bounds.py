@@ -152,8 +152,8 @@ def test_with_states_the_attention_form_has_chunks_as_long_as_the_longest_docume
     assert set(sizes) == {max(end - start for start, end in pairwise(OFFSETS))}
 
 
-@pytest.mark.parametrize("to_end", [True, False])
-def test_sums_of_chunks_that_nothing_reads_are_not_computed(to_end: bool) -> None:
+@pytest.mark.parametrize("is_reverse", [False, True])
+def test_sums_of_chunks_that_nothing_reads_are_not_computed(is_reverse: bool) -> None:
     """The last chunk of a document, unless a final state is wanted; in reverse the first."""
     x, y = torch.rand(1, T, G, K), torch.rand(1, T, G, V)
     offsets = torch.tensor(OFFSETS)
@@ -163,7 +163,7 @@ def test_sums_of_chunks_that_nothing_reads_are_not_computed(to_end: bool) -> Non
     def is_computed(*, needs_all: bool) -> list[bool]:
         sums = Sums(
             Tokens(x, y, None, None), None, chunks, tiles, operands_of(x), G, 2,
-            factor=1.0, is_reverse=not to_end,
+            factor=1.0, is_reverse=is_reverse,
         )  # fmt: skip
         kv, _ = chunk_sums(sums, has_norm=False, needs_all=needs_all)
         # The tests fill uninitialised memory with NaN.
@@ -173,4 +173,4 @@ def test_sums_of_chunks_that_nothing_reads_are_not_computed(to_end: bool) -> Non
     assert is_computed(needs_all=True) == [True] * 6 + [False] * 2
     ends = [False, True, False, True, True, False]
     starts = [False, False, True, False, True, True]
-    assert is_computed(needs_all=False) == (ends if to_end else starts) + [False] * 2
+    assert is_computed(needs_all=False) == (starts if is_reverse else ends) + [False] * 2

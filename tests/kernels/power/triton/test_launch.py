@@ -85,7 +85,12 @@ def test_every_kernel_has_a_choice_on_every_chip() -> None:
     counts = {name: len(one.configs) for name, one in every_candidates().items()}
     assert max(counts.values()) == MOST_CANDIDATES
     assert counts["attention, bfloat16, K and V up to 64"] == 3
-    assert {"sums of chunks, narrow", "read-out, wide", "query gradient, float32"} <= counts.keys()
+    assert {
+        "sums of chunks, narrow",
+        "read-out, wide",
+        "query gradient, float32",
+        "states of a sequence, narrow",
+    } <= counts.keys()
 
 
 def test_a_gpu_is_named_as_triton_names_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +135,7 @@ def test_tables_are_kept_however_many_calls_differ() -> None:
 
 
 def test_rows_are_cut_into_chunks_in_order() -> None:
-    table, sequences, size = _cut_rows(2, 5, 2, CPU)
+    table, sequences, size, _ = _cut_rows(2, 5, 2, CPU)
     assert table.tolist() == [
         [b, b, start, min(start + 2, 5), 0, 5] for b in (0, 1) for start in (0, 2, 4)
     ]

@@ -72,7 +72,7 @@ print(alive.peak, inputs, states)
 """
 
 
-# With 12 heads programs walk through sequences, so no state is in memory in float32.
+# With 12 heads programs walk through sequences, so no sums are in memory in float32.
 @pytest.mark.wide
 @pytest.mark.parametrize(("heads", "times_inputs"), [("8", 4), ("12", 3)])
 def test_peak_is_below_some_times_the_inputs_and_one_state_per_chunk(

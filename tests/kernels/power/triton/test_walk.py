@@ -33,7 +33,7 @@ wide = pytest.mark.wide
     ],
     ids=["two groups", "two sequences", "a sum without gates", "degree 1, wide", "arbitrary"],
 )
-def test_a_walk_gives_the_bits_of_sums_and_scans(case: Case) -> None:
+def test_interpreted_a_walk_gives_the_bits_of_sums_and_scans(case: Case) -> None:
     torch.manual_seed(0)
     inputs = case.inputs(torch.float32)
     launched: list[str] = []
@@ -59,15 +59,18 @@ def test_a_walk_gives_the_bits_of_sums_and_scans(case: Case) -> None:
             assert torch.equal(one[name], x), name
 
 
-def walks(*, B: int = 1, G: int, K: int = 64, degree: int = 2, is_packed: bool = False) -> bool:
-    x = torch.empty(1 if is_packed else B, 256, G, K, dtype=torch.bfloat16)
+def walks(
+    *, B: int = 1, G: int, K: int = 64, degree: int = 2, is_packed: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> bool:  # fmt: skip
+    x = torch.empty(1 if is_packed else B, 256, G, K, dtype=dtype)
     offsets = torch.arange(0, 257, 256 // B) if is_packed else None
     sums = Sums(
         Tokens(x, x, None, None), None, cut(x.shape[0], 256, 64, offsets, x.device),
         tiles_of(K, degree, x.device, x.dtype), operands_of(x), G, degree,
         factor=1.0, is_reverse=False,
     )  # fmt: skip
-    return _walks(sums, is_packed=is_packed)
+    return _walks(sums)
 
 
 def test_enough_programs_walk() -> None:
@@ -75,6 +78,11 @@ def test_enough_programs_walk() -> None:
     assert walks(G=11)
     assert not walks(G=10)
     assert walks(G=6, B=2)
+    # 264 run at a time: 288 would need a second turn, of which 24 would use little.
+    assert not walks(G=8, B=2)
+    assert walks(G=12, B=2)
+    # Blocks have 64 features in float32.
+    assert walks(G=6, dtype=torch.float32)
     # One document may be as long as all.
     assert not walks(G=6, B=2, is_packed=True)
     assert walks(G=11, B=2, is_packed=True)
