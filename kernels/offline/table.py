@@ -41,9 +41,9 @@ MAY_SPILL: dict[str, int] = {
     "chunked p2 K64 * / _power_bwd_key_kernel / sm_90": 92,
     # Running sums and addresses, stored before the loop over the tokens of a chunk, and loaded
     # after it. On the last two chips another candidate runs, which does not spill.
-    "* / _power_fwd_walk_kernel / sm_90": 60,
-    "* / _power_fwd_walk_kernel / sm_80": 796,
-    "* / _power_fwd_walk_kernel / sm_120": 396,
+    "* / _power_fwd_walk_kernel / sm_90": 76,
+    "* bfloat16* / _power_fwd_walk_kernel / sm_80": 796,
+    "* bfloat16* / _power_fwd_walk_kernel / sm_120": 396,
     # A tile of degree 4 has 256 features, all of which are built at once.
     "chunked p4 * / _power_fwd_read_kernel / sm_100": 400,
 }
