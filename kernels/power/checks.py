@@ -93,7 +93,8 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
     """Checks of packed documents that do not need the values of the offsets."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = getattr(cu_seqlens, "dtype", type(cu_seqlens).__name__)
+        is_tensor = isinstance(cu_seqlens, Tensor)
+        found = cu_seqlens.dtype if is_tensor else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens: found {found}, wanted a tensor of int32 or int64")
     if cu_seqlens.ndim != 1:
         raise ValueError(f"cu_seqlens: found {cu_seqlens.ndim} dimensions, wanted 1")
