@@ -63,7 +63,7 @@ def test_on_a_gpu_the_configurations_of_the_kernels_are_recorded(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     found = environment.describe_environment([])["triton"]
     assert found["chip"] == "sm_90"
-    assert "BLOCK_T=64 num_warps=4" in found["configurations"]["state, narrow"]
+    assert "BLOCK_T=64 num_warps=4" in found["configurations"]["sums of chunks, narrow"]
     assert json.loads(json.dumps(found)) == found
 
 
