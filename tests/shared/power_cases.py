@@ -22,6 +22,12 @@ def has_backward(how: dict[str, Any]) -> bool:
     return how.get("backend") != "triton" or how["form"] != "recurrent"
 
 
+def inputs(T: int, K: int = 8, V: int = 4, H: int = 4, G: int = 2, B: int = 1) -> list[Tensor]:
+    q, k = torch.randn(B, T, H, K).double(), torch.randn(B, T, G, K).double()
+    v = torch.randn(B, T, G, V).double()
+    return [q, k, v, logsigmoid(torch.randn(B, T, G).double() + 2)]
+
+
 def log_gates(B: int, T: int, G: int, gates: str) -> Tensor:
     """(B, T, G), "soft", or "hard": a tenth of them resets, and 0.3 of them keep all."""
     log_g = logsigmoid(torch.randn(B, T, G) + 2)
