@@ -91,6 +91,13 @@ def exp2_flushed(x):
     return tl.where(x < _LOG2_SMALLEST, 0.0, tl.exp2(x))
 
 
+@triton.jit
+def decay_over_chunk(high_ptr, low_ptr, batch, g, end, T, G):
+    """The decay from the start of a chunk to its end."""
+    last_off = (batch * G + g) * T + end - 1
+    return exp2_flushed(tl.load(high_ptr + last_off) + tl.load(low_ptr + last_off))
+
+
 class Gates(NamedTuple):
     """Sums of log2 γ from the start of each chunk, as float32 pairs: high + low has 48 bits.
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.triton.chunked.sums import Sums
-from longhaul.kernels.power.triton.chunking import exp2_flushed, load_chunk
+from longhaul.kernels.power.triton.chunking import decay_over_chunk, load_chunk
 from longhaul.kernels.power.triton.features import carried_multiplicity
 
 
@@ -115,9 +115,7 @@ def _power_fwd_scan_kernel(
         tl.store(read_ptr + chunk_off + off, running.to(read_ptr.dtype.element_ty), mask=mask)
         if HAS_GATES:
             _, batch, _, end, _, _ = load_chunk(chunks_ptr, chunk)
-            last_off = (batch * G + g) * T + end - 1
-            decay = exp2_flushed(tl.load(high_ptr + last_off) + tl.load(low_ptr + last_off))
-            running *= decay
+            running *= decay_over_chunk(high_ptr, low_ptr, batch, g, end, T, G)
         running += part
     if HAS_FINAL:
         final_off = (sequence * G + g) * state_size + off

@@ -80,6 +80,12 @@ class Sums(NamedTuple):
             unused if gates is None else gates.low,
         )
 
+    def sizes(self) -> tuple[float, ...]:
+        """Strides of x and y, then T, G, K, V, P and the factor."""
+        x, y = self.tokens.x, self.tokens.y
+        strides = (*x.stride()[:3], *y.stride()[:3])
+        return (*strides, x.shape[1], self.G, x.shape[3], y.shape[3], self.tiles.P, self.factor)
+
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
         return {
@@ -101,8 +107,7 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
     Without `needs_all` those of each sequence's last chunk, in reverse of its first, are left
     uninitialised: only the state after the sequence, or before it, would include them.
     """
-    x, y = sums.tokens.x, sums.tokens.y
-    T, K, V = x.shape[1], x.shape[3], y.shape[3]
+    x, V = sums.tokens.x, sums.tokens.y.shape[3]
     chunks, tiles, G = sums.chunks, sums.tiles, sums.G
     kv = x.new_empty(chunks.num, G, tiles.P, V, dtype=torch.float32)
     norm = x.new_empty((chunks.num, G, tiles.P) if has_norm else (0,), dtype=torch.float32)
@@ -115,14 +120,7 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
         norm,
         chunks.table,
         tiles.table,
-        *x.stride()[:3],
-        *y.stride()[:3],
-        T,
-        G,
-        K,
-        V,
-        tiles.P,
-        sums.factor,
+        *sums.sizes(),
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
         BLOCK_F=sums.block_f,

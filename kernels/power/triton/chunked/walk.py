@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.power.triton.chunked.sums import Sums, sum_of_tokens
-from longhaul.kernels.power.triton.chunking import exp2_flushed, load_chunk
+from longhaul.kernels.power.triton.chunking import decay_over_chunk, load_chunk
 from longhaul.kernels.power.triton.features import carried_multiplicity
 from longhaul.kernels.power.triton.launch import launch
 from longhaul.kernels.power.triton.tile_sizes import WALK
@@ -27,8 +27,7 @@ def walk(
     other: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_sums` and `scan` in one, with their results; the norm apart."""
-    x, y = sums.tokens.x, sums.tokens.y
-    T, K, V = x.shape[1], x.shape[3], y.shape[3]
+    x, V = sums.tokens.x, sums.tokens.y.shape[3]
     chunks, tiles, G = sums.chunks, sums.tiles, sums.G
     num_sequences = chunks.sequences.shape[0]
     kv = x.new_empty(chunks.num, G, tiles.P, V, dtype=read_dtype)
@@ -48,14 +47,7 @@ def walk(
         chunks.table,
         chunks.sequences,
         tiles.table,
-        *x.stride()[:3],
-        *y.stride()[:3],
-        T,
-        G,
-        K,
-        V,
-        tiles.P,
-        sums.factor,
+        *sums.sizes(),
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
         BLOCK_F=sums.block_f,
@@ -119,9 +111,7 @@ def _power_fwd_walk_kernel(
             HAS_GATES, HAS_INVERSE, HAS_DELTA, False, IS_REVERSE, DOT, PRECISION,
         )  # fmt: skip
         if HAS_GATES:
-            last_off = (batch * G + g) * T + end - 1
-            decay = exp2_flushed(tl.load(high_ptr + last_off) + tl.load(low_ptr + last_off))
-            running *= decay
+            running *= decay_over_chunk(high_ptr, low_ptr, batch, g, end, T, G)
         running += kv * factor
     if HAS_FINAL:
         off = ((sequence * G + g) * P + f)[:, None] * V + v[None, :]
