@@ -80,7 +80,7 @@ class Sums(NamedTuple):
             unused if gates is None else gates.low,
         )
 
-    def sizes(self) -> tuple[float, ...]:
+    def sizes(self) -> tuple[int | float, ...]:
         """Strides of x and y, then T, G, K, V, P and the factor."""
         x, y = self.tokens.x, self.tokens.y
         strides = (*x.stride()[:3], *y.stride()[:3])
