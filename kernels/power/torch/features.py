@@ -119,7 +119,7 @@ class _Contraction(NamedTuple):
     product: Tensor  # the same shape
 
 
-class FeatureMap:
+class TorchFeatureMap:
     """φ of a buffer x (rows, K, tokens), K padded to whole tiles. Its backward adds to dx.
 
     The views of every step are made once, because at these sizes making a view costs as much as
@@ -165,6 +165,18 @@ class FeatureMap:
             for lower, tile, out in level:
                 torch.mul(lower, tile, out=out)
         return self._scratch.levels[-1]
+
+    def read(self, read: StateToRead, out: Tensor) -> None:
+        """Write state φ(x), (rows, V + 1, tokens)."""
+        torch.bmm(read.state, self.features(), out=out)
+
+    def add_to(self, state: Tensor, values: Tensor, keep: Tensor | float) -> None:
+        """state ← keep · state + values φ(x)ᵀ; keep is (rows, 1, 1), 1 or 0."""
+        if isinstance(keep, Tensor):
+            state.mul_(keep)
+        # Not torch.baddbmm(…, out=…), which first copies the state.
+        beta = 1 if isinstance(keep, Tensor) else keep
+        state.baddbmm_(values, self.features().mT, beta=beta)
 
     @cached_property
     def _contractions(self) -> list[_Contraction]:

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from longhaul.kernels.power.torch.attention import InsideChunks, Keys
 from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
-from longhaul.kernels.power.torch.features import FeatureMap, FeatureScratch
+from longhaul.kernels.power.torch.compiled import CompiledFeatureMap, is_compiled
+from longhaul.kernels.power.torch.features import FeatureScratch, TorchFeatureMap
 from longhaul.kernels.shapes import padded_width
+
+FeatureMap = TorchFeatureMap | CompiledFeatureMap
 
 
 class _Buffers:
@@ -36,7 +39,10 @@ class _Buffers:
         return self._new(self._problem.V + 1)
 
     def _maps(self, x: Tensor, dx: Tensor) -> list[FeatureMap]:
-        return [FeatureMap(*block, self._scratch) for block in zip(x, dx, strict=True)]
+        blocks = zip(x, dx, strict=True)
+        if is_compiled(self._problem.degree, self._like):
+            return [CompiledFeatureMap(*block) for block in blocks]
+        return [TorchFeatureMap(*block, self._scratch) for block in blocks]
 
 
 class QueryBuffers(_Buffers):

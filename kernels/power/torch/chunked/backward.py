@@ -175,11 +175,18 @@ class BackwardPass:
             values = work.faded_values(segment, decay)
         for chunk in reversed(range(segment.chunks)):
             if has_gradient:
-                gradient_of_update(work, dstate, values, segment, chunk, decay)
-            if reads_state and (segment.first + chunk > 0 or self.saved.kv is not None):
-                for queries, dnum in zip(work.queries, dnums, strict=True):
-                    for n in segment.blocks_of(chunk):
-                        dstate.add(dnum[n], queries.maps[n])
+                gradient_of_update(work, dstate, values, segment, chunk)
+            was_read = reads_state and (segment.first + chunk > 0 or self.saved.kv is not None)
+            dstate.update(
+                None if decay is None else decay.total[chunk],
+                (
+                    (dnum[n], queries.maps[n])
+                    for queries, dnum in zip(work.queries, dnums, strict=True)
+                    for n in segment.blocks_of(chunk)
+                )
+                if was_read
+                else (),
+            )
         if has_gradient:
             dv, state_dv = (x[: segment.blocks] for x in (keys.dv, keys.state_dv))
             add_faded(dv, state_dv, None if decay is None else decay.to_end)

@@ -67,7 +67,8 @@ class StatePass:
                 values = work.faded_values(segment, decay)
                 keys.dk.zero_()
                 for chunk in reversed(range(segment.chunks)):
-                    gradient_of_update(work, self.carry, values, segment, chunk, decay)
+                    gradient_of_update(work, self.carry, values, segment, chunk)
+                    self.carry.update(None if decay is None else decay.total[chunk], ())
                 if decay is not None:
                     keys.state_dv[: segment.blocks].mul_(decay.to_end)
                 work.store(keys.dk, into.dk, rows, segment)

@@ -91,7 +91,7 @@ class ForwardPass:
                     if read is None:
                         queries.state_num[n].zero_()
                     else:
-                        torch.bmm(read.state, queries.maps[n].features(), out=queries.state_num[n])
+                        queries.maps[n].read(read, queries.state_num[n])
             if chunk + 1 < segment.chunks or needs_last:
                 update_state(work, state, values, segment, chunk, decay)
 

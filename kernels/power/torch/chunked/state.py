@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
-from longhaul.kernels.power.torch.features import FeatureMap, StateToRead, multiplicity
-from longhaul.kernels.power.torch.workspace import Workspace
+from longhaul.kernels.power.torch.compiled import is_compiled
+from longhaul.kernels.power.torch.features import StateToRead, multiplicity
+from longhaul.kernels.power.torch.workspace import FeatureMap, Workspace
 
 
 class Carry:
@@ -22,6 +24,7 @@ class Carry:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows, self._V = problem.rows_per_block, problem.V
+        self._is_compiled = is_compiled(problem.degree, like)
         self.is_zero = True
 
     @cached_property
@@ -36,6 +39,8 @@ class Carry:
     @cached_property
     def _read(self) -> StateToRead:
         problem = self._problem
+        if self._is_compiled:
+            return StateToRead(self.sums, [])
         return StateToRead.of(torch.empty_like(self.sums), problem.K, problem.degree)
 
     def load(self, kv: Tensor | None, norm: Tensor | None, rows: Rows) -> None:
@@ -57,20 +62,20 @@ class Carry:
         norm[rows.batch, rows.heads] = by_head[:, :, self._V]
 
     def to_read(self) -> StateToRead:
-        """The sums times the multiplicity of every feature, as queries need them, eq. (7)."""
-        torch.mul(self.sums, self.multiplicity, out=self._read.state)
+        """The sums as queries need them, times the multiplicity of every feature, eq. (7)."""
+        if not self._is_compiled:
+            torch.mul(self.sums, self.multiplicity, out=self._read.state)
         return self._read
 
-    def fade(self, total: Tensor | None) -> None:
-        """Multiply by the decay (rows, 1, 1) over a chunk."""
-        if total is not None and not self.is_zero:
-            self.sums.mul_(total)
-
-    def add(self, values: Tensor, x: FeatureMap) -> None:
-        """Add the sum over a block's tokens of values φ(x)ᵀ."""
-        # Not torch.baddbmm(…, out=…), which first copies the sums.
-        self.sums.baddbmm_(values, x.features().mT, beta=int(not self.is_zero))
-        self.is_zero = False
+    def update(self, total: Tensor | None, blocks: Iterable[tuple[Tensor, FeatureMap]]) -> None:
+        """Multiply by the decay (rows, 1, 1) over a chunk, then add the sums over the tokens of
+        blocks of values φ(x)ᵀ."""
+        keep: Tensor | float = 1.0 if total is None else total
+        for values, x in blocks:
+            x.add_to(self.sums, values, 0.0 if self.is_zero else keep)
+            self.is_zero, keep = False, 1.0
+        if isinstance(keep, Tensor) and not self.is_zero:
+            self.sums.mul_(keep)
 
 
 def update_state(
@@ -82,9 +87,8 @@ def update_state(
     decay: Decay | None,
 ) -> None:
     """S ← exp(G_C) S + Σ_i exp(G_C − G_i) v_i φ(k_i)ᵀ, eq. (9); values are exp(G_C − G_i) v_i."""
-    state.fade(None if decay is None else decay.total[chunk])
-    for n in segment.blocks_of(chunk):
-        state.add(values[n], work.keys.maps[n])
+    total = None if decay is None else decay.total[chunk]
+    state.update(total, ((values[n], work.keys.maps[n]) for n in segment.blocks_of(chunk)))
 
 
 def gradient_of_update(
@@ -93,10 +97,9 @@ def gradient_of_update(
     values: Tensor,
     segment: Segment,
     chunk: int,
-    decay: Decay | None,
 ) -> None:
-    """From dS after a chunk write state_dv, add to dk, and fade dS over the chunk; the caller adds
-    the sum of eq. (13) to it.
+    """From dS after a chunk write state_dv and add to dk; the caller then takes dS over the chunk,
+    eq. (13).
 
     state_dv_i = dS φ(k_i) still lacks a factor exp(G_C − G_i), eq. (14).
     """
@@ -106,6 +109,5 @@ def gradient_of_update(
         if dread is None:
             keys.state_dv[n].zero_()
         else:
-            torch.bmm(dread.state, keys.maps[n].features(), out=keys.state_dv[n])
+            keys.maps[n].read(dread, keys.state_dv[n])
             keys.maps[n].contract(dread, values[n])
-    dstate.fade(None if decay is None else decay.total[chunk])

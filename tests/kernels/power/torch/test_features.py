@@ -6,9 +6,9 @@ import torch
 from longhaul.kernels import state_features
 from longhaul.kernels.power import reference
 from longhaul.kernels.power.torch.features import (
-    FeatureMap,
     FeatureScratch,
     StateToRead,
+    TorchFeatureMap,
     expand,
     multiplicity,
 )
@@ -26,7 +26,7 @@ def test_features_of_all_forms_share_one_layout(width: int, degree: int) -> None
     padded = torch.zeros(2, padded_width(width, degree), 7, dtype=torch.float64)
     padded[:, :width] = x.mT
     scratch = FeatureScratch(2, width, 7, degree, padded)
-    features = FeatureMap(padded, torch.empty_like(padded), scratch).features()
+    features = TorchFeatureMap(padded, torch.empty_like(padded), scratch).features()
     torch.testing.assert_close(features.mT, wanted)
     assert torch.equal(multiplicity(width, degree, x), reference.layout(width, degree)[1].double())
 
@@ -50,5 +50,5 @@ def test_contract_is_the_gradient_of_the_features(width: int, degree: int) -> No
     dx = before.clone()
     scratch = FeatureScratch(2, width, 5, degree, dx)
     read = StateToRead.of(state, width, degree)
-    FeatureMap(x.detach(), dx, scratch).contract(read, values)
+    TorchFeatureMap(x.detach(), dx, scratch).contract(read, values)
     torch.testing.assert_close(dx - before, wanted)

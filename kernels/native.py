@@ -1,0 +1,65 @@
+"""C++ functions of this package, compiled for the CPU of this machine when they are first used."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+
+
+@cache
+def load(source: Path) -> ctypes.CDLL | None:
+    """The functions of a C++ file; None, with one warning, where it cannot be compiled.
+
+    What was compiled is kept in the user's cache folder, by its source, its flags, its compiler and
+    the instructions of the CPU, so nodes that share a home folder do not share code.
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    try:
+        # Predefined macros name the version of the compiler and all instructions it may use.
+        macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+        key = hashlib.sha256(source.read_bytes() + macros).hexdigest()[:16]
+        with tempfile.TemporaryDirectory() as private:
+            library = _cache_folder(Path(private)) / f"{source.stem}-{key}.so"
+            if not library.exists():
+                _compile(compiler, source, library)
+            return ctypes.CDLL(str(library))
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = getattr(error, "stderr", None) or str(error).encode()
+        line = reason.decode(errors="replace").strip().partition("\n")[0]
+        logger.warning("slower without compiled C++ (%s): %s", source.name, line)
+        return None
+
+
+def _compile(compiler: list[str], source: Path, library: Path) -> None:
+    """Other processes may compile the same file at the same time: the last one stays."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        new = Path(folder) / library.name
+        _run([*compiler, *_FLAGS, str(source), "-o", str(new)])
+        new.replace(library)
+
+
+def _cache_folder(otherwise: Path) -> Path:
+    """The user's cache folder of the project, or the one given if that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "longhaul"
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return otherwise
+    is_own = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    return folder if is_own else otherwise
+
+
+def _run(command: list[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True).stdout
