@@ -1,8 +1,9 @@
-"""φ at degree 2 in float32 on a CPU: products whose features are never written to memory."""
+"""What compiled.cpp does in float32 on a CPU: transposed copies, and products with φ at degree 2
+whose features are never written to memory."""
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int, c_void_p
+from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -13,26 +14,59 @@ from longhaul.kernels import native
 from longhaul.kernels.power.torch.features import StateToRead
 
 
+_Numbers = c_int64 * 5
+
+
 @cache
 def _functions() -> CDLL | None:
-    functions = native.load(Path(__file__).with_name("features.cpp"))
+    functions = native.load(Path(__file__).with_name("compiled.cpp"))
     if functions is not None:
-        for name in ("read_state", "update_state", "contract_state"):
-            function = getattr(functions, name)
-            pointers = 3 if name == "read_state" else 4
-            function.argtypes = [c_void_p] * pointers + [c_int] * 6
-            function.restype = None
+        functions.read_state.argtypes = [c_void_p] * 3 + [c_int] * 6
+        functions.update_state.argtypes = [c_void_p] * 4 + [c_int] * 6
+        functions.contract_state.argtypes = [c_void_p] * 4 + [c_int] * 6
+        functions.copy_transposed.argtypes = [
+            *[c_void_p] * 2,
+            *[_Numbers] * 3,
+            c_float,
+            c_int,
+            c_int,
+        ]
     return functions
+
+
+def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) -> None:
+    """target ← scale · source, or target += scale · source, both (n, b, h, width, tokens).
+
+    Compiled where the width is innermost in one of them and tokens are in the other, in float32 on
+    a CPU; by torch otherwise.
+    """
+    for x, y in ((source, target), (source.mT, target.mT)):
+        if x.stride(3) == y.stride(4) == 1 and _is_float32(x) and _is_float32(y):
+            functions = _functions()
+            if functions is not None:
+                sizes = (_Numbers(*each) for each in (x.shape, x.stride(), y.stride()))
+                threads = torch.get_num_threads()
+                functions.copy_transposed(x.data_ptr(), y.data_ptr(), *sizes, scale, add, threads)
+                return
+    if add:
+        target.add_(source, alpha=scale)
+        return
+    target.copy_(source)
+    if scale != 1:
+        target.mul_(scale)
+
+
+def _is_float32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and x.device.type == "cpu"
 
 
 def is_compiled(degree: int, like: Tensor) -> bool:
     """Whether `CompiledFeatureMap` serves tensors like this one."""
-    serves = degree == 2 and like.dtype == torch.float32 and like.device.type == "cpu"
-    return serves and _functions() is not None
+    return degree == 2 and _is_float32(like) and _functions() is not None
 
 
 class CompiledFeatureMap:
-    """The products of `features.FeatureMap`, by the functions of features.cpp.
+    """The products of `features.FeatureMap`, by the functions of compiled.cpp.
 
     All tensors are contiguous, and states are without the multiplicity of their features.
     """

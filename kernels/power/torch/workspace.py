@@ -14,7 +14,11 @@ from torch import Tensor
 
 from longhaul.kernels.power.torch.attention import InsideChunks, Keys
 from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
-from longhaul.kernels.power.torch.compiled import CompiledFeatureMap, is_compiled
+from longhaul.kernels.power.torch.compiled import (
+    CompiledFeatureMap,
+    copy_transposed,
+    is_compiled,
+)
 from longhaul.kernels.power.torch.features import FeatureScratch, TorchFeatureMap
 from longhaul.kernels.shapes import padded_width
 
@@ -159,12 +163,7 @@ class Workspace:
         Absent tokens of its last block are zeros. Rows of the buffer beyond the width stay.
         """
         for target, part in self._parts(into, source, rows, segment):
-            if scale == 1.0:
-                target.copy_(part)
-            elif part.dtype == target.dtype:
-                torch.mul(part, scale, out=target)
-            else:
-                target.copy_(part).mul_(scale)
+            copy_transposed(part, target, scale=scale, add=False)
         size = self._problem.block_size
         present = (segment.end - segment.start) % size
         if present:
@@ -175,10 +174,7 @@ class Workspace:
     ) -> None:
         """Copy a buffer into the segment's part of `into` (B, T, heads, width)."""
         for part, target in self._parts(x, into, rows, segment):
-            if add:
-                target.add_(part)
-            else:
-                target.copy_(part)
+            copy_transposed(part, target, scale=1.0, add=add)
 
     def _parts(
         self, buffer: Tensor, outside: Tensor, rows: Rows, segment: Segment

@@ -1,10 +1,10 @@
-// The products of the chunked form with φ(x) at degree 2, in float32, on the cores of a CPU.
+// What torch does slowly on a CPU, in float32: products with φ(x) at degree 2, and transposed copies.
 //
-// Features are made in registers and used there, so no φ is ever written to memory. README.md,
+// In the products features are made in registers and used there, so no φ is ever written to memory. README.md,
 // section 3, defines their layout: in the row of a tile I, x[j] x[8 I + a] for j ≥ 8 I and a < 8.
 // Entries beyond the diagonal tile represent two orderings, eq. (7): a state is multiplied as it is
-// read. Every function takes contiguous tensors, x (rows, K, C) with K in whole tiles and tokens
-// innermost, a state (rows, V, P) and values (rows, V, C), where V counts the norm too.
+// read. Tensors are contiguous: x (rows, K, C) with K in whole tiles and tokens innermost, a state
+// (rows, V, P) and values (rows, V, C), where V counts the norm too.
 
 #include <algorithm>
 #include <cstdint>
@@ -66,6 +66,39 @@ void store_tokens(const float* from, int width, int C, int first, float* to) {
   const int present = std::min(kSpan, C - first);
   for (int k = 0; k < width; ++k, from += kSpan) {
     std::copy_n(from, present, to + int64_t(k) * C + first);
+  }
+}
+
+// The transpose of a square: of its quarters, of their quarters, and so on.
+inline void transpose(Vector (&x)[kLanes]) {
+  using Lanes = int32_t __attribute__((vector_size(4 * kLanes)));
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    Lanes upper, lower;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      upper[lane] = lane & half ? lane - half + kLanes : lane;
+      lower[lane] = lane & half ? lane + kLanes : lane + half;
+    }
+#pragma GCC unroll 16
+    for (int row = 0; row < kLanes; ++row) {
+      if (row & half) continue;
+      const Vector above = x[row], below = x[row + half];
+      x[row] = __builtin_shuffle(above, below, upper);
+      x[row + half] = __builtin_shuffle(above, below, lower);
+    }
+  }
+}
+
+inline void copy_square(const float* from, int64_t from_column, float* to, int64_t to_row,
+                        float scale, bool adds) {
+  Vector x[kLanes];
+#pragma GCC unroll 16
+  for (int column = 0; column < kLanes; ++column) x[column] = load(from + column * from_column);
+  transpose(x);
+#pragma GCC unroll 16
+  for (int row = 0; row < kLanes; ++row) {
+    float* const at = to + row * to_row;
+    store(at, adds ? load(at) + x[row] * scale : x[row] * scale);
   }
 }
 
@@ -282,6 +315,42 @@ void contract_state(const float* state, const float* values, const float* x, flo
           }
         }
         store_tokens(down, K, C, first, dx + int64_t(row) * K * C);
+      }
+    }
+  }
+}
+
+// to = scale · from, or to += scale · from. Both have the same five sizes, and strides in numbers:
+// the fourth is 1 in `from`, the fifth in `to`.
+void copy_transposed(const float* from, float* to, const int64_t* sizes,
+                     const int64_t* from_strides, const int64_t* to_strides, float scale, int adds,
+                     int threads) {
+  const int64_t rows = sizes[3], columns = sizes[4];
+  const int64_t from_column = from_strides[4], to_row = to_strides[3];
+#pragma omp parallel for collapse(4) num_threads(threads)
+  for (int64_t i = 0; i < sizes[0]; ++i) {
+    for (int64_t j = 0; j < sizes[1]; ++j) {
+      for (int64_t k = 0; k < sizes[2]; ++k) {
+        for (int64_t row = 0; row < rows; row += kLanes) {
+          const float* source = from + i * from_strides[0] + j * from_strides[1] +
+                                k * from_strides[2] + row;
+          float* target = to + i * to_strides[0] + j * to_strides[1] + k * to_strides[2] +
+                          row * to_row;
+          for (int64_t column = 0; column < columns; column += kLanes) {
+            if (row + kLanes <= rows && column + kLanes <= columns) {
+              copy_square(source, from_column, target, to_row, scale, adds);
+            } else {
+              for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - row); ++r) {
+                for (int64_t c = 0; c < std::min<int64_t>(kLanes, columns - column); ++c) {
+                  float& entry = target[r * to_row + c];
+                  entry = scale * source[c * from_column + r] + (adds ? entry : 0.0f);
+                }
+              }
+            }
+            source += kLanes * from_column;
+            target += kLanes;
+          }
+        }
       }
     }
   }
