@@ -21,14 +21,16 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 def load(source: Path) -> ctypes.CDLL | None:
     """The functions of a C++ file; None, with one warning, where it cannot be compiled.
 
-    What was compiled is kept in the user's cache folder, by its source, its flags, its compiler and
-    the instructions of the CPU, so nodes that share a home folder do not share code.
+    What was compiled is kept in the user's cache folder, by all C++ of the folder, the flags, the
+    compiler and the instructions of the CPU, so nodes that share a home folder share no wrong code.
     """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     try:
         # Predefined macros name the version of the compiler and all instructions it may use.
         macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-        key = hashlib.sha256(source.read_bytes() + macros).hexdigest()[:16]
+        files = [path for path in source.parent.iterdir() if path.suffix in (".cpp", ".h")]
+        content = b"".join(path.read_bytes() for path in sorted(files))
+        key = hashlib.sha256(content + macros).hexdigest()[:16]
         with tempfile.TemporaryDirectory() as private:
             library = _cache_folder(Path(private)) / f"{source.stem}-{key}.so"
             if not library.exists():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.state import unit_above
 from longhaul.kernels.power.torch.chunking import Problem, exp2_flushed_
+from longhaul.kernels.power.torch.compiled import attend, attend_backward, is_compiled
 
 # Bytes of a tensor of scores, of which some exist at a time: what second-level caches can hold.
 _SCORE_BYTES = 1 << 20
@@ -58,6 +59,7 @@ class InsideChunks:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self.degree, self._V, self._like = problem.degree, problem.V, like
         self._fades_scores, self._rows = problem.fades_scores, problem.num_rows
+        self._is_compiled = is_compiled(problem.degree, like)
         self._root = problem.degree if problem.fades_scores else 1  # of the decays
         self._size = size = problem.block_size
         self._has_past = problem.blocks_per_chunk > 1
@@ -93,6 +95,9 @@ class InsideChunks:
 
     def forward(self, q: Tensor, keys: Keys, num: Tensor) -> None:
         """Write numerators and denominators."""
+        if self._is_compiled:
+            attend(q, *keys, num, self._rows, self._has_past)
+            return
         if self._has_past:
             num.zero_()
         for pairs in self._past(keys):
@@ -110,7 +115,11 @@ class InsideChunks:
         *,
         adds: bool,
     ) -> None:
-        """Write dq, and write or add to dk and dv; scores are recomputed. dnum is overwritten."""
+        """Write dq, and write or add to dk and dv; scores are recomputed. dnum may be
+        overwritten."""
+        if self._is_compiled:
+            attend_backward(q, *keys, dnum, into, self._rows, self._has_past, adds=adds)
+            return
         for pairs in self._own(keys):
             self._backward_pairs(q, keys, dnum, into, pairs, beta=(0, int(adds)))
         self._fade_sums(dnum, keys)

@@ -148,7 +148,7 @@ class Workspace:
     def inside_keys(self, segment: Segment, decay: Decay | None) -> Keys:
         """What attention inside chunks reads of keys and values."""
         k, v = (x[: segment.blocks].flatten(0, 1) for x in (self.keys.k, self.keys.v))
-        return Keys(k, v, None if decay is None else decay.log_decay.flatten(0, 1))
+        return Keys(k, v, None if decay is None else decay.log_decay.flatten(0, 1).contiguous())
 
     def faded_values(self, segment: Segment, decay: Decay | None) -> Tensor:
         """Values times the decays to the end of their chunk, (blocks, rows, V + 1, tokens)."""
@@ -179,7 +179,7 @@ class Workspace:
     def _parts(
         self, buffer: Tensor, outside: Tensor, rows: Rows, segment: Segment
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views: of a buffer, and of the same tokens outside.
+        """Pairs of views (blocks, b, h, width, tokens): of a buffer, and of the same tokens outside.
 
         The first pair is of all whole blocks, the second of the tokens of the last, shorter block.
         """
@@ -193,6 +193,6 @@ class Workspace:
             blocks = part[:, : whole * size].unflatten(1, (whole, size))
             found.append((by_head[:whole], rearrange(blocks, "b n t h w -> n b h w t")))
         if rest:
-            last = rearrange(part[:, whole * size :], "b t h w -> b h w t")
-            found.append((by_head[whole, ..., :rest], last))
+            last = rearrange(part[:, None, whole * size :], "b n t h w -> n b h w t")
+            found.append((by_head[whole : whole + 1, ..., :rest], last))
         return found

@@ -1,5 +1,5 @@
-"""What compiled.cpp does in float32 on a CPU: transposed copies, and products with φ at degree 2
-whose features are never written to memory."""
+"""What torch does slowly in float32 on a CPU, in C++: transposed copies, and at degree 2 attention
+inside chunks and products with φ."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import Tensor
 from longhaul.kernels import native
 from longhaul.kernels.power.torch.features import StateToRead
 
-
 _Numbers = c_int64 * 5
 
 
 @cache
 def _functions() -> CDLL | None:
-    functions = native.load(Path(__file__).with_name("compiled.cpp"))
+    functions = native.load(Path(__file__).with_name("functions.cpp"))
     if functions is not None:
         functions.read_state.argtypes = [c_void_p] * 3 + [c_int] * 6
         functions.update_state.argtypes = [c_void_p] * 4 + [c_int] * 6
         functions.contract_state.argtypes = [c_void_p] * 4 + [c_int] * 6
+        functions.attend.argtypes = [c_void_p] * 5 + [c_int] * 7
+        functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 8
         functions.copy_transposed.argtypes = [
             *[c_void_p] * 2,
             *[_Numbers] * 3,
@@ -61,12 +62,60 @@ def _is_float32(x: Tensor) -> bool:
 
 
 def is_compiled(degree: int, like: Tensor) -> bool:
-    """Whether `CompiledFeatureMap` serves tensors like this one."""
+    """Whether the functions below and `CompiledFeatureMap` serve tensors like this one."""
     return degree == 2 and _is_float32(like) and _functions() is not None
 
 
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    num: Tensor,
+    rows: int,
+    has_past: bool,
+) -> None:
+    """Write the numerators and denominators (items, V + 1, tokens) of attention inside chunks.
+
+    q, k and v are (items, K or V + 1, tokens), log decays (items, 1, tokens) in float64. Items are
+    blocks of tokens of `rows` rows, sorted by blocks; with a past, each meets all blocks before it.
+    """
+    tensors = _pointers(q, k, v, log_decay, num)
+    sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
+    _compiled().attend(*tensors, *sizes, torch.get_num_threads())
+
+
+def attend_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    dnum: Tensor,
+    into: tuple[Tensor, Tensor, Tensor],
+    rows: int,
+    has_past: bool,
+    *,
+    adds: bool,
+) -> None:
+    """Write dq, and write or add to dk and dv, from the gradients of what `attend` writes."""
+    tensors = _pointers(q, k, v, log_decay, dnum, *into)
+    sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
+    _compiled().attend_backward(*tensors, adds, *sizes, torch.get_num_threads())
+
+
+def _compiled() -> CDLL:
+    functions = _functions()
+    assert functions is not None
+    return functions
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    assert all(x is None or x.is_contiguous() for x in tensors)
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
 class CompiledFeatureMap:
-    """The products of `features.FeatureMap`, by the functions of compiled.cpp.
+    """The products of `features.FeatureMap`, by the functions of features.h.
 
     All tensors are contiguous, and states are without the multiplicity of their features.
     """
@@ -90,9 +139,7 @@ class CompiledFeatureMap:
         self._call("contract_state", read.state, values, self._x, self._dx)
 
     def _call(self, name: str, state: Tensor, *tensors: Tensor) -> None:
-        assert all(x.is_contiguous() for x in (state, *tensors)), name
         rows, V, P = state.shape
-        K, tokens = self._x.shape[1:]
-        function = getattr(_functions(), name)
-        pointers = (x.data_ptr() for x in (state, *tensors))
-        function(*pointers, rows, V, K, tokens, P, torch.get_num_threads())
+        sizes = rows, V, *self._x.shape[1:], P
+        function = getattr(_compiled(), name)
+        function(*_pointers(state, *tensors), *sizes, torch.get_num_threads())

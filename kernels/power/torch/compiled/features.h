@@ -1,127 +1,19 @@
-// What torch does slowly on a CPU, in float32: products with φ(x) at degree 2, and transposed copies.
+// Products with φ(x) at degree 2.
 //
-// In the products features are made in registers and used there, so no φ is ever written to memory. README.md,
+// Features are made in registers and used there, so no φ is ever written to memory. README.md,
 // section 3, defines their layout: in the row of a tile I, x[j] x[8 I + a] for j ≥ 8 I and a < 8.
 // Entries beyond the diagonal tile represent two orderings, eq. (7): a state is multiplied as it is
 // read. Tensors are contiguous: x (rows, K, C) with K in whole tiles and tokens innermost, a state
 // (rows, V, P) and values (rows, V, C), where V counts the norm too.
+#pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
+#include "vectors.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kRegisters = 32;
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kRegisters = 16;
-#elif defined(__aarch64__)
-constexpr int kLanes = 4, kRegisters = 32;
-#else
-constexpr int kLanes = 4, kRegisters = 16;
-#endif
 constexpr int kTile = 8;
-constexpr int kSpan = 2 * kLanes;  // tokens, or features, that are processed at a time
-// Rows of a state or of values that are summed at a time, in two registers each.
-constexpr int kRows = kRegisters == 32 ? 13 : 6;
 
-using Vector = float __attribute__((vector_size(4 * kLanes)));
-using Unaligned = float __attribute__((vector_size(4 * kLanes), aligned(4)));
 using Tile = float __attribute__((vector_size(4 * kTile), aligned(4)));
-
-inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
-inline void store(float* to, Vector x) { *reinterpret_cast<Unaligned*>(to) = x; }
-
-// Memory of one thread that starts at a cache line, so that no load crosses one.
-class Scratch {
- public:
-  explicit Scratch(size_t floats) : memory_(floats + 16) {
-    const auto address = reinterpret_cast<uintptr_t>(memory_.data());
-    next_ = memory_.data() + (64 - address % 64) % 64 / sizeof(float);
-  }
-  float* take(size_t floats) {
-    float* const taken = next_;
-    next_ += floats;
-    return taken;
-  }
-
- private:
-  std::vector<float> memory_;
-  float* next_;
-};
-
-// Copies the tokens from `first` on, of `width` rows of C, and fills up with zeros.
-void load_tokens(const float* from, int width, int C, int first, float* to) {
-  const int present = std::min(kSpan, C - first);
-  for (int k = 0; k < width; ++k, to += kSpan) {
-    std::copy_n(from + int64_t(k) * C + first, present, to);
-    std::fill(to + present, to + kSpan, 0.0f);
-  }
-}
-
-void store_tokens(const float* from, int width, int C, int first, float* to) {
-  const int present = std::min(kSpan, C - first);
-  for (int k = 0; k < width; ++k, from += kSpan) {
-    std::copy_n(from, present, to + int64_t(k) * C + first);
-  }
-}
-
-// The transpose of a square: of its quarters, of their quarters, and so on.
-inline void transpose(Vector (&x)[kLanes]) {
-  using Lanes = int32_t __attribute__((vector_size(4 * kLanes)));
-#pragma GCC unroll 4
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    Lanes upper, lower;
-    for (int lane = 0; lane < kLanes; ++lane) {
-      upper[lane] = lane & half ? lane - half + kLanes : lane;
-      lower[lane] = lane & half ? lane + kLanes : lane + half;
-    }
-#pragma GCC unroll 16
-    for (int row = 0; row < kLanes; ++row) {
-      if (row & half) continue;
-      const Vector above = x[row], below = x[row + half];
-      x[row] = __builtin_shuffle(above, below, upper);
-      x[row + half] = __builtin_shuffle(above, below, lower);
-    }
-  }
-}
-
-inline void copy_square(const float* from, int64_t from_column, float* to, int64_t to_row,
-                        float scale, bool adds) {
-  Vector x[kLanes];
-#pragma GCC unroll 16
-  for (int column = 0; column < kLanes; ++column) x[column] = load(from + column * from_column);
-  transpose(x);
-#pragma GCC unroll 16
-  for (int row = 0; row < kLanes; ++row) {
-    float* const at = to + row * to_row;
-    store(at, adds ? load(at) + x[row] * scale : x[row] * scale);
-  }
-}
-
-// Calls body(number of rows as a constant, first row) for about equal parts of V rows.
-template <typename Body, int Rows = kRows>
-void call_with(int rows, int first, const Body& body) {
-  if constexpr (Rows > 0) {
-    if (rows == Rows) {
-      body(std::integral_constant<int, Rows>{}, first);
-    } else {
-      call_with<Body, Rows - 1>(rows, first, body);
-    }
-  }
-}
-
-template <typename Body>
-void for_rows(int V, const Body& body) {
-  for (int first = 0, parts = (V + kRows - 1) / kRows; parts > 0; --parts) {
-    const int rows = (V - first) / parts;
-    call_with(rows, first, body);
-    first += rows;
-  }
-}
 
 // Adds to `sums` (Rows, kSpan) what the features of the tile row that starts at `tile` contribute.
 template <int Rows>
@@ -148,34 +40,6 @@ void read_tile_row(const float* state, int64_t P, const float* x, int K, int til
     float* const to = sums + r * kSpan;
     store(to, load(to) + sum[r][0]);
     store(to + kLanes, load(to + kLanes) + sum[r][1]);
-  }
-}
-
-// state (Rows, kSpan features) = keep · state + Σ over tokens of values · features (C, kSpan).
-template <int Rows>
-void add_features(
-    float* state, int64_t P, const float* features, const float* values, int C, float keep) {
-  Vector sum[Rows][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-    // Not 0 · state, which may be uninitialised.
-    sum[r][0] = keep == 0 ? Vector{} : load(state + r * P) * keep;
-    sum[r][1] = keep == 0 ? Vector{} : load(state + r * P + kLanes) * keep;
-  }
-  for (int c = 0; c < C; ++c) {
-    const Vector feature0 = load(features + c * kSpan);
-    const Vector feature1 = load(features + c * kSpan + kLanes);
-#pragma GCC unroll 16
-    for (int r = 0; r < Rows; ++r) {
-      const float value = values[r * int64_t(C) + c];
-      sum[r][0] += feature0 * value;
-      sum[r][1] += feature1 * value;
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-    store(state + r * P, sum[r][0]);
-    store(state + r * P + kLanes, sum[r][1]);
   }
 }
 
@@ -277,10 +141,7 @@ void update_state(float* state, const float* x, const float* values, const float
                   first * own[int64_t(c) * K + j + d];
             }
           }
-          for_rows(V, [&](auto count, int v) {
-            add_features<count>(part + int64_t(v) * P, P, features,
-                                values + (int64_t(row) * V + v) * C, C, keep[row]);
-          });
+          multiply(V, values + int64_t(row) * V * C, C, 1, features, kSpan, C, part, P, keep[row]);
         }
       }
     }
@@ -315,42 +176,6 @@ void contract_state(const float* state, const float* values, const float* x, flo
           }
         }
         store_tokens(down, K, C, first, dx + int64_t(row) * K * C);
-      }
-    }
-  }
-}
-
-// to = scale · from, or to += scale · from. Both have the same five sizes, and strides in numbers:
-// the fourth is 1 in `from`, the fifth in `to`.
-void copy_transposed(const float* from, float* to, const int64_t* sizes,
-                     const int64_t* from_strides, const int64_t* to_strides, float scale, int adds,
-                     int threads) {
-  const int64_t rows = sizes[3], columns = sizes[4];
-  const int64_t from_column = from_strides[4], to_row = to_strides[3];
-#pragma omp parallel for collapse(4) num_threads(threads)
-  for (int64_t i = 0; i < sizes[0]; ++i) {
-    for (int64_t j = 0; j < sizes[1]; ++j) {
-      for (int64_t k = 0; k < sizes[2]; ++k) {
-        for (int64_t row = 0; row < rows; row += kLanes) {
-          const float* source = from + i * from_strides[0] + j * from_strides[1] +
-                                k * from_strides[2] + row;
-          float* target = to + i * to_strides[0] + j * to_strides[1] + k * to_strides[2] +
-                          row * to_row;
-          for (int64_t column = 0; column < columns; column += kLanes) {
-            if (row + kLanes <= rows && column + kLanes <= columns) {
-              copy_square(source, from_column, target, to_row, scale, adds);
-            } else {
-              for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - row); ++r) {
-                for (int64_t c = 0; c < std::min<int64_t>(kLanes, columns - column); ++c) {
-                  float& entry = target[r * to_row + c];
-                  entry = scale * source[c * from_column + r] + (adds ? entry : 0.0f);
-                }
-              }
-            }
-            source += kLanes * from_column;
-            target += kLanes;
-          }
-        }
       }
     }
   }

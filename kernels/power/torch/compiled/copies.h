@@ -1,0 +1,61 @@
+// Copies between tensors with their width innermost and buffers with their tokens innermost.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+inline void copy_square(const float* from, int64_t from_column, float* to, int64_t to_row,
+                        float scale, bool adds) {
+  Vector x[kLanes];
+#pragma GCC unroll 16
+  for (int column = 0; column < kLanes; ++column) x[column] = load(from + column * from_column);
+  transpose(x);
+#pragma GCC unroll 16
+  for (int row = 0; row < kLanes; ++row) {
+    float* const at = to + row * to_row;
+    store(at, adds ? load(at) + x[row] * scale : x[row] * scale);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// to = scale · from, or to += scale · from. Both have the same five sizes, and strides in numbers:
+// the fourth is 1 in `from`, the fifth in `to`.
+void copy_transposed(const float* from, float* to, const int64_t* sizes,
+                     const int64_t* from_strides, const int64_t* to_strides, float scale, int adds,
+                     int threads) {
+  const int64_t rows = sizes[3], columns = sizes[4];
+  const int64_t from_column = from_strides[4], to_row = to_strides[3];
+#pragma omp parallel for collapse(4) num_threads(threads)
+  for (int64_t i = 0; i < sizes[0]; ++i) {
+    for (int64_t j = 0; j < sizes[1]; ++j) {
+      for (int64_t k = 0; k < sizes[2]; ++k) {
+        for (int64_t row = 0; row < rows; row += kLanes) {
+          const float* source = from + i * from_strides[0] + j * from_strides[1] +
+                                k * from_strides[2] + row;
+          float* target = to + i * to_strides[0] + j * to_strides[1] + k * to_strides[2] +
+                          row * to_row;
+          for (int64_t column = 0; column < columns; column += kLanes) {
+            if (row + kLanes <= rows && column + kLanes <= columns) {
+              copy_square(source, from_column, target, to_row, scale, adds);
+            } else {
+              for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - row); ++r) {
+                for (int64_t c = 0; c < std::min<int64_t>(kLanes, columns - column); ++c) {
+                  float& entry = target[r * to_row + c];
+                  entry = scale * source[c * from_column + r] + (adds ? entry : 0.0f);
+                }
+              }
+            }
+            source += kLanes * from_column;
+            target += kLanes;
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // extern "C"
