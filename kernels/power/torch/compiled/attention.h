@@ -109,6 +109,7 @@ void attend(const float* q, const float* k, const float* values, const double* l
   const int64_t keys_size = int64_t(K) * C, values_size = int64_t(V) * C;
 #pragma omp parallel num_threads(threads)
   {
+    const FlushDenormals flushing;
     Scratch scratch(size_t(K + V + round_up(C)) * kSpan + round_up(C));
     float* const query = scratch.take(size_t(K) * kSpan);
     float* const sum = scratch.take(size_t(V) * kSpan);
@@ -165,6 +166,7 @@ void attend_backward(const float* q, const float* k, const float* values, const 
   const int tasks = has_past ? rows : items;
 #pragma omp parallel num_threads(threads)
   {
+    const FlushDenormals flushing;
     const size_t width = std::max(K, V);
     Scratch scratch((2 * K + 2 * V + width + kSpan) * size_t(kSpan) +
                     2 * size_t(round_up(C)) * kSpan + round_up(C));

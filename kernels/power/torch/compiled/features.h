@@ -85,6 +85,7 @@ void read_state(const float* state, const float* x, float* out, int rows, int V,
                 int P, int threads) {
 #pragma omp parallel num_threads(threads)
   {
+    const FlushDenormals flushing;
     Scratch scratch(size_t(K + V) * kSpan);
     float* const own = scratch.take(size_t(K) * kSpan);
     float* const sums = scratch.take(size_t(V) * kSpan);
@@ -113,6 +114,7 @@ void update_state(float* state, const float* x, const float* values, const float
   std::vector<float> transposed(size_t(rows) * C * K);
 #pragma omp parallel num_threads(threads)
   {
+    const FlushDenormals flushing;
     Scratch scratch(size_t(C) * kSpan);
     float* const features = scratch.take(size_t(C) * kSpan);
 #pragma omp for collapse(2)
@@ -153,6 +155,7 @@ void contract_state(const float* state, const float* values, const float* x, flo
                     int V, int K, int C, int P, int threads) {
 #pragma omp parallel num_threads(threads)
   {
+    const FlushDenormals flushing;
     Scratch scratch(size_t(2 * K + V) * kSpan);
     float* const own = scratch.take(size_t(K) * kSpan);
     float* const down = scratch.take(size_t(K) * kSpan);
