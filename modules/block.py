@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from longhaul.kernels.gelu import gelu
 from longhaul.modules.attention import Attention
 
 
@@ -19,7 +19,7 @@ class MLP(nn.Module):
         self.out = nn.Linear(4 * model_dim, model_dim, bias=biases)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
-        return self.out(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.out(gelu(self.up(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

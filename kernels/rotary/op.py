@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longhaul.kernels.backend import Backend, uses_triton, why_dtype_unsupported
+from longhaul.kernels.rotary import compiled
 
 
 def rotate(
@@ -47,8 +49,13 @@ def rotate(
         first, second = (half.to(cos.dtype) for half in x.chunk(2, dim=-1))
         turned = first * cos - second * sin, first * sin + second * cos
         return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
-    is_on_gpu = uses_triton(backend, x.device, _why_not(x, cos))
-    result: Tensor = _Rotation.apply(x, cos, sin, is_on_gpu)  # type: ignore[no-untyped-call]
+    kernels = None
+    if uses_triton(backend, x.device, _why_not(x, cos)):
+        # Triton takes long to import, and may not be installed.
+        from longhaul.kernels.rotary import triton as kernels
+    elif compiled.serves(x, cos, sin):
+        kernels = compiled
+    result: Tensor = _Rotation.apply(x, cos, sin, kernels)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -65,15 +72,14 @@ def _why_not(x: Tensor, cos: Tensor) -> str | None:
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, is_on_gpu: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, kernels: ModuleType | None
+    ) -> Tensor:
         # Only gradients of phases depend on x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, cos, sin)
-        ctx.is_on_gpu = is_on_gpu
-        if is_on_gpu:
-            # Triton takes long to import, and may not be installed.
-            from longhaul.kernels.rotary import triton
-
-            return triton.rotated(x, cos, sin)
+        ctx.kernels = kernels
+        if kernels is not None:
+            return kernels.rotated(x, cos, sin)
         exact = x.to(cos.dtype)
         turned = torch.empty_like(exact)
         (first, second), (one, two) = exact.chunk(2, dim=-1), turned.chunk(2, dim=-1)
@@ -86,11 +92,9 @@ class _Rotation(torch.autograd.Function):
         x, cos, sin = ctx.saved_tensors
         needs_phases = any(ctx.needs_input_grad[1:3])
         # Second derivatives take the formulas below, which are differentiable.
-        if needs_phases and ctx.is_on_gpu and not torch.is_grad_enabled():
-            from longhaul.kernels.rotary import triton
-
-            return *triton.gradients(dy, x, cos, sin), None
-        dx: Tensor = _Rotation.apply(dy, cos, -sin, ctx.is_on_gpu)  # type: ignore[no-untyped-call]
+        if needs_phases and ctx.kernels is not None and not torch.is_grad_enabled():
+            return *ctx.kernels.gradients(dy, x, cos, sin), None
+        dx: Tensor = _Rotation.apply(dy, cos, -sin, ctx.kernels)  # type: ignore[no-untyped-call]
         if not needs_phases:
             return dx, None, None, None
         (one, two), (first, second) = (a.to(cos.dtype).chunk(2, dim=-1) for a in (dy, x))

@@ -42,7 +42,7 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
     a CPU; by torch otherwise.
     """
     for x, y in ((source, target), (source.mT, target.mT)):
-        if x.stride(3) == y.stride(4) == 1 and _is_float32(x) and _is_float32(y):
+        if x.stride(3) == y.stride(4) == 1 and native.serves(x, y):
             functions = _functions()
             if functions is not None:
                 sizes = (_Numbers(*each) for each in (x.shape, x.stride(), y.stride()))
@@ -57,13 +57,9 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
         target.mul_(scale)
 
 
-def _is_float32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
-
-
 def is_compiled(degree: int, like: Tensor) -> bool:
     """Whether the functions below and `CompiledFeatureMap` serve tensors like this one."""
-    return degree == 2 and _is_float32(like) and _functions() is not None
+    return degree == 2 and native.serves(like) and _functions() is not None
 
 
 def attend(

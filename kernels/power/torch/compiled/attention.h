@@ -13,20 +13,9 @@ namespace {
 
 using Doubles = double __attribute__((vector_size(8 * kLanes)));
 
-// 2^x, flushed to 0 up to 2^−64, as exp2_flushed_ of ../chunking.py. A whole power of two times a
-// polynomial in what is left, at most 1/2: the series of e^(x log 2), whose next term is 5e-9.
+// 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of ../chunking.py.
 inline Vector exp2_flushed(Vector x) {
-  const Vector bounded = x > -65.0f ? x : Vector{} - 65.0f;
-  const Vector shift = Vector{} + 12582912.0f;  // 1.5 · 2^23: adding it rounds to whole numbers
-  const Vector shifted = bounded + shift;
-  const Vector rest = bounded - (shifted - shift);
-  Vector power = Vector{} + 1.5252734e-5f;
-  for (const float term : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f,
-                           2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
-    power = power * rest + term;
-  }
-  const Integers exponent = (Integers(shifted) - Integers(shift)) << 23;
-  return Vector((Integers(power) + exponent) & Integers(x > -64.0f));
+  return Vector(Integers(exp2(x > -65.0f ? x : Vector{} - 65.0f)) & Integers(x > -64.0f));
 }
 
 // The decays of a span of queries, from log decays of their block.

@@ -12,24 +12,29 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
+_HEADERS = Path(__file__).parent
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{_HEADERS}")
 
 
 @cache
 def load(source: Path) -> ctypes.CDLL | None:
     """The functions of a C++ file; None, with one warning, where it cannot be compiled.
 
-    What was compiled is kept in the user's cache folder, by all C++ of the folder, the flags, the
-    compiler and the instructions of the CPU, so nodes that share a home folder share no wrong code.
+    What was compiled is kept in the user's cache folder, by the file and all headers, the compiler
+    and the instructions of the CPU, so nodes that share a home folder share no wrong code.
     """
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     try:
         # Predefined macros name the version of the compiler and all instructions it may use.
         macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
-        files = [path for path in source.parent.iterdir() if path.suffix in (".cpp", ".h")]
-        content = b"".join(path.read_bytes() for path in sorted(files))
+        files = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")), source]
+        content = b"".join(path.read_bytes() for path in files)
         key = hashlib.sha256(content + macros).hexdigest()[:16]
         with tempfile.TemporaryDirectory() as private:
             library = _cache_folder(Path(private)) / f"{source.stem}-{key}.so"
@@ -41,6 +46,14 @@ def load(source: Path) -> ctypes.CDLL | None:
         line = reason.decode(errors="replace").strip().partition("\n")[0]
         logger.warning("slower without compiled C++ (%s): %s", source.name, line)
         return None
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Whether all tensors are plain ones of float32 on a CPU, whose memory C++ may read."""
+    return all(
+        type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+        for x in tensors
+    )
 
 
 def _compile(compiler: list[str], source: Path, library: Path) -> None:

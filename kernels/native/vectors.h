@@ -32,6 +32,21 @@ using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 inline Vector load(const float* from) { return *reinterpret_cast<const Unaligned*>(from); }
 inline void store(float* to, Vector x) { *reinterpret_cast<Unaligned*>(to) = x; }
 
+// 2^x for x from −126 to 126. A whole power of two times a polynomial in what is left, at most 1/2: the
+// series of e^(x log 2), whose next term is 5e-9.
+inline Vector exp2(Vector x) {
+  const Vector shift = Vector{} + 12582912.0f;  // 1.5 · 2^23: adding it rounds to whole numbers
+  const Vector shifted = x + shift;
+  const Vector rest = x - (shifted - shift);
+  Vector power = Vector{} + 1.5252734e-5f;
+  for (const float term : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f,
+                           2.4022651e-1f, 6.9314718e-1f, 1.0f}) {
+    power = power * rest + term;
+  }
+  const Integers exponent = (Integers(shifted) - Integers(shift)) << 23;
+  return Vector(Integers(power) + exponent);
+}
+
 // Flushes denormal numbers to 0 while it exists, in the thread that made it: arithmetic on one takes a
 // hundred times as long, and products of two strong decays are full of them.
 class FlushDenormals {
