@@ -6,12 +6,13 @@ namespace {
 
 constexpr float kScale = 0.7978845608f, kCubic = 0.044715f;
 
-// σ(2u) = 1 / (1 + 2^(−2u / log 2)).
+// σ(2u) = 1 / (1 + 2^(−2u / log 2)), where 2^64 counts as infinite, and 2^−64 as 0.
 inline Vector sigmoid_of(Vector x) {
   const Vector exponent = x * (x * x * kCubic + 1.0f) * (-2.0f * kScale * 1.4426950409f);
-  // Beyond ±64 the sum is 1 or the power, to the last digit; NaN stays.
-  const Vector above = exponent < -64.0f ? Vector{} - 64.0f : exponent;
-  return 1.0f / (exp2(above > 64.0f ? Vector{} + 64.0f : above) + 1.0f);
+  const Vector above = exponent < -64.0f ? Vector{} - 64.0f : exponent;  // NaN stays
+  const Vector bounded = above > 64.0f ? Vector{} + 64.0f : above;
+  const Vector sigmoid = 1.0f / (exp2(bounded) + 1.0f);
+  return exponent > 64.0f ? Vector{} : sigmoid;
 }
 
 inline Vector value(Vector x, Vector) { return x * sigmoid_of(x); }

@@ -44,8 +44,14 @@ def load(source: Path) -> ctypes.CDLL | None:
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error).encode()
         line = reason.decode(errors="replace").strip().partition("\n")[0]
-        logger.warning("slower without compiled C++ (%s): %s", source.name, line)
+        _warn(line)
         return None
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Once for each reason, not for each file."""
+    logger.warning("float32 on this CPU is slower, as C++ could not be compiled: %s", reason)
 
 
 def serves(*tensors: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ctypes import CDLL, Array, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ _Strides, _Sizes = c_int64 * 3, c_int64 * 4
 def _functions() -> CDLL | None:
     functions = native.load(Path(__file__).with_name("rotary.cpp"))
     if functions is not None:
-        x, phases = [c_void_p, _Strides], [c_void_p, c_void_p, _Strides]
+        x: list[Any] = [c_void_p, _Strides]
+        phases: list[Any] = [c_void_p, c_void_p, _Strides]
         functions.rotate.argtypes = [*x, *phases, c_void_p, _Sizes, c_int]
         functions.rotate_backward.argtypes = [*x, *x, *phases, *[c_void_p] * 3, _Sizes, c_int]
     return functions
@@ -40,7 +42,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gradients(dy: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, cos and sin."""
-    B, T, H, K = x.shape
+    B, T, _, K = x.shape
     dy, x, cos, sin = _readable(dy), _readable(x), cos.contiguous(), sin.contiguous()
     dx = x.new_empty(x.shape)
     dcos, dsin = x.new_empty(2, B, T, cos.shape[2], K // 2).unbind(0)

@@ -49,12 +49,12 @@ def rotate(
         first, second = (half.to(cos.dtype) for half in x.chunk(2, dim=-1))
         turned = first * cos - second * sin, first * sin + second * cos
         return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
-    kernels = None
+    kernels: ModuleType | None = compiled if compiled.serves(x, cos, sin) else None
     if uses_triton(backend, x.device, _why_not(x, cos)):
         # Triton takes long to import, and may not be installed.
-        from longhaul.kernels.rotary import triton as kernels
-    elif compiled.serves(x, cos, sin):
-        kernels = compiled
+        from longhaul.kernels.rotary import triton
+
+        kernels = triton
     result: Tensor = _Rotation.apply(x, cos, sin, kernels)  # type: ignore[no-untyped-call]
     return result
 
@@ -79,7 +79,8 @@ class _Rotation(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, cos, sin)
         ctx.kernels = kernels
         if kernels is not None:
-            return kernels.rotated(x, cos, sin)
+            rotated: Tensor = kernels.rotated(x, cos, sin)
+            return rotated
         exact = x.to(cos.dtype)
         turned = torch.empty_like(exact)
         (first, second), (one, two) = exact.chunk(2, dim=-1), turned.chunk(2, dim=-1)

@@ -179,7 +179,7 @@ class Workspace:
     def _parts(
         self, buffer: Tensor, outside: Tensor, rows: Rows, segment: Segment
     ) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of views (blocks, b, h, width, tokens): of a buffer, and of the same tokens outside.
+        """Pairs of views (blocks, b, h, width, tokens): of a buffer, of the same tokens outside.
 
         The first pair is of all whole blocks, the second of the tokens of the last, shorter block.
         """

@@ -1,0 +1,143 @@
+"""The compiled functions of degree 2, against formulas in float64; and the op without them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longhaul.kernels import native, power_attention, state_features
+from longhaul.kernels.power.torch import compiled
+from longhaul.kernels.power.torch.features import StateToRead, expand, multiplicity
+
+pytestmark = pytest.mark.skipif(
+    not compiled.is_compiled(2, torch.empty(0)), reason="there is no C++ compiler"
+)
+
+# Rows, K, V with the norm, tokens: fewer than any vector, more than one span, and ragged.
+SIZES = [(1, 8, 2, 1), (2, 40, 14, 33), (3, 16, 65, 70), (1, 64, 27, 128)]
+
+
+def close(found: Tensor, wanted: Tensor, terms: int) -> None:
+    """Sums of that many products in float32 are off by about the root of it times its epsilon."""
+    bound = 4 * terms**0.5 * torch.finfo(torch.float32).eps * wanted.abs().max().item()
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_with_features(sizes: tuple[int, int, int, int]) -> None:
+    rows, K, V, C = sizes
+    P = state_features(K, 2)
+    x, values, before = torch.randn(rows, K, C), torch.randn(rows, V, C), torch.randn(rows, K, C)
+    state = torch.randn(rows, V, P)
+    dx, out = before.clone(), torch.empty(rows, V, C)
+    features = compiled.CompiledFeatureMap(x, dx)
+    read = StateToRead(state, [])
+    features.read(read, out)
+    features.contract(read, values)
+
+    wide = x.double().mT.requires_grad_()
+    to_read = state.double() * multiplicity(K, 2, wide)
+    wanted = to_read @ expand(wide, 2).mT
+    close(out, wanted.detach(), P)
+    (gradient,) = torch.autograd.grad(wanted, wide, values.double())
+    close(dx, gradient.mT + before, V * K)
+
+    keep = torch.rand(rows, 1, 1)
+    added = values.double() @ expand(wide.detach(), 2)
+    kept = state.clone()
+    features.add_to(kept, values, keep)
+    close(kept, keep.double() * state + added, C)
+    features.add_to(kept, values, 1.0)
+    close(kept, keep.double() * state + 2 * added, C)
+    written = torch.full_like(state, torch.nan)
+    features.add_to(written, values, 0.0)
+    close(written, added, C)
+
+
+def log_decays(blocks: int, rows: int, C: int) -> Tensor:
+    """Sums of log2 γ over the chunk of each row, (items, 1, tokens): weak and strong gates, with a
+    reset."""
+    log2_g = -torch.rand(rows, blocks * C, dtype=torch.float64)
+    log2_g[::2] *= 0.05
+    log2_g[1::2] *= 9
+    log2_g[:, C // 2] = -192
+    return log2_g.cumsum(1).view(rows, blocks, C).transpose(0, 1).reshape(-1, 1, C)
+
+
+@pytest.mark.parametrize("has_gates", [False, True])
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_attention_inside_chunks(
+    sizes: tuple[int, int, int, int], blocks: int, has_gates: bool
+) -> None:
+    rows, K, V, C = sizes
+    items, has_past = blocks * rows, blocks > 1
+    q, k = torch.randn(2, items, K, C).unbind(0)
+    v, dnum, before = torch.randn(3, items, V, C).unbind(0)
+    log_decay = log_decays(blocks, rows, C) if has_gates else None
+    num = torch.empty(items, V, C)
+    compiled.attend(q, k, v, log_decay, num, rows, has_past)
+
+    def by_row(x: Tensor) -> Tensor:
+        """(rows, width, all tokens) of (items, width, tokens)."""
+        return x.unflatten(0, (blocks, rows)).permute(1, 2, 0, 3).flatten(2)
+
+    wide = [by_row(x).double().requires_grad_() for x in (q, k, v)]
+    weights = (wide[1].mT @ wide[0]) ** 2  # (rows, keys, queries)
+    if log_decay is not None:
+        sums = by_row(log_decay)
+        weights = weights * torch.exp2((sums - sums.mT).clamp(max=0))
+    wanted = wide[2] @ weights.triu()
+    terms = 4 * K * blocks * C
+    close(by_row(num), wanted.detach(), terms)
+
+    gradients = torch.autograd.grad(wanted, wide, by_row(dnum).double())
+    for adds in (False, True):
+        into = torch.full((items, K, C), torch.nan), before[:, :1].repeat(1, K, 1), before.clone()
+        compiled.attend_backward(q, k, v, log_decay, dnum, into, rows, has_past, adds=adds)
+        for n, (found, gradient) in enumerate(zip(into, gradients, strict=True)):
+            start = (before[:, :1].repeat(1, K, 1), before)[n - 1] if adds and n else None
+            total = gradient if start is None else gradient + by_row(start)
+            close(by_row(found), total, terms)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (2, 1, 3, 17, 40), (1, 2, 2, 64, 16)])
+def test_transposed_copies(shape: tuple[int, ...]) -> None:
+    n, b, h, width, tokens = shape
+    buffer = torch.randn(n, b, h, width + 1, tokens)[:, :, :, :width]
+    outside = torch.randn(b, n, tokens, h, width).permute(1, 0, 3, 4, 2)
+    for source, target in ((buffer, outside), (outside, buffer)):
+        for add in (False, True):
+            result = target.clone(memory_format=torch.preserve_format)
+            compiled.copy_transposed(source, result, scale=0.5, add=add)
+            assert torch.equal(result, 0.5 * source + (target if add else 0))
+
+
+def everything(threads: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    q = torch.randn(2, 300, 4, 16, requires_grad=True)
+    k, v = (torch.randn(2, 300, 2, 16, requires_grad=True) for _ in range(2))
+    log_g = torch.nn.functional.logsigmoid(torch.randn(2, 300, 2) + 3).requires_grad_()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        results = []
+        for form in ("chunked", "attention"):
+            out, _ = power_attention(q, k, v, log_g, degree=2, form=form, chunk_size=128)
+            results += [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v, log_g))]
+        return results
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_threads_change_no_bit() -> None:
+    for one, other in zip(everything(1), everything(3), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_op_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = everything(1)
+    monkeypatch.setattr(compiled, "_functions", lambda: None)
+    monkeypatch.setattr(native, "serves", lambda *tensors: False)
+    for one, other in zip(everything(1), wanted, strict=True):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())

@@ -1,0 +1,88 @@
+"""C++ that is compiled where it runs: once, kept whole, and never needed."""
+
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from longhaul.kernels import native
+
+load = native.load.__wrapped__
+
+ADD = 'extern "C" int add(int a, int b) { return a + b; }'
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/longhaul"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "add.cpp"
+    path.write_text(ADD)
+    return path
+
+
+def test_what_was_compiled_is_kept_by_its_content(cache: Path, source: Path) -> None:
+    assert load(source).add(2, 3) == 5
+    (kept,) = cache.iterdir()
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    before = kept.stat()
+    assert load(source).add(2, 3) == 5
+    assert kept.stat() == before
+    source.write_text(ADD.replace("+", "-"))
+    assert load(source).add(2, 3) == -1
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("no-such-compiler", "no-such-compiler"), ("c++ -std=c++no-such", "c++no-such")],
+)
+def test_without_a_compiler_one_line_says_so(
+    cache: Path,
+    source: Path,
+    compiler: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    native._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert load(source) is None
+        assert load(source) is None
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_a_broken_file_leaves_nothing_behind(
+    cache: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.write_text("not C++")
+    assert load(source) is None
+    assert "could not be compiled" in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_not_needed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert load(source).add(2, 3) == 5
+
+
+def test_only_plain_tensors_of_a_cpu_are_read() -> None:
+    x = torch.randn(3)
+    assert native.serves(x, torch.nn.Parameter(x))
+    assert not native.serves(x, x.double())
+    assert not native.serves(x.to("meta"))
+    with torch._subclasses.FakeTensorMode():
+        assert not native.serves(torch.randn(3))
