@@ -25,6 +25,7 @@ _STAND_INS = {
         "jaxtyping": "jaxtyping",
         "longhaul.kernels.backend": "backend",
         "longhaul.kernels.cross_entropy.triton": "triton",
+        "longhaul.kernels.native": "native",
         "longhaul.kernels.power.triton": "triton",
         "longhaul.kernels.rotary.triton": "triton",
     }.items()
