@@ -25,7 +25,7 @@ def test_every_source_folder_is_listed_as_a_package() -> None:
         "longhaul." + ".".join(file.parent.relative_to(CHECKOUT).parts)
         for folder in SOURCE_FOLDERS
         for file in (CHECKOUT / folder).rglob("*")
-        if file.suffix in (".py", ".yaml", ".sbatch")
+        if file.suffix in (".py", ".yaml", ".sbatch", ".cpp", ".h")
     }
     assert found - {LIBRARY} | {"longhaul"} == set(settings["packages"])
     assert holds_files <= found

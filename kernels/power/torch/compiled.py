@@ -18,7 +18,7 @@ _Numbers = c_int64 * 5
 
 @cache
 def _functions() -> CDLL | None:
-    functions = native.load(Path(__file__).parent / "cpp/functions.cpp")
+    functions = native.load(Path(__file__).with_name("compiled.cpp"))
     if functions is not None:
         functions.read_state.argtypes = [c_void_p] * 3 + [c_int] * 6
         functions.update_state.argtypes = [c_void_p] * 4 + [c_int] * 6
@@ -111,7 +111,7 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
 
 
 class CompiledFeatureMap:
-    """The products of `features.FeatureMap`, by the functions of cpp/features.h.
+    """The products of `features.FeatureMap`, by the functions of features.h.
 
     All tensors are contiguous, and states are without the multiplicity of their features.
     """

@@ -1,4 +1,4 @@
-// Causal attention inside chunks at degree 2: the passes of ../attention.py, block by block.
+// Causal attention inside chunks at degree 2: the passes of attention.py, block by block.
 //
 // An item is one block of C tokens of one row; items are sorted by blocks. Tensors are contiguous,
 // with tokens innermost: q and k (items, K, C), values and sums (items, V, C), where V counts the
@@ -13,7 +13,7 @@ namespace {
 
 using Doubles = double __attribute__((vector_size(8 * kLanes)));
 
-// 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of ../chunking.py.
+// 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of chunking.py.
 inline Vector exp2_flushed(Vector x) {
   return Vector(Integers(exp2(x > -65.0f ? x : Vector{} - 65.0f)) & Integers(x > -64.0f));
 }

@@ -1,0 +1,5 @@
+// What torch does slowly in float32 on a CPU: see each file.
+
+#include "attention.h"
+#include "copies.h"
+#include "features.h"

@@ -1,5 +1,0 @@
-// What torch does slowly in float32 on a CPU: see each file. ../compiled.py calls it.
-
-#include "attention.h"
-#include "copies.h"
-#include "features.h"
