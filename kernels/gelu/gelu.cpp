@@ -9,7 +9,7 @@ constexpr float kScale = 0.7978845608f, kCubic = 0.044715f;
 // σ(2u) = 1 / (1 + 2^(−2u / log 2)), where 2^64 counts as infinite, and 2^−64 as 0.
 inline Vector sigmoid_of(Vector x) {
   const Vector exponent = x * (x * x * kCubic + 1.0f) * (-2.0f * kScale * 1.4426950409f);
-  const Vector above = exponent < -64.0f ? Vector{} - 64.0f : exponent;  // NaN stays
+  const Vector above = exponent < -64.0f ? Vector{} - 64.0f : exponent;
   const Vector bounded = above > 64.0f ? Vector{} + 64.0f : above;
   const Vector sigmoid = 1.0f / (exp2(bounded) + 1.0f);
   return exponent > 64.0f ? Vector{} : sigmoid;
@@ -27,7 +27,7 @@ template <typename Function>
 void map(const float* x, const float* dy, float* out, int64_t size, int threads,
          Function function) {
   const int64_t whole = size / kLanes * kLanes;
-#pragma omp parallel for num_threads(threads)
+#pragma omp parallel for num_threads(threads) if (size > 1 << 15)  // waking threads takes longer
   for (int64_t i = 0; i < whole; i += kLanes) store(out + i, function(load(x + i), load(dy + i)));
   float rest[3][kLanes] = {};
   std::copy(x + whole, x + size, rest[0]);

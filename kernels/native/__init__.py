@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -19,68 +20,91 @@ from torch.nn import Parameter
 logger = logging.getLogger(__name__)
 
 _HEADERS = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC", f"-I{_HEADERS}")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
 @cache
 def load(source: Path) -> ctypes.CDLL | None:
-    """The functions of a C++ file; None, with one warning, where it cannot be compiled.
+    """The functions of a C++ file; None, with one warning, where it cannot be compiled or loaded.
 
-    What was compiled is kept in the user's cache folder, by the file and all headers, the compiler
-    and the instructions of the CPU, so nodes that share a home folder share no wrong code.
+    What was compiled is kept in the user's cache folder, by the file and all headers, the compiler,
+    its flags and the instructions of the CPU: nodes that share a home folder share no wrong code.
     """
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
     try:
+        command = [*shlex.split(os.environ.get("CXX") or "c++"), *_FLAGS]
         # Predefined macros name the version of the compiler and all instructions it may use.
-        macros = _run([*compiler, *_FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+        macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         files = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")), source]
         content = b"".join(path.read_bytes() for path in files)
-        key = hashlib.sha256(content + macros).hexdigest()[:16]
+        key = hashlib.sha256(shlex.join(command).encode() + macros + content).hexdigest()[:16]
+        name = f"{source.stem}-{key}.so"
+        kept = _cache_folder()
+        if kept is not None:
+            with suppress(OSError):  # a full disk, or a damaged file
+                return _compiled(command, source, kept / name)
         with tempfile.TemporaryDirectory() as private:
-            library = _cache_folder(Path(private)) / f"{source.stem}-{key}.so"
-            if not library.exists():
-                _compile(compiler, source, library)
-            return ctypes.CDLL(str(library))
-    except (OSError, subprocess.CalledProcessError) as error:
-        reason = getattr(error, "stderr", None) or str(error).encode()
-        line = reason.decode(errors="replace").strip().partition("\n")[0]
-        _warn(line)
+            return _compiled(command, source, Path(private) / name)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        _warn(_reason(error))
         return None
+
+
+def _compiled(command: list[str], source: Path, library: Path) -> ctypes.CDLL:
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            new = Path(folder) / library.name
+            _run([*command, f"-I{_HEADERS}", str(source), "-o", str(new)])
+            # Other processes may compile the same file at the same time. The first one stays: on
+            # a network's file system code that is in use must not be replaced.
+            with suppress(FileExistsError):
+                os.link(new, library)
+    return ctypes.CDLL(str(library))
+
+
+def _cache_folder() -> Path | None:
+    """The user's cache folder of the project; None if it cannot be written, or others can."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        folder = (Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache") / "longhaul"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_own and os.access(folder, os.W_OK) else None
+
+
+def _run(command: list[str]) -> bytes:
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def _reason(error: Exception) -> str:
+    """The first line of the compiler's about an error, or what Python says."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    said: str = error.stderr.decode(errors="replace")
+    lines = said.strip().splitlines() or [str(error)]
+    return next((line for line in lines if "error" in line), lines[0])
 
 
 @cache
 def _warn(reason: str) -> None:
     """Once for each reason, not for each file."""
-    logger.warning("float32 on this CPU is slower, as C++ could not be compiled: %s", reason)
+    logger.warning("float32 on this CPU is slower without compiled C++: %s", reason)
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether all tensors are plain ones of float32 on a CPU, whose memory C++ may read."""
+    """Whether all tensors are plain ones of float32 on a CPU, whose memory C++ may read.
+
+    Not those that are traced, batched or transformed, nor negated when they are read.
+    """
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return False
     return all(
-        type(x) in (Tensor, Parameter) and x.dtype == torch.float32 and x.device.type == "cpu"
+        type(x) in (Tensor, Parameter)
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and torch._C._has_storage(x)
+        and not x.is_neg()
         for x in tensors
     )
-
-
-def _compile(compiler: list[str], source: Path, library: Path) -> None:
-    """Other processes may compile the same file at the same time: the last one stays."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        new = Path(folder) / library.name
-        _run([*compiler, *_FLAGS, str(source), "-o", str(new)])
-        new.replace(library)
-
-
-def _cache_folder(otherwise: Path) -> Path:
-    """The user's cache folder of the project, or the one given if that cannot be written."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "longhaul"
-    try:
-        folder = folder.expanduser()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return otherwise
-    is_own = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
-    return folder if is_own else otherwise
-
-
-def _run(command: list[str]) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True).stdout

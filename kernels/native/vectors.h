@@ -44,11 +44,11 @@ inline Vector exp2(Vector x) {
     power = power * rest + term;
   }
   const Integers exponent = (Integers(shifted) - Integers(shift)) << 23;
-  return Vector(Integers(power) + exponent);
+  return x == x ? Vector(Integers(power) + exponent) : x;  // NaN stays
 }
 
-// Flushes denormal numbers to 0 while it exists, in the thread that made it: arithmetic on one takes a
-// hundred times as long, and products of two strong decays are full of them.
+// Flushes denormal numbers to 0 while it exists, in the thread that made it, on x86: arithmetic on one
+// takes a hundred times as long there, and products of two strong decays are full of them.
 class FlushDenormals {
 #if defined(__SSE__)
  public:
@@ -113,7 +113,7 @@ inline void transpose(Vector (&x)[kLanes]) {
   }
 }
 
-// Calls body(number of rows as a constant, first row) for about equal parts of V rows.
+// Calls body(number of rows as a constant, first row).
 template <typename Body, int Rows = kRows>
 void call_with(int rows, int first, const Body& body) {
   if constexpr (Rows > 0) {
@@ -125,6 +125,7 @@ void call_with(int rows, int first, const Body& body) {
   }
 }
 
+// The same for about equal parts of V rows.
 template <typename Body>
 void for_rows(int V, const Body& body) {
   for (int first = 0, parts = (V + kRows - 1) / kRows; parts > 0; --parts) {

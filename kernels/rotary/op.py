@@ -92,10 +92,13 @@ class _Rotation(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, cos, sin = ctx.saved_tensors
         needs_phases = any(ctx.needs_input_grad[1:3])
+        kernels = ctx.kernels
+        if kernels is compiled and not compiled.serves(dy, cos, sin):
+            kernels = None  # a negated view, for example
         # Second derivatives take the formulas below, which are differentiable.
-        if needs_phases and ctx.kernels is not None and not torch.is_grad_enabled():
-            return *ctx.kernels.gradients(dy, x, cos, sin), None
-        dx: Tensor = _Rotation.apply(dy, cos, -sin, ctx.kernels)  # type: ignore[no-untyped-call]
+        if needs_phases and kernels is not None and not torch.is_grad_enabled():
+            return *kernels.gradients(dy, x, cos, sin), None
+        dx: Tensor = _Rotation.apply(dy, cos, -sin, kernels)  # type: ignore[no-untyped-call]
         if not needs_phases:
             return dx, None, None, None
         (one, two), (first, second) = (a.to(cos.dtype).chunk(2, dim=-1) for a in (dy, x))

@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int64_t kFew = 1 << 14;  // pairs, below which waking threads takes longer
+
 struct Rows {
   const int64_t* strides;
   int64_t at(int64_t b, int64_t t, int64_t h) const {
@@ -31,7 +33,7 @@ void rotate(const float* x, const int64_t* x_strides, const float* cosine, const
             const int64_t* phase_strides, float* y, const int64_t* sizes, int threads) {
   const int64_t B = sizes[0], T = sizes[1], H = sizes[2], J = sizes[3];
   const Rows rows{x_strides}, phases{phase_strides};
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (B * T * H * J > kFew)
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t t = 0; t < T; ++t) {
       for (int64_t h = 0; h < H; ++h) {
@@ -52,7 +54,7 @@ void rotate_backward(const float* dy, const int64_t* dy_strides, const float* x,
   const int64_t B = sizes[0], T = sizes[1], H = sizes[2], J = sizes[3];
   const Rows rows{x_strides}, drows{dy_strides}, phases{phase_strides};
   const bool is_shared = phase_strides[2] == 0;
-#pragma omp parallel for collapse(2) num_threads(threads)
+#pragma omp parallel for collapse(2) num_threads(threads) if (B * T * H * J > kFew)
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t t = 0; t < T; ++t) {
       for (int64_t h = 0; h < H; ++h) {
@@ -62,13 +64,13 @@ void rotate_backward(const float* dy, const int64_t* dy_strides, const float* x,
         const int64_t to = is_shared ? token * J : (token * H + h) * J;
         float* __restrict const dcos = dcosine + to;
         float* __restrict const dsin = dsine + to;
-        const float keep = is_shared && h > 0 ? 1.0f : 0.0f;
+        const bool adds = is_shared && h > 0;
         rotate_row(one, cosine + phase, sine + phase, dx + (token * H + h) * 2 * J, J, -1.0f);
         for (int64_t j = 0; j < J; ++j) {
           const float cos_part = one[j] * first[j] + one[J + j] * first[J + j];
           const float sin_part = one[J + j] * first[j] - one[j] * first[J + j];
-          dcos[j] = keep == 0 ? cos_part : dcos[j] + cos_part;
-          dsin[j] = keep == 0 ? sin_part : dsin[j] + sin_part;
+          dcos[j] = adds ? dcos[j] + cos_part : cos_part;
+          dsin[j] = adds ? dsin[j] + sin_part : sin_part;
         }
       }
     }

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from longhaul.kernels.gelu import gelu
 
@@ -54,11 +55,21 @@ def test_a_gradient_of_equal_entries_is_taken() -> None:
     torch.testing.assert_close(dx, wanted, rtol=2e-6, atol=5e-6)
 
 
-def test_second_derivatives() -> None:
-    x = torch.randn(5, requires_grad=True)
-    (dx,) = torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_second_derivatives(is_transposed: bool) -> None:
+    x = torch.randn(5, 3, requires_grad=True)
+    y = gelu(x.T if is_transposed else x)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(dx.sum(), x)
     wide = x.detach().double().requires_grad_()
-    (dwide,) = torch.autograd.grad(defined(wide).sum(), wide, create_graph=True)
+    (dwide,) = torch.autograd.grad(defined(wide).square().sum(), wide, create_graph=True)
     (wanted,) = torch.autograd.grad(dwide.sum(), wide)
     torch.testing.assert_close(second.double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_gradients_and_a_traced_call() -> None:
+    x = torch.randn(4)
+    found = torch.autograd.functional.jacobian(gelu, x, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(defined, x))
+    traced = make_fx(gelu)(x)
+    torch.testing.assert_close(traced(x + 1), gelu(x + 1))

@@ -41,7 +41,11 @@ def test_what_was_compiled_is_kept_by_its_content(cache: Path, source: Path) -> 
 
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("no-such-compiler", "no-such-compiler"), ("c++ -std=c++no-such", "c++no-such")],
+    [
+        ("no-such-compiler", "no-such-compiler"),
+        ("c++ -no-such-flag", "-no-such-flag"),
+        ('c++ "', "quotation"),
+    ],
 )
 def test_without_a_compiler_one_line_says_so(
     cache: Path,
@@ -67,7 +71,22 @@ def test_a_broken_file_leaves_nothing_behind(
 ) -> None:
     source.write_text("not C++")
     assert load(source) is None
-    assert "could not be compiled" in caplog.text
+    assert "error" in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_a_damaged_file_is_not_needed(cache: Path, source: Path) -> None:
+    load(source)
+    (kept,) = cache.iterdir()
+    kept.unlink()
+    kept.write_bytes(b"")
+    assert load(source).add(2, 3) == 5
+
+
+def test_a_cache_that_others_can_write_is_not_used(cache: Path, source: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert load(source).add(2, 3) == 5
     assert not list(cache.iterdir())
 
 
@@ -84,5 +103,9 @@ def test_only_plain_tensors_of_a_cpu_are_read() -> None:
     assert native.serves(x, torch.nn.Parameter(x))
     assert not native.serves(x, x.double())
     assert not native.serves(x.to("meta"))
+    assert not native.serves(torch._neg_view(x))
     with torch._subclasses.FakeTensorMode():
         assert not native.serves(torch.randn(3))
+    served = []
+    torch.func.vmap(lambda row: served.append(native.serves(row)) or row)(x)
+    assert served == [False]

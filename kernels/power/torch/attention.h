@@ -15,7 +15,7 @@ using Doubles = double __attribute__((vector_size(8 * kLanes)));
 
 // 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of chunking.py.
 inline Vector exp2_flushed(Vector x) {
-  return Vector(Integers(exp2(x > -65.0f ? x : Vector{} - 65.0f)) & Integers(x > -64.0f));
+  return Vector(Integers(exp2(x < -65.0f ? Vector{} - 65.0f : x)) & ~Integers(x <= -64.0f));
 }
 
 // The decays of a span of queries, from log decays of their block.

@@ -65,9 +65,15 @@ class InsideChunks:
         self._has_past = problem.blocks_per_chunk > 1
         at_once = max(_SCORE_BYTES // (size * size * like.element_size()), 2)
         self._at_once = min(at_once, self._rows * problem.blocks_at_once)
-        # Adding −inf to a difference of logs makes the future 2^−inf = 0 before it can overflow.
-        self._future = like.new_full((size, size), -torch.inf).tril_(-1)
-        self._causal = like.new_ones(size, size).triu_()
+
+    @cached_property
+    def _future(self) -> Tensor:
+        """Adding −inf to a difference of logs makes the future 2^−inf = 0 before it overflows."""
+        return self._like.new_full((self._size, self._size), -torch.inf).tril_(-1)
+
+    @cached_property
+    def _causal(self) -> Tensor:
+        return self._like.new_ones(self._size, self._size).triu_()
 
     @cached_property
     def _memory(self) -> Tensor:

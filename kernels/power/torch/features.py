@@ -68,7 +68,11 @@ def _tile_rows(lower: Tensor, x: Tensor, degree: int, tile: int) -> list[_TileRo
 
 
 class StateToRead(NamedTuple):
-    """A state (rows, V + 1, P), and views of the parts that belong to each tile row, transposed."""
+    """A state (rows, V + 1, P), and views of the parts that belong to each tile row, transposed.
+
+    The state is times the multiplicity of its features; for compiled products, which multiply by
+    it themselves, it is the sums as they are, and has no views.
+    """
 
     state: Tensor
     tile_rows: list[Tensor]

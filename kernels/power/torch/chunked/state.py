@@ -62,7 +62,7 @@ class Carry:
         norm[rows.batch, rows.heads] = by_head[:, :, self._V]
 
     def to_read(self) -> StateToRead:
-        """The sums as queries need them, times the multiplicity of every feature, eq. (7)."""
+        """The sums as queries need them, eq. (7); to be read before the next update."""
         if not self._is_compiled:
             torch.mul(self.sums, self.multiplicity, out=self._read.state)
         return self._read

@@ -1,5 +1,7 @@
 """The compiled functions of degree 2, against formulas in float64; and the op without them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -141,3 +143,11 @@ def test_the_op_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(everything(1), wanted, strict=True):
         assert not torch.equal(one, other)
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_a_gate_that_is_no_number_is_seen(form: Any) -> None:
+    q, log_g = torch.randn(1, 200, 1, 8), torch.zeros(1, 200, 1)
+    log_g[0, 150] = torch.nan
+    out, _ = power_attention(q, q, q, log_g, degree=2, form=form, chunk_size=64)
+    assert out[0, 150:].isnan().all()
