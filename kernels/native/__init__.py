@@ -31,7 +31,8 @@ def load(source: Path) -> ctypes.CDLL | None:
     its flags and the instructions of the CPU: nodes that share a home folder share no wrong code.
     """
     try:
-        command = [*shlex.split(os.environ.get("CXX") or "c++"), *_FLAGS]
+        compiler = shlex.split(os.environ.get("CXX") or "c++")
+        command = [*compiler, *_FLAGS]
         # Predefined macros name the version of the compiler and all instructions it may use.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         files = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")), source]
@@ -40,25 +41,44 @@ def load(source: Path) -> ctypes.CDLL | None:
         name = f"{source.stem}-{key}.so"
         kept = _cache_folder()
         if kept is not None:
-            with suppress(OSError):  # a full disk, or a damaged file
+            with suppress(OSError, subprocess.CalledProcessError):  # a full disk
                 return _compiled(command, source, kept / name)
         with tempfile.TemporaryDirectory() as private:
             return _compiled(command, source, Path(private) / name)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        _warn(_reason(error))
+        _warn(f"CXX: {_reason(error)}; wanted GCC 9 or newer with OpenMP")
         return None
 
 
 def _compiled(command: list[str], source: Path, library: Path) -> ctypes.CDLL:
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            new = Path(folder) / library.name
-            _run([*command, f"-I{_HEADERS}", str(source), "-o", str(new)])
+    if _is_whole(library):
+        return ctypes.CDLL(str(library))
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        new = Path(folder) / library.name
+        _run([*command, f"-I{_HEADERS}", str(source), "-o", str(new)])
+        functions = ctypes.CDLL(str(new))
+        with new.open("r+b") as file:
+            checksum = hashlib.sha256(file.read()).digest()
+            file.write(checksum)  # the loader reads nothing after the last section
+            os.fsync(file.fileno())
+        if library.exists():
+            new.replace(library)  # it was damaged
+        else:
             # Other processes may compile the same file at the same time. The first one stays: on
             # a network's file system code that is in use must not be replaced.
             with suppress(FileExistsError):
                 os.link(new, library)
-    return ctypes.CDLL(str(library))
+    return functions
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a kept file ends with its checksum: executing a part of one would be fatal."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    size = hashlib.sha256().digest_size
+    return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
 def _cache_folder() -> Path | None:
@@ -83,7 +103,7 @@ def _reason(error: Exception) -> str:
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     said: str = error.stderr.decode(errors="replace")
-    lines = said.strip().splitlines() or [str(error)]
+    lines = said.strip().splitlines() or [f"{error.cmd[0]} ended with status {error.returncode}"]
     return next((line for line in lines if "error" in line), lines[0])
 
 

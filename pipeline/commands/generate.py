@@ -62,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.generation.options import GenerationOptions
 
-    named = named_model(args)
     options = GenerationOptions(
         prompts=args.prompt,
         num_tokens=args.tokens,
@@ -75,6 +74,7 @@ def main(args: argparse.Namespace) -> int:
         has_bfloat16_state=args.state_dtype == "bfloat16",
         save_state=args.save_state,
     )
+    named = named_model(args)
     # After the options are checked, since these imports take seconds.
     from longhaul.pipeline.generation.run import generate
     from longhaul.pipeline.runs.trained_model import load_trained_model

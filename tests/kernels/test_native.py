@@ -2,6 +2,7 @@
 
 import logging
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_what_was_compiled_is_kept_by_its_content(cache: Path, source: Path) -> 
     ("compiler", "reason"),
     [
         ("no-such-compiler", "no-such-compiler"),
+        ("/bin/false", "/bin/false ended with status 1"),
         ("c++ -no-such-flag", "-no-such-flag"),
         ('c++ "', "quotation"),
     ],
@@ -62,6 +64,7 @@ def test_without_a_compiler_one_line_says_so(
         assert load(source) is None
     (record,) = caplog.records
     assert reason in record.getMessage()
+    assert "wanted GCC" in record.getMessage()
     assert "\n" not in record.getMessage()
     assert not cache.exists() or not list(cache.iterdir())
 
@@ -75,12 +78,39 @@ def test_a_broken_file_leaves_nothing_behind(
     assert not list(cache.iterdir())
 
 
-def test_a_damaged_file_is_not_needed(cache: Path, source: Path) -> None:
+@pytest.mark.parametrize("size", [0, 4096, -40, -1])
+def test_a_damaged_file_is_compiled_again(cache: Path, source: Path, size: int) -> None:
     load(source)
     (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
     kept.unlink()
-    kept.write_bytes(b"")
+    kept.write_bytes(whole[:size])
     assert load(source).add(2, 3) == 5
+    assert kept.read_bytes() == whole
+
+
+def test_what_cannot_be_loaded_is_not_kept(
+    cache: Path, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.write_text("extern int missing; int* address = &missing;")
+    assert load(source) is None
+    assert "missing" in caplog.text
+    assert not list(cache.iterdir())
+
+
+def test_a_full_disk_is_not_needed(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = native._run
+
+    def run_on_full_disk(command: list[str]) -> bytes:
+        if any(str(cache) in part for part in command):
+            raise subprocess.CalledProcessError(1, command, stderr=b"ld: No space left on device")
+        return run(command)
+
+    monkeypatch.setattr(native, "_run", run_on_full_disk)
+    assert load(source).add(2, 3) == 5
+    assert not list(cache.iterdir())
 
 
 def test_a_cache_that_others_can_write_is_not_used(cache: Path, source: Path) -> None:
