@@ -23,7 +23,6 @@ _HEADERS = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
-@cache
 def load(source: Path) -> ctypes.CDLL | None:
     """The functions of a C++ file; None, with one warning, where it cannot be compiled or loaded.
 

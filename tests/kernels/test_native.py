@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from longhaul.kernels import native
-
-load = native.load.__wrapped__
+from longhaul.kernels.native import load
 
 ADD = 'extern "C" int add(int a, int b) { return a + b; }'
 

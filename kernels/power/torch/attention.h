@@ -64,7 +64,8 @@ void decays_before(const double* keys, const double* queries, int C, float* befo
 
 int round_up(int count) { return (count + kSpan - 1) / kSpan * kSpan; }
 
-// out (width, C) += the product of a (width, kSpan queries) and the transpose of b (keys, kSpan).
+// out (width, C) += the product of a (width, kSpan queries) and the transpose of b (keys, kSpan). Whole
+// squares of b are read; what follows its keys reaches only columns beyond C, which are not stored.
 void add_transposed(const float* a, int width, const float* b, int keys, int C, float* transposed,
                     float* product, float* out) {
   for (int first = 0; first < keys; first += kSpan, b += kSpan * kSpan) {
@@ -216,9 +217,6 @@ void attend_backward(const float* q, const float* k, const float* values, const 
                 }
               }
             }
-            // The transposes below read whole squares.
-            std::fill(weights + keys * kSpan, weights + round_up(keys) * kSpan, 0.0f);
-            std::fill(dscores + keys * kSpan, dscores + round_up(keys) * kSpan, 0.0f);
             multiply(K, their_k, C, 1, dscores, kSpan, keys, dquery, kSpan, 1.0f);
             add_transposed(query, K, dscores, keys, C, transposed, product,
                            dk + block * keys_size);

@@ -111,7 +111,7 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
 
 
 class CompiledFeatureMap:
-    """The products of `features.FeatureMap`, by the functions of features.h.
+    """The products of `features.TorchFeatureMap`, by the functions of features.h.
 
     All tensors are contiguous, and states are without the multiplicity of their features.
     """
