@@ -29,12 +29,21 @@ class Store(dict[str, bytes]):
         self.pop(key, None)
 
 
+def make_watchdog(rank: int, store: Store) -> Any:
+    """Of one rank of two; its threads have ended before it has the store, so they write nothing."""
+    dog: Any = Watchdog(rank, 2, 1, hang_s=100, on_abort=lambda: None)
+    dog._stopping.set()
+    for thread in threading.enumerate():
+        if thread.name == "watchdog":
+            thread.join(20)
+    dog._store = store
+    return dog
+
+
 @pytest.fixture
 def first(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of rank 0 of two, whose threads have ended, and which notes the status of an end."""
-    dog: Any = Watchdog(0, 2, 1, hang_s=100, on_abort=lambda: None)
-    dog._stopping.set()
-    dog._store = Store()
+    """Of rank 0, and it notes the status of an end."""
+    dog = make_watchdog(0, Store())
     dog.ends = []
     monkeypatch.setattr(os, "_exit", dog.ends.append)
     monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 0.01)
@@ -131,9 +140,7 @@ def test_a_stop_leaves_no_lifeline_and_no_key_for_the_next_watchdog(first: Any) 
 
 
 def test_the_others_leave_once_the_first_has_seen_all(first: Any) -> None:
-    dog: Any = Watchdog(1, 2, 1, hang_s=100, on_abort=lambda: None)
-    dog._stopping.set()
-    dog._store = first._store
+    dog = make_watchdog(1, first._store)
     thread = threading.Thread(target=dog.stop, daemon=True)
     thread.start()
     thread.join(0.1)
