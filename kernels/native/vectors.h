@@ -140,12 +140,8 @@ void for_rows(int V, const Body& body) {
 template <int Rows>
 inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float* b, int64_t b_step,
                      int steps, float* out, int64_t out_row, float keep) {
-  Vector sum[Rows][2];
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-    sum[r][0] = keep == 0 ? Vector{} : load(out + r * out_row) * keep;
-    sum[r][1] = keep == 0 ? Vector{} : load(out + r * out_row + kLanes) * keep;
-  }
+  // `out` is read at the end, where the steps of the next product hide how long that takes.
+  Vector sum[Rows][2] = {};
   for (int n = 0; n < steps; ++n, a += a_step, b += b_step) {
     const Vector b0 = load(b), b1 = load(b + kLanes);
 #pragma GCC unroll 16
@@ -155,9 +151,9 @@ inline void multiply(const float* a, int64_t a_row, int64_t a_step, const float*
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-    store(out + r * out_row, sum[r][0]);
-    store(out + r * out_row + kLanes, sum[r][1]);
+  for (int r = 0; r < Rows; ++r, out += out_row) {
+    store(out, keep == 0 ? sum[r][0] : load(out) * keep + sum[r][0]);
+    store(out + kLanes, keep == 0 ? sum[r][1] : load(out + kLanes) * keep + sum[r][1]);
   }
 }
 

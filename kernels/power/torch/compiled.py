@@ -3,6 +3,7 @@ inside chunks and products with φ."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CDLL, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,7 @@ _Numbers = c_int64 * 5
 def _functions() -> CDLL | None:
     functions = native.load(Path(__file__).with_name("compiled.cpp"))
     if functions is not None:
-        functions.read_state.argtypes = [c_void_p] * 3 + [c_int] * 6
-        functions.update_state.argtypes = [c_void_p] * 4 + [c_int] * 6
+        functions.read_and_update.argtypes = [c_void_p] * 7 + [c_int] * 11
         functions.contract_state.argtypes = [c_void_p] * 4 + [c_int] * 6
         functions.attend.argtypes = [c_void_p] * 5 + [c_int] * 7
         functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 8
@@ -110,6 +110,49 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
+def read_and_update(
+    state: Tensor,
+    queries: Sequence[tuple[Tensor, Tensor]],
+    norms: Tensor | None,
+    keys: tuple[Tensor, Tensor] | None,
+    keep: Tensor | None,
+    *,
+    is_zero: bool,
+    chunks: int,
+    updates: int,
+) -> None:
+    """Read a state (rows, V + 1, P) before each of some chunks, and update it with the first ones.
+
+    Tensors of queries and keys have as many blocks of tokens for every chunk.
+
+    Args:
+        queries: pairs of q (blocks, rows, K, tokens) and where to write (multiplicity · state)
+            φ(q), (blocks, rows, V + 1, tokens).
+        norms: where to write the last row of the state before each chunk, (chunks, rows, 1, P).
+        keys: k (blocks, rows, K, tokens) and values (blocks, rows, V + 1, tokens).
+        keep: what the state is multiplied by before each chunk is added, (chunks, rows, 1, 1).
+        is_zero: the state is zero, and its memory may be uninitialised.
+        updates: number of chunks that are added.
+    """
+    rows, V, P = state.shape
+    blocks, _, K, C = (keys or queries[0])[0].shape
+    read, written = zip(*queries, strict=True) if queries else ((), ())
+    pointers = c_void_p * len(queries)
+    _compiled().read_and_update(
+        *_pointers(state),
+        pointers(*_pointers(*read)),
+        pointers(*_pointers(*written)),
+        *_pointers(norms, *(keys or (None, None)), keep),
+        is_zero,
+        len(queries),
+        chunks,
+        blocks // chunks,
+        updates,
+        *(rows, V, K, C, P),
+        torch.get_num_threads(),
+    )
+
+
 class CompiledFeatureMap:
     """The products of `features.TorchFeatureMap`, by the functions of features.h.
 
@@ -118,24 +161,21 @@ class CompiledFeatureMap:
 
     def __init__(self, x: Tensor, dx: Tensor) -> None:
         self._x, self._dx = x, dx
-        self._all_of_state = x.new_ones(len(x))
 
     def read(self, read: StateToRead, out: Tensor) -> None:
         """Write (multiplicity · state) φ(x), (rows, V + 1, tokens)."""
-        self._call("read_state", read.state, self._x, out)
+        query = self._x[None], out[None]
+        read_and_update(read.state, [query], None, None, None, is_zero=False, chunks=1, updates=0)
 
     def add_to(self, state: Tensor, values: Tensor, keep: Tensor | float) -> None:
         """state ← keep · state + values φ(x)ᵀ; keep is (rows, 1, 1), 1 or 0."""
-        if not isinstance(keep, Tensor):
-            keep = self._all_of_state if keep else torch.zeros_like(self._all_of_state)
-        self._call("update_state", state, self._x, values, keep.contiguous())
+        keys, is_zero = (self._x[None], values[None]), not isinstance(keep, Tensor) and keep == 0
+        total = keep[None].contiguous() if isinstance(keep, Tensor) else None
+        read_and_update(state, [], None, keys, total, is_zero=is_zero, chunks=1, updates=1)
 
     def contract(self, read: StateToRead, values: Tensor) -> None:
         """Add to dx the gradient of Σ values · (multiplicity · state) φ(x)."""
-        self._call("contract_state", read.state, values, self._x, self._dx)
-
-    def _call(self, name: str, state: Tensor, *tensors: Tensor) -> None:
-        rows, V, P = state.shape
+        rows, V, P = read.state.shape
+        tensors = _pointers(read.state, values, self._x, self._dx)
         sizes = rows, V, *self._x.shape[1:], P
-        function = getattr(_compiled(), name)
-        function(*_pointers(state, *tensors), *sizes, torch.get_num_threads())
+        _compiled().contract_state(*tensors, *sizes, torch.get_num_threads())

@@ -18,6 +18,26 @@ inline void copy_square(const float* from, int64_t from_column, float* to, int64
   }
 }
 
+// At most kLanes rows of to (rows, columns) = scale · the transpose of from (columns, rows), or of to
+// += that. Columns of `from` and rows of `to` lie so many numbers apart.
+void transpose_rows(const float* from, int64_t from_column, float* to, int64_t to_row, int64_t rows,
+                    int64_t columns, float scale, bool adds) {
+  for (int64_t column = 0; column < columns; column += kLanes) {
+    if (rows >= kLanes && column + kLanes <= columns) {
+      copy_square(from, from_column, to, to_row, scale, adds);
+    } else {
+      for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows); ++r) {
+        for (int64_t c = 0; c < std::min<int64_t>(kLanes, columns - column); ++c) {
+          float& entry = to[r * to_row + c];
+          entry = scale * from[c * from_column + r] + (adds ? entry : 0.0f);
+        }
+      }
+    }
+    from += kLanes * from_column;
+    to += kLanes;
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -38,20 +58,7 @@ void copy_transposed(const float* from, float* to, const int64_t* sizes,
                                 k * from_strides[2] + row;
           float* target = to + i * to_strides[0] + j * to_strides[1] + k * to_strides[2] +
                           row * to_row;
-          for (int64_t column = 0; column < columns; column += kLanes) {
-            if (row + kLanes <= rows && column + kLanes <= columns) {
-              copy_square(source, from_column, target, to_row, scale, adds);
-            } else {
-              for (int64_t r = 0; r < std::min<int64_t>(kLanes, rows - row); ++r) {
-                for (int64_t c = 0; c < std::min<int64_t>(kLanes, columns - column); ++c) {
-                  float& entry = target[r * to_row + c];
-                  entry = scale * source[c * from_column + r] + (adds ? entry : 0.0f);
-                }
-              }
-            }
-            source += kLanes * from_column;
-            target += kLanes;
-          }
+          transpose_rows(source, from_column, target, to_row, rows - row, columns, scale, adds);
         }
       }
     }

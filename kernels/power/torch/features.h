@@ -7,6 +7,7 @@
 // (rows, V, P) and values (rows, V, C), where V counts the norm too.
 #pragma once
 
+#include "copies.h"
 #include "vectors.h"
 
 namespace {
@@ -76,74 +77,112 @@ void contract_features(
   }
 }
 
-}  // namespace
+// sums (V, kSpan) = the state times the orderings of each feature, times φ of x (K, kSpan).
+void read_state(const float* state, int64_t P, int V, const float* x, int K, float* sums) {
+  std::fill_n(sums, size_t(V) * kSpan, 0.0f);
+  for (int tile = 0; tile < K; tile += kTile) {
+    for_rows(V, [&](auto count, int v) {
+      read_tile_row<count>(state + v * P, P, x, K, tile, sums + v * kSpan);
+    });
+    state += (K - tile) * kTile;
+  }
+}
 
-extern "C" {
-
-// out (rows, V, C) = state φ(x), the state times the orderings of each feature.
-void read_state(const float* state, const float* x, float* out, int rows, int V, int K, int C,
-                int P, int threads) {
-#pragma omp parallel num_threads(threads)
-  {
-    const FlushDenormals flushing;
-    Scratch scratch(size_t(K + V) * kSpan);
-    float* const own = scratch.take(size_t(K) * kSpan);
-    float* const sums = scratch.take(size_t(V) * kSpan);
-#pragma omp for collapse(2)
-    for (int row = 0; row < rows; ++row) {
-      for (int first = 0; first < C; first += kSpan) {
-        load_tokens(x + int64_t(row) * K * C, K, C, first, own);
-        std::fill_n(sums, size_t(V) * kSpan, 0.0f);
-        const float* tile_row = state + int64_t(row) * V * P;
-        for (int tile = 0; tile < K; tile += kTile) {
-          for_rows(V, [&](auto count, int v) {
-            read_tile_row<count>(tile_row + int64_t(v) * P, P, own, K, tile, sums + v * kSpan);
-          });
-          tile_row += (K - tile) * kTile;
+// state = keep · state + values (V, C) times φ of the C rows of x (C, K). Where keep is 0 the state
+// may be uninitialised. `features` is memory for C · kSpan numbers.
+void update_state(float* state, int64_t P, int V, const float* values, const float* x, int K, int C,
+                  float keep, float* features) {
+  for (int tile = 0; tile < K; tile += kTile) {
+    for (int j = tile; j < K; j += kSpan / kTile, state += kSpan) {
+      for (int c = 0; c < C; ++c) {
+        const Tile first = *reinterpret_cast<const Tile*>(x + c * K + tile);
+#pragma GCC unroll 4
+        for (int d = 0; d < kSpan / kTile; ++d) {
+          *reinterpret_cast<Tile*>(features + c * kSpan + d * kTile) = first * x[c * K + j + d];
         }
-        store_tokens(sums, V, C, first, out + int64_t(row) * V * C);
       }
+      multiply(V, values, C, 1, features, kSpan, C, state, P, keep);
     }
   }
 }
 
-// state = keep[row] · state + values φ(x)ᵀ. Where keep is 0 the state may be uninitialised.
-void update_state(float* state, const float* x, const float* values, const float* keep, int rows,
-                  int V, int K, int C, int P, int threads) {
-  // Features are vectors here and tokens are summed over, so x is needed with its width innermost.
-  std::vector<float> transposed(size_t(rows) * C * K);
+// In how many parts the V rows of a state are processed, so that threads have equal work.
+int count_parts(int rows, int V, int threads) {
+  const int most = (V + kRows - 1) / kRows;
+  for (int parts = 1; parts < most; ++parts) {
+    if (rows * parts % threads == 0) return parts;
+  }
+  return most;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Passes over chunks of `blocks` blocks of tokens: the state before each chunk is read by R queries,
+// and the first `updates` chunks update it. Rows of V are independent of each other, so a thread
+// takes some through all chunks, and waits for no other.
+//
+// R pointers: q (chunks · blocks, rows, K, C) and sums (…, V, C), where the state φ(q) is written.
+// norms (chunks, rows, P), or null: the last row of V of the state before each chunk.
+// k (chunks · blocks, rows, K, C) and values (…, V, C); keep (chunks, rows), or null: 1.
+// is_zero: the state is 0 and may be uninitialised.
+void read_and_update(float* state, const float* const* q, float* const* sums, float* norms,
+                     const float* k, const float* values, const float* keep, int is_zero, int R,
+                     int chunks, int blocks, int updates, int rows, int V, int K, int C, int P,
+                     int threads) {
+  const int parts = count_parts(rows, V, threads);
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
-    Scratch scratch(size_t(C) * kSpan);
+    Scratch scratch(size_t(K + V + C) * kSpan + size_t(K) * C);
+    float* const query = scratch.take(size_t(K) * kSpan);
+    float* const sum = scratch.take(size_t(V) * kSpan);
     float* const features = scratch.take(size_t(C) * kSpan);
-#pragma omp for collapse(2)
-    for (int row = 0; row < rows; ++row) {
-      for (int tile = 0; tile < K; tile += kTile) {
-        const float* const from = x + (int64_t(row) * K + tile) * C;
-        float* const to = transposed.data() + int64_t(row) * K * C + tile;
-        for (int c = 0; c < C; ++c) {
-          for (int a = 0; a < kTile; ++a) to[int64_t(c) * K + a] = from[int64_t(a) * C + c];
-        }
-      }
-    }
+    float* const key = scratch.take(size_t(K) * C);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int row = 0; row < rows; ++row) {
-      for (int tile = 0; tile < K; tile += kTile) {
-        const float* const own = transposed.data() + int64_t(row) * K * C;
-        // Rows of the tiles before have K, K − 8, … features of each of eight.
-        const int64_t before = tile * int64_t(K) - tile * int64_t(tile - kTile) / 2;
-        float* part = state + int64_t(row) * V * P + before;
-        for (int j = tile; j < K; j += kSpan / kTile, part += kSpan) {
-          for (int c = 0; c < C; ++c) {
-            const Tile first = *reinterpret_cast<const Tile*>(own + int64_t(c) * K + tile);
-#pragma GCC unroll 4
-            for (int d = 0; d < kSpan / kTile; ++d) {
-              *reinterpret_cast<Tile*>(features + c * kSpan + d * kTile) =
-                  first * own[int64_t(c) * K + j + d];
+      for (int part = 0; part < parts; ++part) {
+        const int first = V * part / parts, count = V * (part + 1) / parts - first;
+        float* const own = state + (int64_t(row) * V + first) * P;
+        bool is_empty = is_zero;
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+          if (norms != nullptr && part == parts - 1) {
+            float* const norm = norms + (int64_t(chunk) * rows + row) * P;
+            if (is_empty) {
+              std::fill_n(norm, P, 0.0f);
+            } else {
+              std::copy_n(own + int64_t(count - 1) * P, P, norm);
             }
           }
-          multiply(V, values + int64_t(row) * V * C, C, 1, features, kSpan, C, part, P, keep[row]);
+          for (int block = chunk * blocks; block < (chunk + 1) * blocks; ++block) {
+            const int64_t at = int64_t(block) * rows + row;
+            for (int r = 0; r < R; ++r) {
+              float* const out = sums[r] + (at * V + first) * C;
+              if (is_empty) {
+                std::fill_n(out, int64_t(count) * C, 0.0f);
+                continue;
+              }
+              for (int token = 0; token < C; token += kSpan) {
+                load_tokens(q[r] + at * K * C, K, C, token, query);
+                read_state(own, P, count, query, K, sum);
+                store_tokens(sum, count, C, token, out);
+              }
+            }
+          }
+          for (int block = chunk * blocks; block < (chunk + 1) * blocks && chunk < updates;
+               ++block) {
+            const int64_t at = int64_t(block) * rows + row;
+            for (int token = 0; token < C; token += kLanes) {
+              transpose_rows(k + at * K * C + token, C, key + token * K, K, C - token, K, 1.0f,
+                             false);
+            }
+            const bool is_first = block == chunk * blocks;
+            const float kept = is_first && keep != nullptr ? keep[chunk * rows + row] : 1.0f;
+            update_state(own, P, count, values + (at * V + first) * C, key, K, C,
+                         is_empty ? 0.0f : kept, features);
+            is_empty = false;
+          }
         }
       }
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import PowerState
-from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, update_state
+from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, read_and_update
 from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
 from longhaul.kernels.power.torch.workspace import Workspace
@@ -48,9 +48,12 @@ class StatePass:
             self.carry.load(kv, norm, rows)
             for segment in self.problem.segments:
                 decay = self._load(rows, segment)
-                values = self.work.faded_values(segment, decay)
-                for chunk in range(segment.chunks):
-                    update_state(self.work, self.carry, values, segment, chunk, decay)
+                read_and_update(
+                    *(self.work, self.carry, segment, decay),
+                    queries=(),
+                    norms=None,
+                    updates=segment.chunks,
+                )
             self.carry.store(into.kv, into.norm, rows)
 
     def backward(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.state import denominator_floor, query_unit, state_size
-from longhaul.kernels.power.torch.chunked.state import Carry, update_state
+from longhaul.kernels.power.torch.chunked.state import Carry, read_and_update
 from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
 from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace, add_faded
 
@@ -50,7 +50,13 @@ class ForwardPass:
             heads = rows.query_heads(rep, problem.R)
             work.load(queries.q, self.q, heads, segment, problem.scale)
             self._attend(queries, segment, decay)
-        self._read_and_update(segment, decay, is_read=is_read)
+        is_last = segment.end == problem.T and not problem.output_final_state
+        read_and_update(
+            *(work, self.state, segment, decay),
+            queries=work.queries if is_read else (),
+            norms=self._norms if is_read and problem.normalize else None,
+            updates=segment.chunks - 1 if is_last else segment.chunks,
+        )
         for rep, queries in enumerate(work.queries):
             heads = rows.query_heads(rep, problem.R)
             if is_read:
@@ -71,29 +77,6 @@ class ForwardPass:
                 work.inside.find_units(q, keys, unit)
             q.div_(unit)
         work.inside.forward(q, keys, num)
-
-    def _read_and_update(self, segment: Segment, decay: Decay | None, *, is_read: bool) -> None:
-        """Read the state before each chunk, eq. (10), and update it with the chunk, eq. (9).
-
-        What is read still lacks the decays from the starts of the chunks.
-        """
-        problem, work, state = self.problem, self.work, self.state
-        needs_last = problem.output_final_state or segment.end < problem.T
-        if segment.chunks > 1 or needs_last:
-            values = work.faded_values(segment, decay)
-        for chunk in range(segment.chunks):
-            blocks = segment.blocks_of(chunk)
-            if is_read and problem.normalize:
-                self._norms[chunk] = 0 if state.is_zero else state.sums[:, -1:]
-            read = None if state.is_zero else state.to_read()
-            for queries in work.queries if is_read else ():
-                for n in blocks:
-                    if read is None:
-                        queries.state_num[n].zero_()
-                    else:
-                        queries.maps[n].read(read, queries.state_num[n])
-            if chunk + 1 < segment.chunks or needs_last:
-                update_state(work, state, values, segment, chunk, decay)
 
     @cached_property
     def _norms(self) -> Tensor:

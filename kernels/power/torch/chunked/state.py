@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from longhaul.kernels.power.torch import compiled
 from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
-from longhaul.kernels.power.torch.compiled import is_compiled
 from longhaul.kernels.power.torch.features import StateToRead, multiplicity
-from longhaul.kernels.power.torch.workspace import FeatureMap, Workspace
+from longhaul.kernels.power.torch.workspace import FeatureMap, QueryBuffers, Workspace
 
 
 class Carry:
@@ -24,7 +24,7 @@ class Carry:
     def __init__(self, problem: Problem, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows, self._V = problem.rows_per_block, problem.V
-        self._is_compiled = is_compiled(problem.degree, like)
+        self.is_compiled = compiled.is_compiled(problem.degree, like)
         self.is_zero = True
 
     @cached_property
@@ -39,7 +39,7 @@ class Carry:
     @cached_property
     def _read(self) -> StateToRead:
         problem = self._problem
-        if self._is_compiled:
+        if self.is_compiled:
             return StateToRead(self.sums, [])
         return StateToRead.of(torch.empty_like(self.sums), problem.K, problem.degree)
 
@@ -63,7 +63,7 @@ class Carry:
 
     def to_read(self) -> StateToRead:
         """The sums as queries need them, eq. (7); to be read before the next update."""
-        if not self._is_compiled:
+        if not self.is_compiled:
             torch.mul(self.sums, self.multiplicity, out=self._read.state)
         return self._read
 
@@ -89,6 +89,48 @@ def update_state(
     """S ← exp(G_C) S + Σ_i exp(G_C − G_i) v_i φ(k_i)ᵀ, eq. (9); values are exp(G_C − G_i) v_i."""
     total = None if decay is None else decay.total[chunk]
     state.update(total, ((values[n], work.keys.maps[n]) for n in segment.blocks_of(chunk)))
+
+
+def read_and_update(
+    work: Workspace,
+    state: Carry,
+    segment: Segment,
+    decay: Decay | None,
+    *,
+    queries: Sequence[QueryBuffers],
+    norms: Tensor | None,
+    updates: int,
+) -> None:
+    """Read the state before each chunk of a segment, eq. (10), and update it with the first ones.
+
+    What is read still lacks the decays from the starts of the chunks. The norms of the states
+    before the chunks, (chunks, rows, 1, P), are written too.
+    """
+    values = work.faded_values(segment, decay) if updates else work.keys.v
+    if state.is_compiled:
+        total = None if decay is None else decay.total.contiguous()
+        read = [(x.q[: segment.blocks], x.state_num[: segment.blocks]) for x in queries]
+        keys = work.keys.k[: segment.blocks], values[: segment.blocks]
+        compiled.read_and_update(
+            *(state.sums, read, norms, keys, total),
+            is_zero=state.is_zero,
+            chunks=segment.chunks,
+            updates=updates,
+        )
+        state.is_zero = state.is_zero and not updates
+        return
+    for chunk in range(segment.chunks):
+        if norms is not None:
+            norms[chunk] = 0 if state.is_zero else state.sums[:, -1:]
+        to_read = None if state.is_zero else state.to_read()
+        for each in queries:
+            for n in segment.blocks_of(chunk):
+                if to_read is None:
+                    each.state_num[n].zero_()
+                else:
+                    each.maps[n].read(to_read, each.state_num[n])
+        if chunk < updates:
+            update_state(work, state, values, segment, chunk, decay)
 
 
 def gradient_of_update(

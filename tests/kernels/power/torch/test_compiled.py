@@ -1,5 +1,7 @@
 """The compiled functions of degree 2, against formulas in float64; and the op without them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +24,16 @@ def close(found: Tensor, wanted: Tensor, terms: int) -> None:
     """Sums of that many products in float32 are off by about the root of it times its epsilon."""
     bound = 4 * terms**0.5 * torch.finfo(torch.float32).eps * wanted.abs().max().item()
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=bound)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -53,6 +65,42 @@ def test_products_with_features(sizes: tuple[int, int, int, int]) -> None:
     written = torch.full_like(state, torch.nan)
     features.add_to(written, values, 0.0)
     close(written, added, C)
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("threads", [1, 5])  # with five, each takes some rows of V of a state
+def test_a_pass_over_chunks(threads: int, is_zero: bool) -> None:
+    rows, K, V, C, blocks, chunks, updates = 2, 16, 30, 37, 2, 3, 2
+    P = state_features(K, 2)
+    state = torch.full((rows, V, P), torch.nan) if is_zero else torch.randn(rows, V, P)
+    queries = torch.randn(2, chunks * blocks, rows, K, C)
+    k, values = (torch.randn(chunks * blocks, rows, width, C) for width in (K, V))
+    keep, norms = torch.rand(chunks, rows, 1, 1), torch.empty(chunks, rows, 1, P)
+    found, after = torch.empty(2, chunks * blocks, rows, V, C), state.clone()
+    with torch_threads(threads):
+        compiled.read_and_update(
+            after,
+            list(zip(queries, found, strict=True)),
+            norms,
+            (k, values),
+            keep,
+            is_zero=is_zero,
+            chunks=chunks,
+            updates=updates,
+        )
+
+    wide = torch.zeros(rows, V, P).double() if is_zero else state.double()
+    orderings = multiplicity(K, 2, wide)
+    for chunk in range(chunks):
+        close(norms[chunk], wide[:, -1:], C * blocks)
+        for n in range(chunk * blocks, (chunk + 1) * blocks):
+            wanted = (wide * orderings) @ expand(queries[:, n].double().mT, 2).mT
+            close(found[:, n], wanted, P)
+        if chunk < updates:
+            wide = wide * keep[chunk].double()
+            for n in range(chunk * blocks, (chunk + 1) * blocks):
+                wide = wide + values[n].double() @ expand(k[n].double().mT, 2)
+    close(after, wide, C * blocks)
 
 
 def log_decays(blocks: int, rows: int, C: int) -> Tensor:
@@ -119,16 +167,12 @@ def everything(threads: int) -> list[Tensor]:
     q = torch.randn(2, 300, 4, 16, requires_grad=True)
     k, v = (torch.randn(2, 300, 2, 16, requires_grad=True) for _ in range(2))
     log_g = torch.nn.functional.logsigmoid(torch.randn(2, 300, 2) + 3).requires_grad_()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        results = []
+    results = []
+    with torch_threads(threads):
         for form in ("chunked", "attention"):
             out, _ = power_attention(q, k, v, log_g, degree=2, form=form, chunk_size=128)
             results += [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v, log_g))]
-        return results
-    finally:
-        torch.set_num_threads(before)
+    return results
 
 
 def test_threads_change_no_bit() -> None:
