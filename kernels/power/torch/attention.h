@@ -1,10 +1,8 @@
 // Causal attention inside chunks at degree 2: the passes of attention.py, block by block.
 //
-// An item is one block of C tokens of one row; items are sorted by blocks. Tensors are contiguous,
-// with tokens innermost: q and k (items, K, C), values and sums (items, V, C), where V counts the
-// row of ones, and sums of log2 γ (items, C), or null without gates. With a past, every block meets
-// all earlier blocks of its row; otherwise only itself. A span of queries is processed at a time, so
-// that its weights stay in the first or second cache.
+// Blocks of C tokens have them innermost: q and k (K, C), values and sums (V, C), where V counts the
+// row of ones, and sums of log2 γ (C), or null without gates. A span of queries is processed at a
+// time, so that its weights stay in the first or second cache.
 #pragma once
 
 #include "vectors.h"
@@ -89,141 +87,199 @@ void add_transposed(const float* a, int width, const float* b, int keys, int C, 
   }
 }
 
+// The blocks of one row. Block n starts n times its stride behind the first.
+struct Row {
+  const float* k;
+  const float* values;
+  const double* log_decay;
+  int64_t k_stride, values_stride, decay_stride;
+  int V, K, C;
+
+  const double* decays(int block) const {
+    return log_decay == nullptr ? nullptr : log_decay + block * decay_stride;
+  }
+};
+
+// Memory of one thread for the weights of a span of queries and of the keys of a block.
+struct Weights {
+  float* weights;    // (C, kSpan)
+  float* dscores;    // (C, kSpan)
+  float* before;     // (C)
+  float* dsum;       // (V, kSpan)
+  float* transposed; // (kSpan, kSpan)
+  float* product;    // (max(K, V), kSpan)
+
+  static size_t size(int V, int K, int C) {
+    return size_t(2 * round_up(C) + V + kSpan + std::max(K, V)) * kSpan + round_up(C);
+  }
+
+  Weights(Scratch& scratch, int V, int K, int C)
+      : weights(scratch.take(size_t(round_up(C)) * kSpan)),
+        dscores(scratch.take(size_t(round_up(C)) * kSpan)),
+        before(scratch.take(round_up(C))),
+        dsum(scratch.take(size_t(V) * kSpan)),
+        transposed(scratch.take(size_t(kSpan) * kSpan)),
+        product(scratch.take(size_t(std::max(K, V)) * kSpan)) {}
+};
+
+// sum (V, kSpan) = Σ over keys of the weights (q·k)² · decay, times values. The queries are those
+// from token `first` of a block, and meet the blocks from `oldest` on.
+void attend_span(const Row& row, int oldest, int block, int first, const float* query,
+                 const Weights& own, float* sum) {
+  const int V = row.V, K = row.K, C = row.C;
+  const double* const decays = row.decays(block);
+  const Span span(decays, C, first);
+  float* const weights = own.weights;
+  std::fill_n(sum, size_t(V) * kSpan, 0.0f);
+  for (int past = oldest; past < block; ++past) {
+    multiply(C, row.k + past * row.k_stride, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
+    decays_before(row.decays(past), decays, C, own.before);
+    for (int i = 0; i < C; ++i) {
+      for (float* at = weights + i * kSpan; at < weights + (i + 1) * kSpan; at += kLanes) {
+        store(at, load(at) * load(at) * own.before[i]);
+      }
+    }
+    multiply(V, row.values + past * row.values_stride, C, 1, weights, kSpan, C, sum, kSpan, 1.0f);
+  }
+  for (int half = 0; oldest < block && half < 2; ++half) {
+    const Vector after = span.after(half);
+    for (int v = 0; v < V; ++v) {
+      float* const at = sum + v * kSpan + half * kLanes;
+      store(at, load(at) * after);
+    }
+  }
+  const int keys = std::min(C, first + kSpan);
+  multiply(keys, row.k + block * row.k_stride, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
+  for (int i = 0; i < keys; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      float* const at = weights + i * kSpan + half * kLanes;
+      store(at, span.causal(load(at) * load(at), half, i));
+    }
+  }
+  multiply(V, row.values + block * row.values_stride, C, 1, weights, kSpan, keys, sum, kSpan, 1.0f);
+}
+
+// From dsum (V, kSpan) dquery (K, kSpan), and what it adds to dk and dvalues, which have the strides
+// of k and values. Scores are recomputed.
+void attend_span_backward(const Row& row, int oldest, int block, int first, const float* query,
+                          const float* dsum, const Weights& own, float* dquery, float* dk,
+                          float* dvalues) {
+  const int V = row.V, K = row.K, C = row.C;
+  const double* const decays = row.decays(block);
+  const Span span(decays, C, first);
+  float *const weights = own.weights, *const dscores = own.dscores;
+  std::fill_n(dquery, size_t(K) * kSpan, 0.0f);
+  for (int half = 0; oldest < block && half < 2; ++half) {
+    const Vector after = span.after(half);
+    for (int v = 0; v < V; ++v) {
+      const int at = v * kSpan + half * kLanes;
+      store(own.dsum + at, load(dsum + at) * after);
+    }
+  }
+  for (int other = oldest; other <= block; ++other) {
+    const bool is_own = other == block;
+    const int keys = is_own ? std::min(C, first + kSpan) : C;
+    const float* const dsums = is_own ? dsum : own.dsum;
+    const float* const k = row.k + other * row.k_stride;
+    const float* const values = row.values + other * row.values_stride;
+    multiply(keys, k, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
+    multiply(keys, values, 1, C, dsums, kSpan, V, dscores, kSpan, 0.0f);
+    if (!is_own) decays_before(row.decays(other), decays, C, own.before);
+    for (int i = 0; i < keys; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        const int at = i * kSpan + half * kLanes;
+        const Vector score = load(weights + at);
+        const Vector slope = score * load(dscores + at) * 2.0f;
+        if (is_own) {
+          store(weights + at, span.causal(score * score, half, i));
+          store(dscores + at, span.causal(slope, half, i));
+        } else {
+          store(weights + at, score * score * own.before[i]);
+          store(dscores + at, slope * own.before[i]);
+        }
+      }
+    }
+    multiply(K, k, C, 1, dscores, kSpan, keys, dquery, kSpan, 1.0f);
+    add_transposed(query, K, dscores, keys, C, own.transposed, own.product,
+                   dk + other * row.k_stride);
+    add_transposed(dsums, V, weights, keys, C, own.transposed, own.product,
+                   dvalues + other * row.values_stride);
+  }
+}
+
+// The rows of items (blocks, rows, …), one behind the other.
+Row row_of_items(const float* k, const float* values, const double* log_decay, int rows, int row,
+                 int V, int K, int C) {
+  const int64_t k_size = int64_t(K) * C, values_size = int64_t(V) * C;
+  return {k + row * k_size,
+          values + row * values_size,
+          log_decay == nullptr ? nullptr : log_decay + int64_t(row) * C,
+          rows * k_size,
+          rows * values_size,
+          int64_t(rows) * C,
+          V,
+          K,
+          C};
+}
+
 }  // namespace
 
 extern "C" {
 
-// sums (items, V, C) = Σ over keys of the weights (q·k)² · decay, times values.
+// sums (items, V, C), where an item is one block of one row, and items are sorted by blocks. With a
+// past, every block meets all earlier blocks of its row; otherwise only itself.
 void attend(const float* q, const float* k, const float* values, const double* log_decay,
             float* sums, int items, int rows, int has_past, int V, int K, int C, int threads) {
-  const int64_t keys_size = int64_t(K) * C, values_size = int64_t(V) * C;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
-    Scratch scratch(size_t(K + V + round_up(C)) * kSpan + round_up(C));
+    Scratch scratch(size_t(K + V) * kSpan + Weights::size(V, K, C));
     float* const query = scratch.take(size_t(K) * kSpan);
     float* const sum = scratch.take(size_t(V) * kSpan);
-    float* const weights = scratch.take(size_t(round_up(C)) * kSpan);
-    float* const before = scratch.take(round_up(C));
+    const Weights own(scratch, V, K, C);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int backwards = 0; backwards < items; ++backwards) {  // the longest pasts first
       for (int first = 0; first < C; first += kSpan) {
-        const int item = items - 1 - backwards;
-        const double* const own = log_decay == nullptr ? nullptr : log_decay + int64_t(item) * C;
-        const Span span(own, C, first);
-        load_tokens(q + item * keys_size, K, C, first, query);
-        std::fill_n(sum, V * kSpan, 0.0f);
-        for (int past = item % rows; has_past && past < item; past += rows) {
-          const double* const theirs = own == nullptr ? nullptr : log_decay + int64_t(past) * C;
-          multiply(C, k + past * keys_size, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
-          decays_before(theirs, own, C, before);
-          for (int i = 0; i < C; ++i) {
-            for (float* at = weights + i * kSpan; at < weights + (i + 1) * kSpan; at += kLanes) {
-              store(at, load(at) * load(at) * before[i]);
-            }
-          }
-          multiply(V, values + past * values_size, C, 1, weights, kSpan, C, sum, kSpan, 1.0f);
-        }
-        for (int half = 0; has_past && half < 2; ++half) {
-          const Vector after = span.after(half);
-          for (int v = 0; v < V; ++v) {
-            float* const at = sum + v * kSpan + half * kLanes;
-            store(at, load(at) * after);
-          }
-        }
-        const int keys = std::min(C, first + kSpan);
-        multiply(keys, k + item * keys_size, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
-        for (int i = 0; i < keys; ++i) {
-          for (int half = 0; half < 2; ++half) {
-            float* const at = weights + i * kSpan + half * kLanes;
-            store(at, span.causal(load(at) * load(at), half, i));
-          }
-        }
-        multiply(V, values + item * values_size, C, 1, weights, kSpan, keys, sum, kSpan, 1.0f);
-        store_tokens(sum, V, C, first, sums + item * values_size);
+        const int item = items - 1 - backwards, block = item / rows;
+        const Row row = row_of_items(k, values, log_decay, rows, item % rows, V, K, C);
+        load_tokens(q + int64_t(item) * K * C, K, C, first, query);
+        attend_span(row, has_past ? 0 : block, block, first, query, own, sum);
+        store_tokens(sum, V, C, first, sums + int64_t(item) * V * C);
       }
     }
   }
 }
 
-// From dsums the gradients dq, and dk and dvalues, which are written, or added to. Scores are
-// recomputed.
+// From dsums the gradients dq, and dk and dvalues, which are written, or added to.
 void attend_backward(const float* q, const float* k, const float* values, const double* log_decay,
                      const float* dsums, float* dq, float* dk, float* dvalues, int adds, int items,
                      int rows, int has_past, int V, int K, int C, int threads) {
-  const int64_t keys_size = int64_t(K) * C, values_size = int64_t(V) * C;
+  const int64_t k_size = int64_t(K) * C, values_size = int64_t(V) * C;
   // Blocks of a row with a past add to the same gradients, so one thread processes them all.
   const int tasks = has_past ? rows : items;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
-    const size_t width = std::max(K, V);
-    Scratch scratch((2 * K + 2 * V + width + kSpan) * size_t(kSpan) +
-                    2 * size_t(round_up(C)) * kSpan + round_up(C));
+    Scratch scratch(size_t(2 * K + V) * kSpan + Weights::size(V, K, C));
     float* const query = scratch.take(size_t(K) * kSpan);
     float* const dquery = scratch.take(size_t(K) * kSpan);
     float* const dsum = scratch.take(size_t(V) * kSpan);
-    float* const dsum_after = scratch.take(size_t(V) * kSpan);
-    float* const product = scratch.take(width * kSpan);
-    float* const transposed = scratch.take(size_t(kSpan) * kSpan);
-    float* const weights = scratch.take(size_t(round_up(C)) * kSpan);
-    float* const dscores = scratch.take(size_t(round_up(C)) * kSpan);
-    float* const before = scratch.take(round_up(C));
+    const Weights own(scratch, V, K, C);
 #pragma omp for schedule(dynamic)
     for (int task = 0; task < tasks; ++task) {
       for (int item = task; item < items; item += tasks) {
         if (!adds) {
-          std::fill_n(dk + item * keys_size, keys_size, 0.0f);
+          std::fill_n(dk + item * k_size, k_size, 0.0f);
           std::fill_n(dvalues + item * values_size, values_size, 0.0f);
         }
-        const double* const own = log_decay == nullptr ? nullptr : log_decay + int64_t(item) * C;
+        const int n = item % rows, block = item / rows;
+        const Row row = row_of_items(k, values, log_decay, rows, n, V, K, C);
         for (int first = 0; first < C; first += kSpan) {
-          const Span span(own, C, first);
-          load_tokens(q + item * keys_size, K, C, first, query);
+          load_tokens(q + item * k_size, K, C, first, query);
           load_tokens(dsums + item * values_size, V, C, first, dsum);
-          std::fill_n(dquery, K * kSpan, 0.0f);
-          for (int half = 0; has_past && half < 2; ++half) {
-            const Vector after = span.after(half);
-            for (int v = 0; v < V; ++v) {
-              const int at = v * kSpan + half * kLanes;
-              store(dsum_after + at, load(dsum + at) * after);
-            }
-          }
-          // The earlier blocks of the row, and the block itself.
-          for (int block = has_past ? task : item; block <= item; block += tasks) {
-            const bool is_own = block == item;
-            const int keys = is_own ? std::min(C, first + kSpan) : C;
-            const float* const dsums_of = is_own ? dsum : dsum_after;
-            const float* const their_k = k + block * keys_size;
-            multiply(keys, their_k, 1, C, query, kSpan, K, weights, kSpan, 0.0f);
-            multiply(keys, values + block * values_size, 1, C, dsums_of, kSpan, V, dscores, kSpan,
-                     0.0f);
-            if (!is_own) {
-              const double* const theirs =
-                  own == nullptr ? nullptr : log_decay + int64_t(block) * C;
-              decays_before(theirs, own, C, before);
-            }
-            for (int i = 0; i < keys; ++i) {
-              for (int half = 0; half < 2; ++half) {
-                const int at = i * kSpan + half * kLanes;
-                const Vector score = load(weights + at);
-                const Vector slope = score * load(dscores + at) * 2.0f;
-                if (is_own) {
-                  store(weights + at, span.causal(score * score, half, i));
-                  store(dscores + at, span.causal(slope, half, i));
-                } else {
-                  store(weights + at, score * score * before[i]);
-                  store(dscores + at, slope * before[i]);
-                }
-              }
-            }
-            multiply(K, their_k, C, 1, dscores, kSpan, keys, dquery, kSpan, 1.0f);
-            add_transposed(query, K, dscores, keys, C, transposed, product,
-                           dk + block * keys_size);
-            add_transposed(dsums_of, V, weights, keys, C, transposed, product,
-                           dvalues + block * values_size);
-          }
-          store_tokens(dquery, K, C, first, dq + item * keys_size);
+          attend_span_backward(row, has_past ? 0 : block, block, first, query, dsum, own, dquery,
+                               dk + n * k_size, dvalues + n * values_size);
+          store_tokens(dquery, K, C, first, dq + item * k_size);
         }
       }
     }
