@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import Forward, Grads, PowerCall, Saved, SavedState, StateGrads
 from longhaul.kernels.power.state import PowerState
+from longhaul.kernels.power.torch import attention_form
 from longhaul.kernels.power.torch.chunked.backward import BackwardPass, Gradients
 from longhaul.kernels.power.torch.chunked.final_state import StateGradients, StatePass
 from longhaul.kernels.power.torch.chunked.forward import ForwardPass
@@ -44,7 +45,7 @@ def forward(
         is_live = q.new_empty(B, T, H, dtype=torch.bool)
     results = Forward(q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live)
     if cu_seqlens is None:
-        ForwardPass(call, q, k, v, log_g, results).run(kv, norm)
+        _run_forward(call, q, k, v, log_g, kv, norm, results)
         return results
     for tokens, state in _documents(cu_seqlens):
         into = Forward(
@@ -54,8 +55,8 @@ def forward(
             _part(inverse, tokens),
             _part(is_live, tokens),
         )
-        document = ForwardPass(call, q[tokens], k[tokens], v[tokens], _part(log_g, tokens), into)
-        document.run(_part(kv, state), _part(norm, state))
+        document = q[tokens], k[tokens], v[tokens], _part(log_g, tokens)
+        _run_forward(call, *document, _part(kv, state), _part(norm, state), into)
     return results
 
 
@@ -79,10 +80,10 @@ def backward(
     dq, dk, dv = (x.new_empty(x.shape, dtype=acc_dtype) for x in (q, k, v))
     grads = Gradients(dq, dk, dv, dlog_g, dinitial_kv, dinitial_norm)
     if saved.cu_seqlens is None:
-        BackwardPass(call, saved, dout, dkv, dnorm, grads).run()
+        _run_backward(call, saved, dout, dkv, dnorm, grads)
     else:
         for tokens, state in _documents(saved.cu_seqlens):
-            BackwardPass(
+            _run_backward(
                 call,
                 _document(saved, tokens, state),
                 _part(dout, tokens),
@@ -96,7 +97,7 @@ def backward(
                     _part(dinitial_kv, state),
                     _part(dinitial_norm, state),
                 ),
-            ).run()
+            )
     return (
         dq.to(q.dtype) if needs[0] else None,
         dk.to(k.dtype) if needs[1] else None,
@@ -105,6 +106,37 @@ def backward(
         dinitial_kv if needs[4] else None,
         dinitial_norm if needs[5] else None,
     )
+
+
+def _run_forward(
+    call: PowerCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_g: Tensor | None,
+    kv: Tensor | None,
+    norm: Tensor | None,
+    into: Forward,
+) -> None:
+    if kv is None and norm is None and attention_form.serves(call, q, k, v):
+        attention_form.forward(call, q, k, v, log_g, into)
+    else:
+        ForwardPass(call, q, k, v, log_g, into).run(kv, norm)
+
+
+def _run_backward(
+    call: PowerCall,
+    saved: Saved,
+    dout: Tensor | None,
+    dkv: Tensor | None,
+    dnorm: Tensor | None,
+    into: Gradients,
+) -> None:
+    has_state = saved.kv is not None or saved.norm is not None
+    if not has_state and attention_form.serves(call, saved.q, saved.k, saved.v, dout):
+        attention_form.backward(call, saved, dout, into)
+    else:
+        BackwardPass(call, saved, dout, dkv, dnorm, into).run()
 
 
 def state_forward(

@@ -191,6 +191,19 @@ def _divide_up(count: int, size: int) -> int:
     return -(-count // size)
 
 
+def log2_sums(log_g: Tensor, problem: Problem) -> Tensor:
+    """Running sums of log2 γ from the start of every chunk, (chunks, B, G, tokens of a chunk).
+
+    They are float64: float32 would lose small decays after a reset. Absent tokens have gates of 1,
+    so the last sum is the total of the chunk.
+    """
+    B, T, G = log_g.shape
+    log2_g = log_g.new_zeros(problem.num_chunks, problem.chunk_size, B, G, dtype=torch.float64)
+    log2_g.flatten(0, 1)[:T] = log_g.detach().double().transpose(0, 1)
+    log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
+    return log2_g.permute(0, 2, 3, 1).cumsum(dim=3)
+
+
 class Decay(NamedTuple):
     """Running sums of log2 γ from the start of every chunk, and the decays of eq. (3)."""
 
@@ -204,14 +217,9 @@ class Decays:
     """The decays of all chunks of a call."""
 
     def __init__(self, log_g: Tensor, problem: Problem, dtype: torch.dtype) -> None:
-        """From log gates (B, T, G). Sums are float64: float32 would lose small decays after a
-        reset."""
-        B, T, G = log_g.shape
-        # Absent tokens have gates of 1, so the last sum is the total of the chunk.
-        log2_g = log_g.new_zeros(problem.num_chunks, problem.chunk_size, B, G, dtype=torch.float64)
-        log2_g.flatten(0, 1)[:T] = log_g.detach().double().transpose(0, 1)
-        log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
-        sums = log2_g.permute(0, 2, 3, 1).cumsum(dim=3)  # (chunks, B, G, tokens)
+        """From log gates (B, T, G)."""
+        B, _, G = log_g.shape
+        sums = log2_sums(log_g, problem)
         totals = sums[..., -1:]
         by_chunk = (
             sums,

@@ -1,5 +1,6 @@
 // What torch does slowly in float32 on a CPU: see each file.
 
 #include "attention.h"
+#include "attention_form.h"
 #include "copies.h"
 #include "features.h"

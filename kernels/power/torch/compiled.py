@@ -25,6 +25,8 @@ def _functions() -> CDLL | None:
         functions.contract_state.argtypes = [c_void_p] * 4 + [c_int] * 6
         functions.attend.argtypes = [c_void_p] * 5 + [c_int] * 7
         functions.attend_backward.argtypes = [c_void_p] * 8 + [c_int] * 8
+        functions.attention_form.argtypes = [c_void_p] * 8 + [c_int]
+        functions.attention_form_backward.argtypes = [c_void_p] * 14 + [c_int]
         functions.copy_transposed.argtypes = [
             *[c_void_p] * 2,
             *[_Numbers] * 3,
@@ -43,11 +45,11 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
     """
     for x, y in ((source, target), (source.mT, target.mT)):
         if x.stride(3) == y.stride(4) == 1 and native.serves(x, y):
-            functions = _functions()
-            if functions is not None:
+            compiled = _functions()
+            if compiled is not None:
                 sizes = (_Numbers(*each) for each in (x.shape, x.stride(), y.stride()))
                 threads = torch.get_num_threads()
-                functions.copy_transposed(x.data_ptr(), y.data_ptr(), *sizes, scale, add, threads)
+                compiled.copy_transposed(x.data_ptr(), y.data_ptr(), *sizes, scale, add, threads)
                 return
     if add:
         target.add_(source, alpha=scale)
@@ -78,7 +80,7 @@ def attend(
     """
     tensors = _pointers(q, k, v, log_decay, num)
     sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
-    _compiled().attend(*tensors, *sizes, torch.get_num_threads())
+    functions().attend(*tensors, *sizes, torch.get_num_threads())
 
 
 def attend_backward(
@@ -96,13 +98,14 @@ def attend_backward(
     """Write dq, and write or add to dk and dv, from the gradients of what `attend` writes."""
     tensors = _pointers(q, k, v, log_decay, dnum, *into)
     sizes = len(q), rows, has_past, v.shape[1], *q.shape[1:]
-    _compiled().attend_backward(*tensors, adds, *sizes, torch.get_num_threads())
+    functions().attend_backward(*tensors, adds, *sizes, torch.get_num_threads())
 
 
-def _compiled() -> CDLL:
-    functions = _functions()
-    assert functions is not None
-    return functions
+def functions() -> CDLL:
+    """The compiled functions, where `is_compiled`."""
+    compiled = _functions()
+    assert compiled is not None
+    return compiled
 
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
@@ -138,7 +141,7 @@ def read_and_update(
     blocks, _, K, C = (keys or queries[0])[0].shape
     read, written = zip(*queries, strict=True) if queries else ((), ())
     pointers = c_void_p * len(queries)
-    _compiled().read_and_update(
+    functions().read_and_update(
         *_pointers(state),
         pointers(*_pointers(*read)),
         pointers(*_pointers(*written)),
@@ -178,4 +181,4 @@ class CompiledFeatureMap:
         rows, V, P = read.state.shape
         tensors = _pointers(read.state, values, self._x, self._dx)
         sizes = rows, V, *self._x.shape[1:], P
-        _compiled().contract_state(*tensors, *sizes, torch.get_num_threads())
+        functions().contract_state(*tensors, *sizes, torch.get_num_threads())

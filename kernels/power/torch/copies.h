@@ -38,6 +38,26 @@ void transpose_rows(const float* from, int64_t from_column, float* to, int64_t t
   }
 }
 
+// to (width, tokens rounded up to `padded`) = scale · from (tokens, width), and zeros behind it.
+void load_transposed(const float* from, int64_t token, int width, int tokens, float scale, float* to,
+                     int padded) {
+  for (int row = 0; row < width; row += kLanes) {
+    transpose_rows(from + row, token, to + int64_t(row) * padded, padded, width - row, tokens, scale,
+                   false);
+  }
+  for (int row = 0; tokens < padded && row < width; ++row) {
+    std::fill(to + int64_t(row) * padded + tokens, to + int64_t(row + 1) * padded, 0.0f);
+  }
+}
+
+// to (tokens, width) = scale · from (width, padded).
+void store_transposed(const float* from, int padded, int width, int tokens, float scale, float* to,
+                      int64_t token) {
+  for (int t = 0; t < tokens; t += kLanes) {
+    transpose_rows(from + t, padded, to + t * token, token, tokens - t, width, scale, false);
+  }
+}
+
 }  // namespace
 
 extern "C" {
