@@ -106,6 +106,8 @@ def read_and_update(
     What is read still lacks the decays from the starts of the chunks. The norms of the states
     before the chunks, (chunks, rows, 1, P), are written too.
     """
+    if not queries and not updates:
+        return  # without a state, whose memory may not exist
     values = work.faded_values(segment, decay) if updates else work.keys.v
     if state.is_compiled:
         total = None if decay is None else decay.total.contiguous()

@@ -1,0 +1,92 @@
+"""The attention form as one C++ call each way, against its formula in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from longhaul.kernels.power.call import Forward, PowerCall, Saved
+from longhaul.kernels.power.torch import attention_form, compiled
+from longhaul.kernels.power.torch.chunked.backward import Gradients
+
+pytestmark = pytest.mark.skipif(
+    not compiled.is_compiled(2, torch.empty(0)), reason="there is no C++ compiler"
+)
+
+SCALE = 0.5
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, normalize: bool) -> Tensor:
+    """(B, T, H, V) of q (B, T, H, K), k and v (B, T, G, …) and log_g (B, T, G)."""
+    R = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(R, dim=2) for x in (k, v))
+    weights = (SCALE * torch.einsum("bthk,bshk->bhts", q, k)) ** 2
+    if log_g is not None:
+        sums = log_g.cumsum(1).repeat_interleave(R, dim=2).transpose(1, 2)
+        weights = weights * (sums[..., :, None] - sums[..., None, :]).clamp(max=0).exp()
+    weights = weights.tril()
+    if normalize:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return torch.einsum("bhts,bshv->bthv", weights, v)
+
+
+def between(shape: tuple[int, ...], *, strided: bool = False) -> Tensor:
+    """Random tokens (B, T, …) of a tensor whose other tokens are NaN."""
+    B, T, *rest = shape
+    whole = torch.full((B, T + 40, *rest), torch.nan)
+    if strided:
+        whole = whole.mT.contiguous().mT
+    whole[:, :T] = torch.randn(shape)
+    return whole[:, :T]
+
+
+def is_alone(x: Tensor) -> bool:
+    """Whether a tensor made by `between` has finite numbers, and NaN still follows them."""
+    B, T = x.shape[:2]
+    after = x.as_strided((B, 40, *x.shape[2:]), x.stride(), x.storage_offset() + T * x.stride(1))
+    return bool(x.isfinite().all() and after.isnan().all())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("has_gates", [False, True])
+@pytest.mark.parametrize(
+    "sizes",  # B, T, H, G, K, V: one token; blocks that lack tokens; more than a span and a vector
+    [(1, 1, 1, 1, 1, 1), (2, 257, 4, 2, 5, 3), (1, 70, 2, 2, 40, 33)],
+)
+def test_outputs_and_gradients(
+    sizes: tuple[int, int, int, int, int, int], has_gates: bool, normalize: bool
+) -> None:
+    torch.manual_seed(0)
+    B, T, H, G, K, V = sizes
+    q = between((B, T, H, K))
+    k, v = between((B, T, G, K), strided=True), between((B, T, G, V))
+    log_g = -torch.rand(B, T, G) / 10 if has_gates else None
+    call = PowerCall(
+        degree=2,
+        scale=SCALE,
+        normalize=normalize,
+        output_final_state=False,
+        form="attention",
+        chunk_size=T,
+    )
+    assert attention_form.serves(call, q, k, v)
+    out, inverse = between((B, T, H, V)), between((B, T, H)) if normalize else None
+    is_live = torch.zeros(B, T, H, dtype=torch.bool) if normalize else None
+    attention_form.forward(call, q, k, v, log_g, Forward(out, None, None, inverse, is_live))
+    dout = torch.randn(B, T, 1, 1).expand(out.shape)
+    dq, dk, dv = (between(x.shape) for x in (q, k, v))
+    dlog_g = None if log_g is None else between(log_g.shape)
+    saved = Saved(q, k, v, log_g, None, None, None, out, None, None, inverse, is_live)
+    attention_form.backward(call, saved, dout, Gradients(dq, dk, dv, dlog_g, None, None))
+    assert is_live is None or is_live.all()
+    assert inverse is None or is_alone(inverse)
+
+    wide = [x.double().requires_grad_() for x in (q, k, v, log_g) if x is not None]
+    wanted = formula(*wide[:3], wide[3] if has_gates else None, normalize)
+    gradients = torch.autograd.grad(wanted, wide, dout.double())
+    # Gradients of means are differences of larger terms, most of all those of the first token.
+    terms = 256 * T * K
+    for found, right in zip((out, dq, dk, dv, dlog_g), (wanted.detach(), *gradients), strict=False):
+        assert found is not None
+        assert is_alone(found)
+        bound = terms**0.5 * torch.finfo(torch.float32).eps * max(right.abs().max().item(), 1)
+        torch.testing.assert_close(found.double(), right, rtol=0, atol=bound)
