@@ -11,9 +11,11 @@ namespace {
 
 using Doubles = double __attribute__((vector_size(8 * kLanes)));
 
-// 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of chunking.py.
+// 2^x for x ≤ 0, flushed to 0 up to 2^−64, as exp2_flushed_ of chunking.py. Positive ones, those of
+// keys in the future, are taken for 0.
 inline Vector exp2_flushed(Vector x) {
-  return Vector(Integers(exp2(x < -65.0f ? Vector{} - 65.0f : x)) & ~Integers(x <= -64.0f));
+  const Vector lower = x > 0.0f ? Vector{} : x;
+  return Vector(Integers(exp2(lower < -65.0f ? Vector{} - 65.0f : lower)) & ~Integers(x <= -64.0f));
 }
 
 // The decays of a span of queries, from log decays of their block.
@@ -102,12 +104,13 @@ struct Row {
 
 // Memory of one thread for the weights of a span of queries and of the keys of a block.
 struct Weights {
-  float* weights;    // (C, kSpan)
-  float* dscores;    // (C, kSpan)
-  float* before;     // (C)
-  float* dsum;       // (V, kSpan)
-  float* transposed; // (kSpan, kSpan)
-  float* product;    // (max(K, V), kSpan)
+  float* weights;  // (C, kSpan)
+  float* before;   // (C)
+  // For a backward pass alone:
+  float* dscores;     // (C, kSpan)
+  float* dsum;        // (V, kSpan)
+  float* transposed;  // (kSpan, kSpan)
+  float* product;     // (max(K, V), kSpan)
 
   static size_t size(int V, int K, int C) {
     return size_t(2 * round_up(C) + V + kSpan + std::max(K, V)) * kSpan + round_up(C);
@@ -115,8 +118,8 @@ struct Weights {
 
   Weights(Scratch& scratch, int V, int K, int C)
       : weights(scratch.take(size_t(round_up(C)) * kSpan)),
-        dscores(scratch.take(size_t(round_up(C)) * kSpan)),
         before(scratch.take(round_up(C))),
+        dscores(scratch.take(size_t(round_up(C)) * kSpan)),
         dsum(scratch.take(size_t(V) * kSpan)),
         transposed(scratch.take(size_t(kSpan) * kSpan)),
         product(scratch.take(size_t(std::max(K, V)) * kSpan)) {}

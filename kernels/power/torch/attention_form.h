@@ -1,7 +1,7 @@
 // The attention form at degree 2 in one pass over tensors as they are, (B, T, heads, width).
 //
-// A thread copies keys and values of a head, transposed, into memory of its own, which its cache
-// holds, and goes through the queries that meet them. Widths are innermost; strides are in numbers.
+// A thread copies keys and values of a head, transposed, into memory of its own, and goes through the
+// queries that meet them. Up to some thousand tokens its second-level cache holds them. Widths are innermost; strides are in numbers.
 #pragma once
 
 #include "attention.h"
@@ -69,9 +69,11 @@ void attention_form(const Tokens<const float>* q, const Tokens<const float>* k,
                     const Tokens<bool>* is_live, const Sizes* sizes, int threads) {
   const Sizes& n = *sizes;
   const int V = n.V, K = n.K;
-  // With fewer heads than threads, several share the queries of each.
-  const int parts = (threads + n.B * n.G - 1) / (n.B * n.G);
-#pragma omp parallel num_threads(threads)
+  const int heads = n.B * n.G;
+  // With fewer heads than threads, several share the queries of each, and copy its keys.
+  const int spans = n.R * n.blocks * ((n.C + kSpan - 1) / kSpan);
+  const int parts = std::min(spans, (threads + heads - 1) / heads);
+#pragma omp parallel num_threads(std::min(threads, heads * parts))
   {
     const FlushDenormals flushing;
     Scratch scratch(Head::size(n) + size_t(K + V + 1) * kSpan + Weights::size(V + 1, K, n.C));
@@ -96,13 +98,14 @@ void attention_form(const Tokens<const float>* q, const Tokens<const float>* k,
                 attend_span(row, 0, block, first, query, own, sum);
                 for (int i = 0; n.normalize && i < kSpan; ++i) {
                   const bool is_above = denominator[i] >= n.floor;
-                  denominator[i] = 1.0f / (is_above ? denominator[i] : n.floor);
+                  denominator[i] = is_above ? denominator[i] : n.floor;
                   if (i >= count) continue;
-                  *inverse->at(b, t + i, h) = denominator[i];
+                  *inverse->at(b, t + i, h) = 1.0f / denominator[i];
                   *is_live->at(b, t + i, h) = is_above;
                 }
                 for (int at = 0; n.normalize && at < V * kSpan; at += kLanes) {
-                  store(sum + at, load(sum + at) * load(denominator + at % kSpan));
+                  // The inverse of a large denominator would be denormal, and flushed.
+                  store(sum + at, load(sum + at) / load(denominator + at % kSpan));
                 }
                 store_transposed(sum, kSpan, V, count, 1.0f, out->at(b, t, h), out->token);
               }
@@ -126,7 +129,7 @@ void attention_form_backward(const Tokens<const float>* q, const Tokens<const fl
                              const Sizes* sizes, int threads) {
   const Sizes& n = *sizes;
   const int V = n.V, K = n.K, C = n.C;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(std::min(threads, n.B * n.G))
   {
     const FlushDenormals flushing;
     Scratch scratch(2 * Head::size(n) + size_t(2 * K + 2 * V + 2) * kSpan +
@@ -134,8 +137,9 @@ void attention_form_backward(const Tokens<const float>* q, const Tokens<const fl
     float* const query = scratch.take(size_t(K) * kSpan);
     float* const dquery = scratch.take(size_t(K) * kSpan);
     float* const dsum = scratch.take(size_t(V + 1) * kSpan);
-    float* const output = scratch.take(size_t(V + 1) * kSpan);
-    float *const ddenominator = dsum + V * kSpan, *const delta = output + V * kSpan;
+    float* const ddenominator = dsum + V * kSpan;
+    float* const output = scratch.take(size_t(V) * kSpan);
+    float* const delta = scratch.take(kSpan);
     const Weights own(scratch, V + 1, K, C);
     const Head head(scratch, n);
     float* const dkeys = scratch.take(Head::size(n));

@@ -38,7 +38,8 @@ def forward(
     _call(
         "attention_form",
         problem,
-        [q, k, v, log_decay, into.out, into.inverse, into.is_live],
+        [q, k, v, log_decay],
+        [into.out, into.inverse, into.is_live],
     )
 
 
@@ -52,7 +53,8 @@ def backward(call: PowerCall, saved: Saved, dout: Tensor | None, into: Gradients
     _call(
         "attention_form_backward",
         problem,
-        [*inputs, into.dq, into.dk, into.dv, row_sums, k_dk],
+        inputs,
+        [into.dq, into.dk, into.dv, row_sums, k_dk],
     )
     if saved.log_g is not None and into.dlog_g is not None:
         sums = reduce(row_sums.double(), "b t (g r) -> b t g", "sum", g=problem.G)
@@ -75,14 +77,14 @@ class _Sizes(Structure):
     )
 
 
-def _call(name: str, problem: Problem, tensors: list[Tensor | None]) -> None:
+def _call(
+    name: str, problem: Problem, inputs: list[Tensor | None], outputs: list[Tensor | None]
+) -> None:
     """Call a function with tensors (B, T, heads, width) or (B, T, heads); float64 is passed as
     it is."""
     # Widths have to be innermost. Copies live until the call has ended.
-    plain = [
-        x if x is None or x.ndim < 4 or x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
-        for x in tensors
-    ]
+    plain = [x if x is None or _has_innermost_width(x) else x.contiguous() for x in inputs]
+    assert all(x is None or _has_innermost_width(x) for x in outputs)
     sizes = _Sizes(
         *(problem.B, problem.T, problem.G, problem.R, problem.K, problem.V),
         *(problem.block_size, problem.blocks_per_chunk, problem.normalize),
@@ -94,6 +96,10 @@ def _call(name: str, problem: Problem, tensors: list[Tensor | None]) -> None:
         else x.data_ptr()
         if x.dtype == torch.float64
         else byref(_Tokens(x.data_ptr(), *x.stride()[:3]))
-        for x in plain
+        for x in (*plain, *outputs)
     )
     getattr(functions(), name)(*arguments, byref(sizes), torch.get_num_threads())
+
+
+def _has_innermost_width(x: Tensor) -> bool:
+    return x.ndim < 4 or x.shape[3] == 1 or x.stride(3) == 1

@@ -1,4 +1,5 @@
-"""The passes of the torch backend. The attention form is the chunked form with a single chunk.
+"""The passes of the torch backend. The attention form is the chunked form with a single chunk, or
+one call of C++.
 
 Packed documents run one by one, each writing its slice of the results, so that nothing leaks. The
 passes over one document, or over whole rows of the batch, are in chunked/.

@@ -1,5 +1,5 @@
 """What torch does slowly in float32 on a CPU, in C++: transposed copies, and at degree 2 attention
-inside chunks and products with φ."""
+inside chunks and products with φ; and the attention form as a whole (attention_form.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Numbers = c_int64 * 5
 
 
 @cache
-def _functions() -> CDLL | None:
+def _load() -> CDLL | None:
     functions = native.load(Path(__file__).with_name("compiled.cpp"))
     if functions is not None:
         functions.read_and_update.argtypes = [c_void_p] * 7 + [c_int] * 11
@@ -45,7 +45,7 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
     """
     for x, y in ((source, target), (source.mT, target.mT)):
         if x.stride(3) == y.stride(4) == 1 and native.serves(x, y):
-            compiled = _functions()
+            compiled = _load()
             if compiled is not None:
                 sizes = (_Numbers(*each) for each in (x.shape, x.stride(), y.stride()))
                 threads = torch.get_num_threads()
@@ -61,7 +61,7 @@ def copy_transposed(source: Tensor, target: Tensor, *, scale: float, add: bool) 
 
 def is_compiled(degree: int, like: Tensor) -> bool:
     """Whether the functions below and `CompiledFeatureMap` serve tensors like this one."""
-    return degree == 2 and native.serves(like) and _functions() is not None
+    return degree == 2 and native.serves(like) and _load() is not None
 
 
 def attend(
@@ -103,7 +103,7 @@ def attend_backward(
 
 def functions() -> CDLL:
     """The compiled functions, where `is_compiled`."""
-    compiled = _functions()
+    compiled = _load()
     assert compiled is not None
     return compiled
 
@@ -172,7 +172,8 @@ class CompiledFeatureMap:
 
     def add_to(self, state: Tensor, values: Tensor, keep: Tensor | float) -> None:
         """state ← keep · state + values φ(x)ᵀ; keep is (rows, 1, 1), 1 or 0."""
-        keys, is_zero = (self._x[None], values[None]), not isinstance(keep, Tensor) and keep == 0
+        keys = self._x[None], values[None]
+        is_zero = not isinstance(keep, Tensor) and keep == 0
         total = keep[None].contiguous() if isinstance(keep, Tensor) else None
         read_and_update(state, [], None, keys, total, is_zero=is_zero, chunks=1, updates=1)
 

@@ -38,15 +38,15 @@ void transpose_rows(const float* from, int64_t from_column, float* to, int64_t t
   }
 }
 
-// to (width, tokens rounded up to `padded`) = scale · from (tokens, width), and zeros behind it.
+// to (width, padded) = scale · the transpose of from (tokens, width), with zeros for absent tokens.
 void load_transposed(const float* from, int64_t token, int width, int tokens, float scale, float* to,
                      int padded) {
   for (int row = 0; row < width; row += kLanes) {
     transpose_rows(from + row, token, to + int64_t(row) * padded, padded, width - row, tokens, scale,
                    false);
   }
-  for (int row = 0; tokens < padded && row < width; ++row) {
-    std::fill(to + int64_t(row) * padded + tokens, to + int64_t(row + 1) * padded, 0.0f);
+  for (int n = 0; tokens < padded && n < width; ++n) {
+    std::fill(to + int64_t(n) * padded + tokens, to + int64_t(n + 1) * padded, 0.0f);
   }
 }
 

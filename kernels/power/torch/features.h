@@ -121,7 +121,7 @@ extern "C" {
 
 // Passes over chunks of `blocks` blocks of tokens: the state before each chunk is read by R queries,
 // and the first `updates` chunks update it. Rows of V are independent of each other, so a thread
-// takes some through all chunks, and waits for no other.
+// takes some through all chunks, and waits for no other; it transposes keys for itself.
 //
 // R pointers: q (chunks · blocks, rows, K, C) and sums (…, V, C), where the state φ(q) is written.
 // norms (chunks, rows, P), or null: the last row of V of the state before each chunk.

@@ -108,11 +108,11 @@ def read_and_update(
     """
     if not queries and not updates:
         return  # without a state, whose memory may not exist
-    values = work.faded_values(segment, decay) if updates else work.keys.v
+    values = work.faded_values(segment, decay) if updates else None
     if state.is_compiled:
         total = None if decay is None else decay.total.contiguous()
         read = [(x.q[: segment.blocks], x.state_num[: segment.blocks]) for x in queries]
-        keys = work.keys.k[: segment.blocks], values[: segment.blocks]
+        keys = None if values is None else (work.keys.k[: segment.blocks], values)
         compiled.read_and_update(
             *(state.sums, read, norms, keys, total),
             is_zero=state.is_zero,
@@ -131,7 +131,7 @@ def read_and_update(
                     each.state_num[n].zero_()
                 else:
                     each.maps[n].read(to_read, each.state_num[n])
-        if chunk < updates:
+        if values is not None and chunk < updates:
             update_state(work, state, values, segment, chunk, decay)
 
 
