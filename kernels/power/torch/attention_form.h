@@ -1,7 +1,8 @@
 // The attention form at degree 2 in one pass over tensors as they are, (B, T, heads, width).
 //
-// A thread copies keys and values of a head, transposed, into memory of its own, and goes through the
-// queries that meet them. Up to some thousand tokens its second-level cache holds them. Widths are innermost; strides are in numbers.
+// A thread copies keys and values of a head, transposed, into memory of its own, and goes through
+// the queries that meet them. Up to some thousand tokens its second-level cache holds them. Widths
+// are innermost; strides are in numbers.
 #pragma once
 
 #include "attention.h"
