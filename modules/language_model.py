@@ -178,6 +178,29 @@ class Head(nn.Module):
         return linear_cross_entropy(hidden, weight, target, dtype)
 
 
+class Blocks(nn.ModuleList):
+    """The blocks one after the other.
+
+    This is a module that is called because sharding strategies gather parameters around calls.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: list[Any] | None,
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None,
+        keep_state: bool,
+    ) -> tuple[Float[Tensor, "B T D"], list[Any]]:
+        """The output of the last block, and the state of each after the last token."""
+        states = []
+        for layer, block in enumerate(self):
+            before = None if state is None else state[layer]
+            x, after = block(x, before, cu_seqlens=cu_seqlens, keep_state=keep_state)
+            states.append(after)
+        return x, states
+
+
 class LanguageModel(nn.Module):
     """From tokens to logits, losses, or final activations."""
 
@@ -192,15 +215,14 @@ class LanguageModel(nn.Module):
             if config.embedding_norm
             else nn.Identity()
         )
-        blocks = [
+        self.blocks = Blocks(
             Block(
                 config.attention_of(layer).build(config.width, config.heads, layer),
                 parallel=config.parallel_residual,
                 biases=config.biases,
             )
             for layer in range(config.layers)
-        ]
-        self.blocks = nn.ModuleList(blocks)
+        )
         self.final_norm = nn.LayerNorm(config.width, bias=config.biases)
         if not config.tied_head:
             # By the name that transformers has for it.
@@ -241,15 +263,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], list[Any] | None]:
         """Final activations of T tokens that continue from state, and the state after them."""
         x = self.embedding_norm(self.embedding(tokens))
-        states = []
-        for layer, block in enumerate(self.blocks):
-            x, layer_state = block(
-                x,
-                None if state is None else state[layer],
-                cu_seqlens=cu_seqlens,
-                keep_state=keep_state,
-            )
-            states.append(layer_state)
+        x, states = self.blocks(x, state, cu_seqlens=cu_seqlens, keep_state=keep_state)
         return self.final_norm(x), states if keep_state else None
 
     def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:

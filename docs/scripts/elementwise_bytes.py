@@ -69,16 +69,21 @@ def one_block(kind: str) -> Block:
     return model.blocks[0]  # type: ignore[return-value]
 
 
-def run(forward: Callable[..., tuple[Tensor, Any]], batch: int, tokens: int) -> None:
-    """Forward and backward in bfloat16."""
+def inputs(batch: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """The input of a block, and the gradient of its output."""
     shape = batch, tokens, 768
-    x, gradient = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    return torch.randn(shape, requires_grad=True), torch.randn(shape)
+
+
+def run(forward: Callable[..., tuple[Tensor, Any]], x: Tensor, gradient: Tensor) -> None:
+    """Forward and backward in bfloat16."""
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = forward(x, keep_state=False)
     y.backward(gradient)
 
 
 def count(kind: str, tokens: int) -> Counted:
+    block, given = one_block(kind), inputs(_TOKENS // tokens, tokens)
     counted = Counted()
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,7 +102,7 @@ def count(kind: str, tokens: int) -> Counted:
         patch.object(rotary_kernels, "gradients", gradients),
         counted,
     ):
-        run(one_block(kind), _TOKENS // tokens, tokens)
+        run(block, *given)
     return counted
 
 
@@ -121,7 +126,7 @@ def count_compiled(kind: str, batch: int, tokens: int) -> int:
         patch.object(GraphLowering, "codegen", counting),
         inductor.patch(force_disable_caches=True),  # what a cache holds is not generated again
     ):
-        run(torch.compile(one_block(kind).forward, dynamic=False), batch, tokens)
+        run(torch.compile(one_block(kind).forward, dynamic=False), *inputs(batch, tokens))
     return total
 
 

@@ -345,8 +345,8 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """A projection in at least float32, also under autocast, for outputs summed over tokens."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     with without_autocast(x):
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(x.to(dtype), weight.to(dtype))

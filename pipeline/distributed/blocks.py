@@ -45,15 +45,27 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2: each block is one unit of sharding, and embedding and final norm are another.
 
-    Under a policy with a lower precision, the few modules of a block that must stay in float32 are
-    a unit of their own. In a compiled block there is a graph break at each of them.
+    Under a policy with a lower precision, the weights that must stay in float32, which are few, are
+    one unit of all blocks. It is gathered before the first block and kept, so that each block is
+    compiled as one graph: gathering inside of a block would cut it.
     """
+    if policy.param_dtype is not None and (float32 := _float32_weights(model.blocks)):
+        others = set(model.blocks.parameters()) - float32
+        # Before the blocks: it would not look for weights in modules that are sharded already.
+        fully_shard(model.blocks, mesh=mesh, reshard_after_forward=False, ignored_params=others)
     for block in model.blocks:
-        in_float32: list[nn.Module] = [m for m in block.modules() if isinstance(m, InFloat32)]
-        if in_float32 and policy.param_dtype is not None:
-            fully_shard(in_float32, mesh=mesh)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        ignored = _float32_weights(block) if policy.param_dtype is not None else None
+        fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # The root stays gathered after its forward, because the loss needs the embedding once more.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # Training calls this method in place of `forward`, which would hold all logits.
     register_fsdp_forward_method(model, "activations")
+
+
+def _float32_weights(module: nn.Module) -> set[nn.Parameter]:
+    return {
+        weight
+        for part in module.modules()
+        if isinstance(part, InFloat32)
+        for weight in part.parameters()
+    }

@@ -13,6 +13,7 @@ from longhaul.modules.attention import (
     registered_variants,
 )
 from longhaul.modules.attention.base import register
+from longhaul.modules.documents import Documents
 
 WIDTH, HEADS = 16, 2
 
@@ -78,10 +79,14 @@ def test_flops_grow_with_context_for_softmax_alone() -> None:
 def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
     attention = build_attention("conformal_sympow", WIDTH, HEADS)
     x = torch.randn(1, 30, WIDTH)
-    wanted = attention.gate(x), attention.rate(x)
+    wanted = attention.gate(x), attention.rate(x).double().cumsum(dim=1)
     with torch.autocast("cpu", torch.bfloat16):
+        documents = Documents(x)
+        carried = attention.initial_carried(1, x.device)
+        operands, after = attention.project(x, documents, carried)
         assert torch.equal(attention.gate(x), wanted[0])
-        assert torch.equal(attention.rate(x), wanted[1])
+    torch.testing.assert_close(operands.sums[0].log_g, wanted[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(after["rotation"], wanted[1][:, -1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,10 @@ def test_compiled_blocks_are_one_graph_that_makes_the_same_update(
 
 IN_BF16 = """
 import sys
+from functools import partial
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from longhaul.modules.attention import attention_config
@@ -58,40 +60,52 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, wor
 kind = attention_config("conformal_sympow")()
 config = LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=kind)
 model = LanguageModel(config)
-prepare_blocks(model, checkpoint_every=1, compiled=False)
+backend = sys.argv[2]
+if backend != "none":
+    torch.compile = partial(torch.compile, backend=backend)
+prepare_blocks(model, checkpoint_every=1, compiled=backend != "none")
 mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
 policy = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
 )
 shard(model, mesh, policy)
 
-def note(module, *ignored):
-    name = type(module).__name__.removeprefix("FSDP")
-    if name in ("ForgetGate", "RotationRate", "Linear"):
-        print(name, module.weight.dtype)
+def note(linear, *ignored):
+    attention = model.blocks[0].attention
+    print(attention.gate.weight.dtype, attention.rate.weight.dtype, linear.weight.dtype)
 
-for module in model.modules():
-    module.register_forward_pre_hook(note)
+if backend == "none":
+    model.blocks[0].attention.qkv.register_forward_pre_hook(note)
 tokens = torch.randint(64, (1, 32))
 with torch.autocast("cpu", torch.bfloat16):
     loss = model.loss(tokens, tokens)
 loss.backward()
 assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+print(counters["stats"]["unique_graphs"], "graphs,", sum(counters["graph_break"].values()), "cuts")
 dist.destroy_process_group()
 """
+
+
+def in_bf16(fork: Callable[..., Any], folder: Path, backend: str) -> list[str]:
+    process = fork(IN_BF16, folder, str(folder / "meeting"), backend)
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    return list(out.splitlines())
 
 
 def test_gates_and_rates_keep_their_bits_where_other_weights_are_bf16(
     tmp_path: Path, fork: Callable[..., Any]
 ) -> None:
-    process = fork(IN_BF16, tmp_path, str(tmp_path / "meeting"))
-    out, error = process.communicate()
-    assert process.returncode == 0, error
-    assert set(out.splitlines()) == {
-        "ForgetGate torch.float32",
-        "RotationRate torch.float32",
-        "Linear torch.bfloat16",
-    }
+    found = in_bf16(fork, tmp_path, "none")
+    # Once forward, and once more in the backward pass, which computes the block again.
+    assert found == 2 * ["torch.float32 torch.float32 torch.bfloat16"] + ["0 graphs, 0 cuts"]
+
+
+@pytest.mark.wide
+def test_a_block_is_one_graph_where_fsdp_gathers_gates_and_rates_in_float32(
+    tmp_path: Path, fork: Callable[..., Any]
+) -> None:
+    assert in_bf16(fork, tmp_path, "aot_eager") == ["1 graphs, 0 cuts"]
 
 
 def test_ddp_does_not_cut_the_graphs_of_compiled_blocks() -> None:
