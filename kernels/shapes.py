@@ -9,6 +9,8 @@ Layout is batch first and time second: q is (B, T, H, K). A state is (B, G, P, V
 
 from __future__ import annotations
 
+from numbers import Integral
+
 # Smaller denominators are replaced by this one: a query with no matching key reads 0, not 0/0.
 DENOMINATOR_FLOOR = 1e-30
 # Higher degrees raise scores that do occur to powers outside of float32's range, such as 1e-5^8 or
@@ -43,7 +45,10 @@ def state_features(width: int, degree: int) -> int:
 
 
 def symmetric_dim(width: int, degree: int) -> int:
-    """Mathematical dimension C(K + p − 1, p) of the symmetric power."""
+    """Mathematical dimension C(K + p − 1, p) of the symmetric power; both at least 1."""
+    for name, size in (("width", width), ("degree", degree)):
+        if not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name}: found {size!r}, wanted a whole number of at least 1")
     return _multisets(width, degree)
 
 

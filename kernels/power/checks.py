@@ -13,6 +13,7 @@ from torch import Tensor
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
+_LONGEST_CHUNK = 2**31 - 1
 _INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,8 +37,16 @@ def check_keys(k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
 def check_chunk_size(chunk_size: int | None) -> None:
     # Where the compiler treats it as a symbol, it is no int.
     is_whole = isinstance(chunk_size, (Integral, torch.SymInt)) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (is_whole and chunk_size >= 1):
-        raise ValueError(f"chunk_size: found {chunk_size!r}, wanted a whole number of at least 1")
+    if chunk_size is not None and not (is_whole and 1 <= chunk_size <= _LONGEST_CHUNK):
+        raise ValueError(
+            f"chunk_size: found {chunk_size!r}, wanted a whole number from 1 to {_LONGEST_CHUNK}"
+        )
+
+
+def check_flags(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}: found {flag!r}, wanted True or False")
 
 
 def check_scale(scale: float | None) -> None:
@@ -84,6 +93,8 @@ def check_state(state: PowerState, N: int, G: int, K: int, V: int, degree: int) 
         raise ValueError(f"state: found {type(state).__name__}, wanted a PowerState")
     P = state_features(K, degree)
     for name, x, shape in (("kv", state.kv, (N, G, P, V)), ("norm", state.norm, (N, G, P))):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"state.{name}: found {type(x).__name__}, wanted a tensor")
         if x.shape != shape:
             raise ValueError(f"state.{name}: found shape {tuple(x.shape)}, wanted {shape}")
         if not x.is_floating_point():

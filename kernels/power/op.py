@@ -16,6 +16,7 @@ from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import (
     check_chunk_size,
+    check_flags,
     check_keys,
     check_offsets,
     check_packing,
@@ -95,6 +96,7 @@ def power_attention(
     check_tensors(q, k, v, log_g)
     check_chunk_size(chunk_size)
     check_scale(scale)
+    check_flags(normalize=normalize, output_final_state=output_final_state)
     if form not in get_args(Form):
         raise ValueError(f"form: found {form!r}, wanted one of {', '.join(get_args(Form))}")
     B, T, _, K = q.shape
@@ -173,6 +175,7 @@ def power_attention_step(
     check_degree(degree)
     check_tensors(q, k, v, log_g)
     check_scale(scale)
+    check_flags(normalize=normalize, inplace=inplace)
     if q.shape[1] != 1:
         raise ValueError(f"q: found {q.shape[1]} tokens, wanted 1")
     check_state(state, q.shape[0], k.shape[2], q.shape[3], v.shape[3], degree)

@@ -33,6 +33,9 @@ class PowerState(NamedTuple):
         return PowerState(round_kv(self.kv.float(), norm), norm)
 
 
+# So that torch.load reads a saved state without weights_only=False, which runs any code.
+torch.serialization.add_safe_globals([PowerState])
+
 # Multipliers of the hash in `round_kv`, odd 32-bit numbers without a pattern in their bits.
 HASH_MULTIPLIERS = (0x9E3779B1, 0x85EBCA6B, 0x2C1B3C6D)
 

@@ -1,5 +1,7 @@
 """Sizes of the state."""
 
+import pytest
+
 from longhaul.kernels import state_features, symmetric_dim
 
 
@@ -9,3 +11,11 @@ def test_state_sizes() -> None:
     assert state_features(5, 2) == 64
     assert state_features(64, 1) == symmetric_dim(64, 1) == 64
     assert state_features(16, 4) == 8960
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_widths_and_degrees_of_no_state_are_named() -> None:
+    with pytest.raises(ValueError, match="degree: found 2.5, wanted a whole number"):
+        symmetric_dim(8, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="width: found -8, wanted a whole number of at least 1"):
+        symmetric_dim(-8, 2)

@@ -22,7 +22,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("state: found tuple, wanted a PowerState", {"initial_state": (1, 2)}),
     ("cu_seqlens: found 0 dimensions, wanted 1", {"cu_seqlens": torch.tensor(20)}),
     ("chunk_size: found 0", {"chunk_size": 0}),
-    ("chunk_size: found 2.5, wanted a whole number of at least 1", {"chunk_size": 2.5}),
+    ("chunk_size: found 2.5, wanted a whole number from 1 to 2147483647", {"chunk_size": 2.5}),
+    ("chunk_size: found 100000000000000000000", {"chunk_size": 10**20}),
+    ("normalize: found 'no', wanted True or False", {"normalize": "no"}),
+    ("output_final_state: found 1, wanted True or False", {"output_final_state": 1}),
     ("chunk_size: found '4'", {"chunk_size": "4"}),
     ("q: found list, wanted a tensor", {"q": [1.0]}),
     (r"q: found shape \(1, 0, 4, 8\), .* each at least 1", {"q": torch.ones(1, 0, 4, 8)}),
@@ -44,6 +47,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     (
         r"state.kv: found shape \(1, 2, 3, 4\), wanted \(1, 2, 64, 4\)",
         {"initial_state": PowerState(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3))},
+    ),
+    (
+        "state.norm: found NoneType, wanted a tensor",
+        {"initial_state": PowerState(torch.ones(1, 2, 64, 4), None)},  # type: ignore[arg-type]
     ),
 ]
 

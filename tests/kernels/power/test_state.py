@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -272,3 +273,11 @@ def test_it_runs_on_meta() -> None:
     assert state.kv.shape == (3, 2, state_features(4, 2), 4)
     state.kv.sum().backward()
     assert k.grad is not None
+
+
+def test_a_saved_state_is_loaded_without_running_code(tmp_path: Path) -> None:
+    state = PowerState(torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64))
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert isinstance(loaded, PowerState)
+    assert all(map(torch.equal, loaded, state))
