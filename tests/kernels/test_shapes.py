@@ -15,7 +15,7 @@ def test_state_sizes() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_widths_and_degrees_of_no_state_are_named() -> None:
-    with pytest.raises(ValueError, match="degree: found 2.5, wanted a whole number"):
+    with pytest.raises(ValueError, match=r"degree: found 2\.5, wanted a whole number"):
         symmetric_dim(8, 2.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="width: found -8, wanted a whole number of at least 1"):
         symmetric_dim(-8, 2)
