@@ -75,7 +75,16 @@ CALLS: dict[str, dict[str, Any]] = {
     # Not packed: the states of empty chunks are never written.
     "kept states, a sum": {"keeps_states": True, "normalize": False, "backend": "triton"},
 }
+SLOW = ("kept states, a sum",)
 per_call = pytest.mark.parametrize("how", CALLS.values(), ids=CALLS.keys())
+# opcheck computes a call seven times, and Triton's kernels are interpreted.
+checked_calls = pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(how, id=name, marks=pytest.mark.wide if name in SLOW else ())
+        for name, how in CALLS.items()
+    ],
+)
 
 
 def backward_call(
@@ -92,13 +101,13 @@ def backward_call(
     return (*inputs, *results, *gradients), settings | {"needs": needs}
 
 
-@per_call
+@checked_calls
 def test_forward_passes_opcheck(how: dict[str, Any]) -> None:
     inputs, settings = call(**how)
     torch.library.opcheck(library.power_forward, inputs, settings)
 
 
-@per_call
+@checked_calls
 def test_backward_passes_opcheck(how: dict[str, Any]) -> None:
     inputs, settings = backward_call(how)
     torch.library.opcheck(library.power_backward, inputs, settings)

@@ -35,7 +35,7 @@ from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 from longhaul.pipeline.distributed.context_parallel import ContextParallel
 
-WORLDS = (2, 4)
+WORLDS = (pytest.param(2, marks=pytest.mark.wide), 4)
 TOKENS, WIDTH, HEADS, CHUNK = 108, 16, 2, 8  # 54 or 27 tokens per part: no multiple of the chunk
 LIMIT_S = 58
 

@@ -128,7 +128,13 @@ class Exports:
 
 
 @pytest.fixture(scope="module")
-def exports(make_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
+def exports(
+    make_run: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Exports:
+    """Of the names that the tests to be run have, or else of all."""
+    cases = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [case.params["name"] for case in cases if "name" in case.params]
+    names = [name for name in NAMES if name in chosen] or NAMES
     folder = tmp_path_factory.mktemp("exports")
     base = load_run_config(make_run(1).path / "small.yaml")
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +142,7 @@ def exports(make_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Exports:
     save_file(inputs, folder / "inputs.safetensors")
     wanted = {}
     paths = {}
-    for number, name in enumerate(NAMES):
+    for number, name in enumerate(names):
         torch.manual_seed(number)
         model = LanguageModel(model_of(name)).eval()
         with torch.no_grad():
@@ -197,7 +203,17 @@ def every_tokenizer() -> dict[str, Any]:
     return {name: build_tokenizer(name) for name in ("bytes", "gpt2", "longcrawl64")} | {"own": own}
 
 
-every_model = pytest.mark.parametrize("name", NAMES)
+def marked(names: list[str]) -> list[Any]:
+    """Each kind as it is, and what stands beside the kinds, is in `make test`."""
+    return [
+        name
+        if name in (*registered_variants(), MIXED, NEOX)
+        else pytest.param(name, marks=pytest.mark.wide)
+        for name in names
+    ]
+
+
+every_model = pytest.mark.parametrize("name", marked(NAMES))
 
 
 def furthest(found: Tensor, wanted: Tensor) -> float:
@@ -244,7 +260,7 @@ def test_generation_with_the_cache_is_generation_without(exports: Exports, name:
     assert max(max(row) for row in facts["cached"]) <= 256
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", marked(LINEAR))
 def test_linear_kinds_keep_a_state_of_constant_size(exports: Exports, name: str) -> None:
     short, long = exports.facts["models"][name]["cache_bytes"]
     grows = name == "sympow_gated,degree=6,heads=1"

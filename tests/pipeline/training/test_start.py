@@ -30,6 +30,7 @@ os.register_at_fork(before=note)
 """
 
 
+@pytest.mark.wide
 def test_no_process_is_forked_from_one_with_threads(
     run: Run, fork: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
