@@ -181,7 +181,7 @@ class Head(nn.Module):
 class Blocks(nn.ModuleList):
     """The blocks one after the other.
 
-    This is a module that is called because sharding strategies gather parameters around calls.
+    It has a forward, because sharding strategies gather parameters when a module is called.
     """
 
     def forward(

@@ -139,7 +139,7 @@ class Sympow(PowerAttention):
     ) -> tuple[Float[Tensor, "B T H"] | None, Float[Tensor, "B T"] | None]:
         """log gamma_t and beta_t, where there are any."""
         if isinstance(self.gate, ForgetGate) and self.rate is not None:
-            # One product, because its time is that of reading x, forward and backward.
+            # One product, because reading x takes most of its time.
             weight = torch.cat([self.gate.weight, self.rate.weight])
             projected = linear_in_float32(x, weight)
             return self.gate.log_gates(projected[..., :-1]), self.rate.rates(projected[..., -1:])

@@ -51,9 +51,10 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
     """
     if policy.param_dtype is not None and (float32 := _float32_weights(model.blocks)):
         others = set(model.blocks.parameters()) - float32
-        # Before the blocks: it would not look for weights in modules that are sharded already.
+        # Before the blocks, because fully_shard skips modules that are sharded already.
         fully_shard(model.blocks, mesh=mesh, reshard_after_forward=False, ignored_params=others)
     for block in model.blocks:
+        # Looked for again, because sharding has replaced them.
         ignored = _float32_weights(block) if policy.param_dtype is not None else None
         fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # The root stays gathered after its forward, because the loss needs the embedding once more.

@@ -54,7 +54,7 @@ def doubts(
     """
     schedule, tokens = config.optim.schedule, _budget(config)
     if before is not None and trained == 0:
-        yield "an earlier start of this run saved no checkpoint; training begins anew"
+        yield "found no checkpoint of an earlier start of this run; training begins anew"
     if before is not None and before.trainer.max_tokens != config.trainer.max_tokens:
         rates = [
             config.optim.learning_rate

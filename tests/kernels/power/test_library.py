@@ -75,13 +75,12 @@ CALLS: dict[str, dict[str, Any]] = {
     # Not packed: the states of empty chunks are never written.
     "kept states, a sum": {"keeps_states": True, "normalize": False, "backend": "triton"},
 }
-SLOW = ("kept states, a sum",)
 per_call = pytest.mark.parametrize("how", CALLS.values(), ids=CALLS.keys())
 # opcheck computes a call seven times, and Triton's kernels are interpreted.
 checked_calls = pytest.mark.parametrize(
     "how",
     [
-        pytest.param(how, id=name, marks=pytest.mark.wide if name in SLOW else ())
+        pytest.param(how, id=name, marks=pytest.mark.wide if name == "kept states, a sum" else ())
         for name, how in CALLS.items()
     ],
 )

@@ -101,11 +101,62 @@ def test_gates_and_rates_keep_their_bits_where_other_weights_are_bf16(
     assert found == 2 * ["torch.float32 torch.float32 torch.bfloat16"] + ["0 graphs, 0 cuts"]
 
 
-@pytest.mark.wide
 def test_a_block_is_one_graph_where_fsdp_gathers_gates_and_rates_in_float32(
     tmp_path: Path, fork: Callable[..., Any]
 ) -> None:
     assert in_bf16(fork, tmp_path, "aot_eager") == ["1 graphs, 0 cuts"]
+
+
+# Weights in float32 take the way of bf16, but round nothing.
+TWO_RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from longhaul.modules.attention import attention_config
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
+
+meeting, rank = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+config = LanguageModelConfig(
+    layers=2, width=32, heads=2, vocabulary=64,
+    attention=attention_config("conformal_sympow")(),
+    layer_attention={"0": attention_config("zeros")(initial_state="learned")},
+)
+torch.manual_seed(0)
+whole, sharded = LanguageModel(config), LanguageModel(config)
+sharded.load_state_dict(whole.state_dict())
+names = list(whole.state_dict())
+prepare_blocks(sharded, checkpoint_every=2, compiled=False)
+mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+shard(sharded, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False))
+assert list(sharded.state_dict()) == names
+rows = torch.randint(64, (2, 2, 1, 40))
+for number, (first, second) in enumerate(rows):
+    for row in (first, second):
+        (whole.loss(row, row.roll(1)) / 4).backward()
+    row = (first, second)[rank]
+    sharded.set_requires_gradient_sync(number == 1)
+    (sharded.loss(row, row.roll(1)) / 2).backward()
+for (name, one), other in zip(whole.named_parameters(), sharded.parameters(), strict=True):
+    torch.testing.assert_close(
+        other.grad.full_tensor(), one.grad, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name} {text}"
+    )
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_of_two_ranks_with_float32_weights_apart_are_those_of_one_process(
+    tmp_path: Path, fork: Callable[..., Any]
+) -> None:
+    meeting = str(tmp_path / "meeting")
+    ranks = [fork(TWO_RANKS, tmp_path, meeting, str(rank)) for rank in range(2)]
+    for rank in ranks:
+        _, error = rank.communicate()
+        assert rank.returncode == 0, error
 
 
 def test_ddp_does_not_cut_the_graphs_of_compiled_blocks() -> None:

@@ -131,8 +131,9 @@ class Exports:
 def exports(
     make_run: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Exports:
-    """Of the names that the tests to be run have, or else of all."""
-    cases = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    """Exports of the models that selected tests of this file name, or of all if they name none."""
+    own = [item for item in request.session.items if item.path == request.path]
+    cases = [item.callspec for item in own if hasattr(item, "callspec")]
     chosen = [case.params["name"] for case in cases if "name" in case.params]
     names = [name for name in NAMES if name in chosen] or NAMES
     folder = tmp_path_factory.mktemp("exports")
@@ -142,7 +143,8 @@ def exports(
     save_file(inputs, folder / "inputs.safetensors")
     wanted = {}
     paths = {}
-    for number, name in enumerate(names):
+    for name in names:
+        number = NAMES.index(name)
         torch.manual_seed(number)
         model = LanguageModel(model_of(name)).eval()
         with torch.no_grad():
@@ -204,7 +206,7 @@ def every_tokenizer() -> dict[str, Any]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """Each kind as it is, and what stands beside the kinds, is in `make test`."""
+    """`make test` runs every kind without options, mixed layers and the shape of GPT-NeoX."""
     return [
         name
         if name in (*registered_variants(), MIXED, NEOX)

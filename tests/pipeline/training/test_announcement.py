@@ -78,7 +78,7 @@ def test_another_budget_than_before_is_told(warn: Warn) -> None:
 
 def test_a_start_after_one_that_saved_nothing_is_told(warn: Warn) -> None:
     (told,) = warn(before=15360, trained=0)
-    assert told == "an earlier start of this run saved no checkpoint; training begins anew"
+    assert told == "found no checkpoint of an earlier start of this run; training begins anew"
 
 
 def test_a_rate_that_rises_again_is_told(warn: Warn) -> None:
