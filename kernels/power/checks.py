@@ -13,7 +13,7 @@ from torch import Tensor
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
-_LONGEST_CHUNK = 2**31 - 1
+_LONGEST_CHUNK = 2**31 - 1  # compiled kernels count tokens in 32 bits
 _INPUT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

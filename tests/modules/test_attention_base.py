@@ -79,14 +79,17 @@ def test_flops_grow_with_context_for_softmax_alone() -> None:
 def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
     attention = build_attention("conformal_sympow", WIDTH, HEADS)
     x = torch.randn(1, 30, WIDTH)
-    wanted = attention.gate(x), attention.rate(x).double().cumsum(dim=1)
+    wanted = attention.gate(x), attention.rate(x)
     with torch.autocast("cpu", torch.bfloat16):
         documents = Documents(x)
         carried = attention.initial_carried(1, x.device)
         operands, after = attention.project(x, documents, carried)
         assert torch.equal(attention.gate(x), wanted[0])
+        assert torch.equal(attention.rate(x), wanted[1])
+    # In one product of both.
     torch.testing.assert_close(operands.sums[0].log_g, wanted[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(after["rotation"], wanted[1][:, -1], rtol=0, atol=1e-5)
+    rotation = wanted[1].double().sum(dim=1)
+    torch.testing.assert_close(after["rotation"], rotation, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,16 @@ policy = MixedPrecisionPolicy(
 )
 shard(model, mesh, policy)
 
-def note(linear, *ignored):
-    attention = model.blocks[0].attention
+def note(attention, linear):
     print(attention.gate.weight.dtype, attention.rate.weight.dtype, linear.weight.dtype)
 
 if backend == "none":
-    model.blocks[0].attention.qkv.register_forward_pre_hook(note)
+    for block in model.blocks:
+        for linear in block.modules():
+            if isinstance(linear, torch.nn.Linear):
+                linear.register_forward_pre_hook(
+                    lambda linear, _, attention=block.attention: note(attention, linear)
+                )
 tokens = torch.randint(64, (1, 32))
 with torch.autocast("cpu", torch.bfloat16):
     loss = model.loss(tokens, tokens)
@@ -97,8 +101,8 @@ def test_gates_and_rates_keep_their_bits_where_other_weights_are_bf16(
     tmp_path: Path, fork: Callable[..., Any]
 ) -> None:
     found = in_bf16(fork, tmp_path, "none")
-    # Once forward, and once more in the backward pass, which computes the block again.
-    assert found == 2 * ["torch.float32 torch.float32 torch.bfloat16"] + ["0 graphs, 0 cuts"]
+    # Four projections in two blocks, forward and, as each block is computed again, backward.
+    assert found == 16 * ["torch.float32 torch.float32 torch.bfloat16"] + ["0 graphs, 0 cuts"]
 
 
 def test_a_block_is_one_graph_where_fsdp_gathers_gates_and_rates_in_float32(
