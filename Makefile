@@ -14,7 +14,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "make: found $$($(PYTHON) --version), wanted Python 3.11 or newer (make PYTHON=...)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@echo "Installing 2.5 GB of packages into .venv: two to five minutes."
+	$(BIN)/pip install $$([ -t 1 ] || echo --quiet) --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	mkdir -p .typing/longhaul
 	for package in $(PACKAGES); do ln -sfn ../../$$package .typing/longhaul/$$package; done
 	ln -sfn ../../pipeline/library/__init__.py .typing/longhaul/__init__.py

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -407,3 +408,27 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     for page in tmp_path.glob("*.html"):
         assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', page.read_text())
+        assert 'iframe-worker.js"></script>' in page.read_text()
+    assert (tmp_path / "search/search_index.js").read_text().startswith("var __index = {")
+
+
+@pytest.mark.wide
+def test_the_search_works_on_pages_opened_from_disk(tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no Chromium")
+    site = tmp_path / "site"
+    subprocess.run(
+        [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", site],
+        cwd=CHECKOUT,
+        check=True,
+    )
+    fixed = ("--headless", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    page = f"file://{site}/index.html?q=retention"
+    result = subprocess.run(
+        [browser, *fixed, "--virtual-time-budget=10000", page],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.search(r"[1-9]\d* matching documents", result.stdout), result.stderr
