@@ -17,6 +17,7 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 # makes several requests and sends the tags with the first, so the position would be stored too
 # early.
 MAX_METRICS = 900
+PARENT_TAG = "mlflow.parentRunId"
 CHECKPOINT_TAG = "longhaul.checkpoint"
 CHANGED_TAG = "config_changed."
 REMOVED_TAG = "longhaul.checkpoint_removed"
@@ -72,6 +74,7 @@ class MlflowMirror:
         experiment: str,
         run_name: str,
         is_training: bool,
+        parent_run_id: str | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.journal = journal
@@ -79,6 +82,7 @@ class MlflowMirror:
         self.experiment = experiment
         self.run_name = run_name
         self.is_training = is_training
+        self.parent_run_id = parent_run_id
         self.run_id = ""
         self._connection: MlflowClient | None = None
         self._experiment_id = ""
@@ -86,6 +90,7 @@ class MlflowMirror:
         self._attempts: dict[tuple[str, int], int] = {}
         self._offset = 0
         self._last_status = -1  # position of the newest status line among those being sent
+        self._losses = _Losses(run_name)
 
     def upload(self) -> int:
         """Send the journal's lines that MLflow does not have yet, and return their number."""
@@ -102,7 +107,9 @@ class MlflowMirror:
             for group in _grouped(self._unsent(lines)):
                 self._send(group)
                 sent += len(group)
+            self._losses.read(lines)
             self._offset = end
+            self._send_to_parent()
 
     def known_run_id(self) -> str | None:
         """The id of the MLflow run, None if it has not been created."""
@@ -141,6 +148,7 @@ class MlflowMirror:
         self._experiment_id = run.info.experiment_id
         self._uploaded = _parsed_positions(run.data.tags.get(self._position_tag, ""))
         self._offset = 0
+        self._losses = _Losses(self.run_name)
         self._connection = client
 
     def _unsent(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -196,6 +204,26 @@ class MlflowMirror:
             self._client.log_batch(self.run_id, metrics[:MAX_METRICS])
             metrics = metrics[MAX_METRICS:]
         self._client.log_batch(self.run_id, metrics, tags=[self._position(group)])
+
+    def _send_to_parent(self) -> None:
+        """Log the run's losses to the parent run of its sweep.
+
+        MLflow's pages fold the runs of a sweep below their parent, which has no metrics of its own.
+        """
+        if self.parent_run_id is None or not self._losses.unsent:
+            return
+        from mlflow.entities import Metric
+
+        metrics = [Metric(*one) for one in self._losses.unsent]
+        try:
+            for first in range(0, len(metrics), MAX_METRICS):
+                self._client.log_batch(self.parent_run_id, metrics[first : first + MAX_METRICS])
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            logger.warning("MLflow refused losses for the parent run: %s", short_error(error))
+            self.parent_run_id = None
+        self._losses.unsent.clear()
 
     def _send_event(self, line: dict[str, Any]) -> None:
         match line["kind"]:
@@ -360,6 +388,38 @@ class MlflowMirror:
 
     def _store_position(self, group: Sequence[dict[str, Any]]) -> None:
         self._client.log_batch(self.run_id, tags=[self._position(group)])
+
+
+class _Losses:
+    """The best and last loss of a journal, as metrics of the parent run: `best/RUN`, `last/RUN`.
+
+    They are validation losses, or where a run ends without one, training losses. Read again from
+    the journal's start, the same lines give the same metrics, of which MLflow stores one.
+    """
+
+    def __init__(self, run_name: str) -> None:
+        self.unsent: list[tuple[str, float, int, int]] = []  # name, value, milliseconds, step
+        self._run_name = clean_name(run_name)
+        self._best = {"train": math.inf, "validation": math.inf}
+        self._last: dict[str, tuple[float, int, int]] = {}  # loss, milliseconds, step
+
+    def read(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take these lines of the journal into account."""
+        for line in lines:
+            kind = line["kind"]
+            if kind in self._best and (loss := line["values"].get(f"{kind}/loss")) is not None:
+                self._last[kind] = (float(loss), line["time_ms"], line["step"])
+                self._best[kind] = min(self._best[kind], float(loss))  # in this order without NaN
+                if kind == "validation":
+                    self._add(kind)
+            elif kind == "status" and line["status"] != "RUNNING" and set(self._last) == {"train"}:
+                self._add("train")
+
+    def _add(self, kind: str) -> None:
+        loss, time_ms, step = self._last[kind]
+        for name, value in (("best", self._best[kind]), ("last", loss)):
+            metric = f"{name}/{self._run_name}"[:MAX_NAME_CHARACTERS]
+            self.unsent.append((metric, value, time_ms, step))
 
 
 def _parsed_positions(text: str) -> dict[str, int]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
 from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
-from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
+from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Tracker:
             experiment=experiment,
             run_name=run_name,
             is_training=is_training,
+            parent_run_id=(tags or {}).get(PARENT_TAG),
         )
         self._params = dict(params or {})
         self._tags = dict(tags or {})

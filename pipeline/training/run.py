@@ -34,6 +34,7 @@ from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
+from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG
 from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.callback import TrainingCallback
 from longhaul.pipeline.training.post_mortem import explain
@@ -262,7 +263,7 @@ def _new_tracker(
     if description is not None:
         values = {key: str(value) for key, value in flatten(to_dict(config)).items()}
         params = {**description.params, **values}
-        tags = {**description.tags, **({} if parent is None else {"mlflow.parentRunId": parent})}
+        tags = {**description.tags, **({} if parent is None else {PARENT_TAG: parent})}
     # The tracker locks the run's metrics journal, so only one process can train in a run folder.
     return Tracker(
         folder.path,
