@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.kernels import power_attention, state_features
-from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels import power_attention, power_state, state_features
+from longhaul.kernels.power import library
+from longhaul.kernels.power.call import PowerCall, SavedState
 from longhaul.kernels.power.cost import choose_chunk_size
 from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
@@ -237,6 +239,36 @@ def test_every_kind_can_be_traced(kind: str) -> None:
     plan = Planner(run).plan(MemorySettings(strategy="single", checkpointing=1))
     tokens, width = 128, 64
     assert plan.activations > 4 * tokens * width  # what a recomputed block starts from
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_learned_initial_state_can_be_traced(backend: Literal["torch", "triton"]) -> None:
+    sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
+    learned, zero = (
+        Planner(config(*SMALL, *sizes, f"model.attention.initial_state={state}"), backend).plan(
+            MemorySettings(strategy="single")
+        )
+        for state in ("learned", "zero")
+    )
+    assert learned.parameters > zero.parameters
+
+
+def test_an_op_of_states_takes_what_its_own_code_allocates() -> None:
+    shape = 1, 256, 4, 64
+    live = MemoryTracker(OpWorkspace())
+    with FakeTensorMode(), live:
+        k = torch.zeros(shape, requires_grad=True)
+        state = power_state(k, k, degree=2)
+        (state.kv.sum() + state.norm.sum()).backward()
+    call = library.state_call(2, choose_chunk_size(256, 64, 64, 2))
+    with MemoryTracker() as real:
+        k = torch.zeros(shape)
+        kv, norm = chunked.state_forward(call, k, k, None, None, None, None)
+        saved = SavedState(k, k, None, None, None, None, kv, norm)
+        held = sum(real.now.values())
+        real.reset_peak()
+        chunked.state_backward(call, saved, kv, norm)
+    assert live.peak["workspace"] == sum(real.peak.values()) - held
 
 
 def test_states_of_the_kernels_are_counted() -> None:
