@@ -165,7 +165,7 @@ def test_a_parameter_must_have_what_others_of_its_group_have(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
     path = store.start(1, tensors, {})
     store.wait()
-    with pytest.raises(CheckpointError, match="found no optimizer/second.bias/exp_avg_sq, wanted"):
+    with pytest.raises(CheckpointError, match=r"no optimizer/second\.bias/exp_avg_sq, wanted"):
         restore_training(model, optimizer, SavedCheckpoint(path))
 
 
