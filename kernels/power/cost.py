@@ -26,9 +26,9 @@ class Machine(NamedTuple):
 # Only ratios matter. The coefficients of "torch" were fitted to the torch backend at degree 2 in
 # float32 on two AVX-512 cores, with T from 512 to 4,096 and K from 16 to 64, except that of states,
 # which is lower than fitted: chunks of 128 were faster at K = 64, by 5 to 20 %, and of 512 at K =
-# 128, by 2 to 8 %. Several chunks of 128 are processed at once, and 256 was slower. Those of features
-# lie between that fit, by which the forms cross at 5,440 tokens for K = 64, and two AVX2 cores, where
-# they cross at 4,100; for K = 16, 32 and 128 there at 1,240, 1,670 and 11,000. Those
+# 128, by 2 to 8 %. Several chunks of 128 are processed at once, and 256 was slower. Those of
+# features lie between that fit, by which the forms cross at 5,440 tokens for K = 64, and a core
+# with AVX2, where they cross at 4,100, and at 1,240, 1,670 and 11,000 for K = 16, 32 and 128. Those
 # of "triton" are calculated, not measured, for an H100-class chip with 400 TFLOP/s in products, 29
 # T/s other operations and 3 TB/s: 7 products and 30 operations per pair; 14 products, each 1.2
 # times for padding and for states read twice, and 25 operations per feature; 36 bytes per entry of
