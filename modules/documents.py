@@ -73,7 +73,7 @@ class Documents:
         first, *others = self.lengths
         return [first, sum(others)], _as_tensor((0, *accumulate(others)), self.device)
 
-    def gather_earlier_parts(self, *totals: Float[Tensor, "rows *rest"]) -> tuple[Tensor, ...]:
+    def gather_earlier_parts(self, *totals: Float[Tensor, "rows ..."]) -> tuple[Tensor, ...]:
         """The `totals` of the earlier parts in which the first document of this part began.
 
         Every part gives totals over its last document. The result has the shape (earlier parts,

@@ -336,6 +336,26 @@ class LanguageModel(nn.Module):
         for attention in attentions:
             attention.set_positions(scaling)
 
+    def matrices(self) -> set[str]:
+        """Names of the parameters that are matrices of the blocks; weight decay is for these alone.
+
+        Neither the embedding, nor the head, nor norms, biases, gates or learned states are among
+        them. The names follow from the modules, so that they are the same under every strategy.
+
+        Raises:
+            ValueError: a layer's attention names a parameter that it does not have.
+        """
+        names = set()
+        for layer, block in enumerate(self._blocks()):
+            own = block.matrices()
+            if unknown := own - dict(block.named_parameters()).keys():
+                raise ValueError(
+                    f"attention.kind: found {block.attention.config.kind}, whose matrices() has "
+                    f"{', '.join(sorted(unknown))}; wanted names of parameters"
+                )
+            names |= {f"blocks.{layer}.{name}" for name in own}
+        return names
+
     def train_only(self, name: str | None) -> None:
         """Freeze all parameters outside submodules of this name; None freezes nothing."""
         for path, parameter in self.named_parameters():

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
+
+from longhaul.modules.language_model import LanguageModel
 
 _SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
@@ -74,7 +75,7 @@ class OptimConfig:
     """Added to the square root of the second moment, more than 0."""
 
     weight_decay: float = 0.0
-    """Decay of matrices per unit of learning rate, 0 or more; adamw only, never for vectors."""
+    """Decay per unit of learning rate of the blocks' matrices alone, 0 or more; adamw only."""
 
     gradient_clip: float | None = 1.0
     """Largest norm of the whole gradient, more than 0; null: no clipping."""
@@ -120,12 +121,20 @@ class OptimConfig:
             )
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """The optimizer of all trainable parameters, without weight decay for vectors."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
+def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
+    """The optimizer of all trainable parameters, with weight decay for the blocks' matrices."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if config.weight_decay:
+        first = model.matrices()
+    else:
+        # Nothing is decayed. The order decides how the norm of all gradients is rounded, and this
+        # one is that of runs which began before modules named their matrices.
+        first = {name for name, p in parameters.items() if p.ndim >= 2}
+    decayed = [p for name, p in parameters.items() if name in first]
+    others = [p for name, p in parameters.items() if name not in first]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     # torch cannot save and restore an optimizer with an empty group.
     groups = [group for group in groups if group["params"]]

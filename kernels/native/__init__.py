@@ -7,6 +7,8 @@ import hashlib
 import logging
 import os
 import shlex
+import signal
+import stat
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -20,6 +22,10 @@ from torch.nn import Parameter
 logger = logging.getLogger(__name__)
 
 _HEADERS = Path(__file__).parent
+# A compiler on a file system over a network, or on a machine that others use, may need minutes.
+_QUIET_SECONDS, _MOST_SECONDS = 30.0, 300.0
+_TOO_SLOW: set[str] = set()  # compilers that had not ended by then, and are not asked again
+_MOST_BYTES = 64 << 20  # of a library, which has some hundred kilobytes
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
 
 
@@ -28,10 +34,13 @@ def load(source: Path) -> ctypes.CDLL | None:
 
     What was compiled is kept in the user's cache folder, by the file and all headers, the compiler,
     its flags and the instructions of the CPU: nodes that share a home folder share no wrong code.
+    What others can write, or have put there, is not loaded.
     """
+    chosen = os.environ.get("CXX") or "c++"
+    if chosen in _TOO_SLOW:
+        return None
     try:
-        compiler = shlex.split(os.environ.get("CXX") or "c++")
-        command = [*compiler, *_FLAGS]
+        command = [*shlex.split(chosen), *_FLAGS]
         # Predefined macros name the version of the compiler and all instructions it may use.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         files = [*sorted(_HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")), source]
@@ -40,11 +49,17 @@ def load(source: Path) -> ctypes.CDLL | None:
         name = f"{source.stem}-{key}.so"
         kept = _cache_folder()
         if kept is not None:
-            with suppress(OSError, subprocess.CalledProcessError):  # a full disk
+            try:
                 return _compiled(command, source, kept / name)
+            except TimeoutError:
+                raise
+            except (OSError, subprocess.CalledProcessError):
+                pass  # a full disk
         with tempfile.TemporaryDirectory() as private:
             return _compiled(command, source, Path(private) / name)
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        if isinstance(error, TimeoutError):
+            _TOO_SLOW.add(chosen)
         _warn(f"CXX: {_reason(error)}; wanted GCC 9 or newer with OpenMP")
         return None
 
@@ -60,8 +75,9 @@ def _compiled(command: list[str], source: Path, library: Path) -> ctypes.CDLL:
             checksum = hashlib.sha256(file.read()).digest()
             file.write(checksum)  # the loader reads nothing after the last section
             os.fsync(file.fileno())
-        if library.exists():
-            new.replace(library)  # it was damaged
+        new.chmod(0o700)  # whatever the umask is
+        if os.path.lexists(library):
+            new.replace(library)  # it was damaged, or is no file of this user's alone
         else:
             # Other processes may compile the same file at the same time. The first one stays: on
             # a network's file system code that is in use must not be replaced.
@@ -71,11 +87,26 @@ def _compiled(command: list[str], source: Path, library: Path) -> ctypes.CDLL:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a kept file ends with its checksum: executing a part of one would be fatal."""
+    """Whether a kept file is one that only this user can write, and ends with its checksum.
+
+    Executing a part of one would be fatal.
+    """
     try:
-        content = library.read_bytes()
+        # Without following a link, and without waiting for somebody to write into a FIFO.
+        descriptor = os.open(library, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or not _is_own(status):
+            return False
+        if status.st_size > _MOST_BYTES:
+            return False
+        content = os.read(descriptor, status.st_size)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     size = hashlib.sha256().digest_size
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
@@ -85,16 +116,83 @@ def _cache_folder() -> Path | None:
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     try:
         folder = (Path(chosen) if os.path.isabs(chosen) else Path.home() / ".cache") / "longhaul"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        for each in (folder.parent, folder):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+        changer = who_else_can_change(folder)
     except (OSError, RuntimeError):
         return None
-    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
-    return folder if is_own and os.access(folder, os.W_OK) else None
+    if changer is not None:
+        _warn_of_cache(f"{changer}; XDG_CACHE_HOME names another cache folder")
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def who_else_can_change(folder: Path) -> str | None:
+    """Why others than this user and root can change what a folder holds; None if they cannot.
+
+    Who can write to a folder above it can put another in its place.
+
+    Raises:
+        OSError: the folder does not exist, or one above it cannot be seen.
+    """
+    status = folder.stat()
+    if not _is_own(status):
+        return _rights(folder, status)
+    for above in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
+        status = above.stat()
+        # In a folder with the sticky bit, such as /tmp, nobody can rename what is another's. The
+        # user's own group is often one of this user alone.
+        others = 0o002 if status.st_gid == os.getgid() else 0o022
+        is_open = status.st_mode & others and not status.st_mode & stat.S_ISVTX
+        if is_open or status.st_uid not in (0, os.getuid()):
+            return _rights(above, status)
+    return None
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether something is this user's, and nobody else can write it."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def _rights(path: Path, status: os.stat_result) -> str:
+    return f"{path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):o}"
 
 
 def _run(command: list[str]) -> bytes:
-    return subprocess.run(command, check=True, capture_output=True).stdout
+    """What a command writes, which gets `_MOST_SECONDS`; a line says so when it takes long.
+
+    Raises:
+        OSError: it cannot be started, or has not ended by then.
+        CalledProcessError: it ended with another status than 0.
+    """
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,  # a compiler starts other programs, which end with it
+    ) as process:
+        try:
+            out, error = _output(process, command[0])
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, out, error)
+    return out
+
+
+def _output(process: subprocess.Popen[bytes], name: str) -> tuple[bytes, bytes]:
+    try:
+        return process.communicate(timeout=_QUIET_SECONDS)
+    except subprocess.TimeoutExpired:
+        text = "%s has been compiling C++ for %g s; it gets %g, then torch runs without"
+        logger.warning(text, name, _QUIET_SECONDS, _MOST_SECONDS)
+    try:
+        return process.communicate(timeout=_MOST_SECONDS - _QUIET_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"{name} has not ended after {_MOST_SECONDS:g} s") from None
 
 
 def _reason(error: Exception) -> str:
@@ -104,6 +202,12 @@ def _reason(error: Exception) -> str:
     said: str = error.stderr.decode(errors="replace")
     lines = said.strip().splitlines() or [f"{error.cmd[0]} ended with status {error.returncode}"]
     return next((line for line in lines if "error" in line), lines[0])
+
+
+@cache
+def _warn_of_cache(reason: str) -> None:
+    """Once, not for each file."""
+    logger.warning("compiled C++ is not kept, and compiled again at each start: %s", reason)
 
 
 @cache

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -68,6 +69,20 @@ class SympowConfig(SympowOptions):
         return Sympow(self, model_dim, num_heads)
 
 
+class HeadNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + 2^-23) times a learned gain, in the dtype of x.
+
+    The constant is torch's default for float32, here the same in every dtype.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=2.0**-23)
+
+    def forward(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
+        # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class RotationRate(InFloat32):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
@@ -109,8 +124,8 @@ class Sympow(PowerAttention):
         self.degree = config.degree
         self.rotary = config.build_rotary(self.head_dim)
         self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim) if config.qk_norm else None
+        self.q_norm = HeadNorm(self.head_dim) if config.qk_norm else None
+        self.k_norm = HeadNorm(self.head_dim) if config.qk_norm else None
         self.gate: nn.Module | None = None
         self.rate: RotationRate | None = None
 
@@ -121,7 +136,7 @@ class Sympow(PowerAttention):
             2
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+            q, k = self.q_norm(q), self.k_norm(k)
         log_g, rates = self._gates_and_rates(x)
         sums = (GatedSum(log_g),)
         if self.rotary is None:

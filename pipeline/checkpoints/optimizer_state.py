@@ -63,21 +63,32 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpo
         else:
             value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
-    _check_complete(saved, states, optimizer)
+    _check_complete(saved, states, parameters, optimizer)
     saved.read(into)
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
 
 
 def _check_complete(
-    saved: SavedCheckpoint, states: Mapping[str, Mapping[str, Tensor]], optimizer: Optimizer
+    saved: SavedCheckpoint,
+    states: Mapping[str, Mapping[str, Tensor]],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
 ) -> None:
-    """Raise where a parameter lacks what others have, or what the next update would look for."""
-    wanted = {key for state in states.values() for key in state}
-    if states and isinstance(optimizer, Adam):  # AdamW is an Adam
-        wanted |= {"step", *MOMENTS}
+    """Raise where a parameter lacks what the next update would look for.
+
+    That is what others of its group have: two groups may have states of different kinds.
+    """
+    group_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {name: group_of.get(id(parameters[name])) for name in states}
+    wanted: dict[int | None, set[str]] = {}
     for name, state in states.items():
-        for key in sorted(wanted - state.keys()):
+        wanted.setdefault(groups[name], set()).update(state)
+    for keys in wanted.values():
+        if isinstance(optimizer, Adam):  # AdamW is an Adam
+            keys |= {"step", *MOMENTS}
+    for name, state in states.items():
+        for key in sorted(wanted[groups[name]] - state.keys()):
             raise CheckpointError(
                 f"checkpoint {saved.path}: found no optimizer/{name}/{key}, wanted one"
             )

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.attention.base import InFloat32
 from longhaul.modules.language_model import LanguageModel
 
@@ -40,6 +41,37 @@ def prepare_blocks(model: LanguageModel, *, checkpoint_every: int, compiled: boo
             # Blocks draw no random numbers, so no RNG state is preserved.
             forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
         block.forward = forward
+
+
+def shard_as_configured(model: LanguageModel, trainer: TrainerConfig, device_type: str) -> None:
+    """Apply FSDP2 over all ranks, with the replicas and the precision of the config."""
+    policy = MixedPrecisionPolicy()
+    if trainer.precision == "bf16-mixed":
+        # Inputs are not cast, because the residual stream between the blocks is float32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    ranks, replicas = trainer.world_size, num_replicas(trainer, model.num_parameters())
+    shard(model, device_mesh(device_type, ranks, replicas), policy)
+
+
+def num_replicas(trainer: TrainerConfig, parameters: int) -> int:
+    """Groups of ranks that each hold the whole model of so many parameters."""
+    is_small = parameters < trainer.no_shard_below
+    return trainer.world_size if is_small else trainer.replicas
+
+
+def device_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
+    """A mesh (shard,) of all ranks, or with several replicas (replicate, shard).
+
+    One dimension of all ranks is the default process group; a second one is a group more, over
+    which FSDP2 would reduce the gradients again.
+    """
+    if replicas == 1:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(
+        device_type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:

@@ -51,7 +51,7 @@ class ContextParallel:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: ContextParallel, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # SavedCheckpoint: nothing but sizes.
+        # Saved: nothing but sizes.
         ctx.parts = parts
         ctx.layout = [(x.shape, x.dtype) for x in tensors]
         mine = _pack([x[None] for x in tensors], ctx.layout)

@@ -32,8 +32,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -48,7 +47,7 @@ from longhaul.pipeline.checkpoints.optimizer_state import (
     training_tensors,
 )
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.distributed.blocks import shard
+from longhaul.pipeline.distributed.blocks import shard_as_configured
 from longhaul.pipeline.distributed.launch import collective_timeout
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
 
@@ -239,7 +238,7 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         module = cast(Pretraining, self.model)
         _broadcast_weights(module.model.to(self.root_device))
-        self._shard(module.model)
+        shard_as_configured(module.model, self._config, self.root_device.type)
         self.model_to_device()
         self.barrier()
         self.setup_optimizers(trainer)
@@ -249,33 +248,6 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         root = cast(FSDPModule, cast(Pretraining, self.model).model)
         root.set_requires_gradient_sync(is_last)
         return nullcontext()
-
-    def _shard(self, model: LanguageModel) -> None:
-        config = self._config
-        replicas = config.replicas
-        if model.num_parameters() < config.no_shard_below:
-            replicas = config.world_size
-        mesh = device_mesh(self.root_device.type, config.world_size, replicas)
-        policy = MixedPrecisionPolicy()
-        if config.precision == "bf16-mixed":
-            # Inputs are not cast, because the residual stream between the blocks is float32.
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-            )
-        shard(model, mesh, policy)
-
-
-def device_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
-    """A mesh (shard,) of all ranks, or with several replicas (replicate, shard).
-
-    One dimension of all ranks is the default process group; a second one is a group more, over
-    which FSDP2 would reduce the gradients again.
-    """
-    if replicas == 1:
-        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(
-        device_type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
-    )
 
 
 class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from longhaul.kernels.native import who_else_can_change
 from longhaul.kernels.power import power_attention
 from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
@@ -56,6 +58,12 @@ def _missing_tools() -> Iterator[str]:
         yield f"writable {_cache()} ({error.strerror}; TRITON_CACHE_DIR sets another)"
 
 
+def _caches() -> dict[str, Path]:
+    """The folders of what Triton and torch compile, by the variables that name others."""
+    torch_cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+    return {"TRITON_CACHE_DIR": _cache(), "TORCHINDUCTOR_CACHE_DIR": torch_cache}
+
+
 def _cache() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
 
@@ -98,7 +106,13 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_cache(ranks: int) -> Finding:
-    """Whether many ranks would write what they compile to one file system over the network."""
+    """Whether others could change what is compiled, or many ranks write it over the network."""
+    for variable, cache in _caches().items():
+        changer = who_else_can_change(cache) if cache.exists() else None
+        if changer is not None:
+            text = f"others could put code into {cache}: {changer}"
+            remedy = f"export {variable}=FOLDER, one that only you can write"
+            return Finding("warning", "cache", text, remedy)
     folder = nearest_existing(_cache()).resolve()
     mounts = [one for one in psutil.disk_partitions(all=True) if _is_below(folder, one.mountpoint)]
     kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown"

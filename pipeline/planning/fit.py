@@ -170,7 +170,7 @@ def _changes(
 
 def _micro_batches(config: RunConfig) -> list[int]:
     """Smaller micro-batches that keep the size of an update."""
-    samples = config.samples_per_update // config.trainer.world_size
+    samples = config.samples_per_update // config.trainer.data_ranks
     return [size for size in range(1, config.trainer.micro_batch) if samples % size == 0]
 
 

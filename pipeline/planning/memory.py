@@ -13,16 +13,20 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.optim import build_optimizer
-from longhaul.pipeline.distributed.blocks import prepare_blocks, shard
+from longhaul.pipeline.distributed.blocks import (
+    num_replicas,
+    prepare_blocks,
+    shard_as_configured,
+)
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
@@ -86,7 +90,7 @@ class Planner:
         self._config = config
         self._backend = backend
         self._workspace = OpWorkspace()
-        self._traced: dict[tuple[int, int, bool], _Traced] = {}
+        self._traced: dict[tuple[int, int, str], _Traced] = {}
 
     def plan(self, settings: MemorySettings, micro_batch: int | None = None) -> Plan:
         """The plan of a rank with these settings; `micro_batch` None means the config's."""
@@ -101,29 +105,56 @@ class Planner:
         if micro_batch is not None:
             trainer = dataclasses.replace(config.trainer, micro_batch=micro_batch)
             config = dataclasses.replace(config, trainer=trainer)
-        ranks = config.trainer.world_size
-        traced = self._trace(config, settings)
+        trainer, traced = config.trainer, self._trace(config, settings)
         if settings.strategy == "deepspeed":
             return _deepspeed(config, settings, traced)
         if settings.strategy == "single":
             return Plan(**traced.peak, sent=0.0)
-        others = (ranks - 1) / ranks
         if settings.strategy == "ddp":
             # Gradients are views of the buckets that are all-reduced (gradient_as_bucket_view), and
             # the buckets exist from start to end.
             peak = traced.peak_besides_gradients | {"gradients": traced.gradients}
-            return Plan(**peak, sent=2 * others * traced.gradients)
-        return Plan(**traced.peak, sent=others * traced.communicated)
+            reduced = _all_reduced(traced.gradients, trainer.world_size)
+            return Plan(**peak, sent=reduced + traced.exchanged)
+        replicas = num_replicas(trainer, traced.parameters)
+        shards = trainer.world_size // replicas
+        sent = (shards - 1) / shards * traced.communicated
+        sent += _all_reduced(traced.gradients / shards, replicas)
+        return Plan(**traced.peak, sent=sent + traced.exchanged)
 
     def _trace(self, config: RunConfig, settings: MemorySettings) -> "_Traced":
-        is_sharded = settings.strategy == "fsdp"
-        key = config.trainer.micro_batch, settings.checkpointing, is_sharded
+        # DDP and DeepSpeed have the activations of one process, but for the parts of sequences.
+        strategy = "ddp" if settings.strategy == "deepspeed" else settings.strategy
+        key = config.trainer.micro_batch, settings.checkpointing, strategy
         if key not in self._traced:
             with traced_as(self._backend):
                 self._traced[key] = _trace_update(
-                    config, settings.checkpointing, self._workspace, is_sharded=is_sharded
+                    config, settings.checkpointing, self._workspace, strategy
                 )
         return self._traced[key]
+
+
+class _LastPart(ContextParallel):
+    """The last part of a sequence, whose rank holds most: the states of all earlier parts.
+
+    What the other ranks would send is never read.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.index, self.count, self.bytes_sent = count - 1, count, 0
+
+    def all_gather(self, mine: Tensor) -> Tensor:
+        self.bytes_sent += mine.numel()
+        return mine.new_empty(self.count, mine.numel())
+
+    def all_to_all(self, for_each: Tensor) -> Tensor:
+        self.bytes_sent += (self.count - 1) * for_each.shape[1]
+        return torch.empty_like(for_each)
+
+
+def _all_reduced(size: float, ranks: int) -> float:
+    """Bytes that each of some ranks sends to all-reduce so many: a reduce-scatter, a gather."""
+    return 2 * (ranks - 1) / ranks * size
 
 
 def _num_groups(config: RunConfig, settings: MemorySettings) -> int:
@@ -143,28 +174,35 @@ class _Traced:
     peak_besides_gradients: dict[str, int]
     gradients: int  # of all trained parameters
     trained: int  # number of their elements
-    communicated: int  # bytes of an update's collectives, as whole tensors
+    parameters: int  # of the model, trained or not
+    communicated: int  # bytes of an update's collectives of FSDP, as whole tensors
+    exchanged: int  # bytes that an update sends to the ranks that share its sequences
 
 
 def _trace_update(
-    config: RunConfig, checkpointing: int, workspace: OpWorkspace, *, is_sharded: bool
+    config: RunConfig, checkpointing: int, workspace: OpWorkspace, strategy: str
 ) -> _Traced:
     """Trace an update that is not the run's first: the optimizer already has its moments."""
     tracker = MemoryTracker(workspace)
-    with _fake_ranks(config.trainer.world_size if is_sharded else 1) as mesh:
+    is_sharded = strategy == "fsdp" and config.trainer.world_size > 1
+    parts = 1 if strategy == "single" else config.trainer.context_parallel
+    with _fake_ranks(config.trainer.world_size) if is_sharded else nullcontext():
         with torch.device("meta"):
             model = LanguageModel(config.model)
         model.train_only(config.trainer.train_only)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        parameters = model.num_parameters()
         prepare_blocks(model, checkpoint_every=checkpointing, compiled=False)
-        if mesh is not None:
+        if parts > 1:
+            model.split_sequence(_LastPart(parts))
+        if is_sharded:
             # On meta tensors, since on fake tensors this takes minutes for 1,024 ranks.
-            shard(model, mesh, MixedPrecisionPolicy())
+            shard_as_configured(model, config.trainer, "cpu")
         with FakeTensorMode(allow_non_fake_inputs=True), tracker:
             tracker.category = "parameters"
             model.to_empty(device="cpu")
-            for parameter in model.parameters() if mesh is None else ():
+            for parameter in () if is_sharded else model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(
                         lambda one: tracker.assign(one.grad, "gradients")
@@ -172,14 +210,16 @@ def _trace_update(
             optimizer = build_optimizer(model, config.optim)
             _create_optimizer_state(optimizer, tracker)
             tracker.reset_peak()
-            inner, last = _update(config, model, optimizer, tracker)
+            inner, last, exchanged = _update(config, model, optimizer, tracker)
     communicated = (config.accumulation - 1) * inner + last
     return _Traced(
         peak=tracker.peak,
         peak_besides_gradients=tracker.peak_besides_gradients,
         gradients=gradients,
         trained=trained,
+        parameters=parameters,
         communicated=communicated,
+        exchanged=config.accumulation * exchanged,
     )
 
 
@@ -198,14 +238,17 @@ def _update(
     model: LanguageModel,
     optimizer: torch.optim.Optimizer,
     tracker: MemoryTracker,
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Make an update like Pretraining does.
 
     At most two micro-batches are traced, since a third needs the same memory as the second.
 
     Returns:
-        Bytes communicated in each micro-batch but the last, and in the last.
+        Bytes that FSDP communicates in each micro-batch but the last, and in the last, and those
+        that are sent in any to the ranks that share sequences.
     """
+    part = cast(_LastPart | None, model.sequence_part)
+    length = config.data.context // (1 if part is None else part.count)
     tracker.category = "activations"
     micro_batches = min(config.accumulation, 2)
     communicated = []
@@ -217,9 +260,7 @@ def _update(
             if isinstance(model, FSDPModule):
                 cast(FSDPModule, model).set_requires_gradient_sync(is_last)
             before = tracker.communicated_bytes
-            tokens, target = torch.zeros(
-                2, config.trainer.micro_batch, config.data.context, dtype=torch.int64
-            )
+            tokens, target = torch.zeros(2, config.trainer.micro_batch, length, dtype=torch.int64)
             model.loss(tokens, target).backward()
             del tokens, target
             if not is_last:
@@ -231,18 +272,16 @@ def _update(
         optimizer.step()
         optimizer.zero_grad()
     tracker.category = "activations"
-    return communicated[0] if micro_batches > 1 else 0, communicated[-1]
+    exchanged = 0 if part is None else part.bytes_sent // micro_batches
+    return communicated[0] if micro_batches > 1 else 0, communicated[-1], exchanged
 
 
 @contextmanager
-def _fake_ranks(count: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of this rank and of simulated others; None for a single rank."""
-    if count == 1:
-        yield None
-        return
+def _fake_ranks(count: int) -> Iterator[None]:
+    """Collectives with simulated ranks."""
     dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (count,))
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -268,9 +307,9 @@ def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> 
     return Plan(
         parameters=frozen + (math.ceil(whole / ranks) if stage == 3 else whole),
         gradients=whole if stage == 1 else math.ceil(whole / ranks),
-        optimizer=math.ceil(12 * size / ranks),
+        optimizer=0 if config.trainer.offload_optimizer else math.ceil(12 * size / ranks),
         activations=traced.peak_besides_gradients["activations"],
         copies=buffers,
         workspace=traced.peak_besides_gradients["workspace"],
-        sent=(ranks - 1) / ranks * passes * whole,
+        sent=(ranks - 1) / ranks * passes * whole + traced.exchanged,
     )

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from longhaul.kernels.backend import assuming_triton
 from longhaul.kernels.power import library
-from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.call import PowerCall, SavedState
 from longhaul.pipeline.planning.memory_tracker import MemoryTracker
 
 Backend = Literal["torch", "triton"]
@@ -60,16 +60,24 @@ class OpWorkspace:
         ]
         needs = tuple(settings.pop("needs", ()))
         run = library.implementation(settings.pop("backend"))
-        call = PowerCall(**settings)
+        call = library.state_call(**settings) if "state" in name else PowerCall(**settings)
         tracker = MemoryTracker()
         tracker.assign(inputs, "activations")
         given = sum(tracker.now.values())
         with torch.no_grad(), tracker:
-            if name == "longhaul::power_forward":
-                run.forward(call, *inputs)
-            else:
-                saved = library.saved_of(call, inputs[: library.NUM_SAVED])
-                run.backward(call, saved, *inputs[library.NUM_SAVED :], needs)
+            match name.removeprefix("longhaul::power_"):
+                case "forward":
+                    run.forward(call, *inputs)
+                case "backward":
+                    saved = library.saved_of(call, inputs[: library.NUM_SAVED])
+                    run.backward(call, saved, *inputs[library.NUM_SAVED :], needs)
+                case "state":
+                    run.state_forward(call, *inputs)
+                case "state_backward":
+                    saved_state = SavedState(*inputs[: len(SavedState._fields)])
+                    run.state_backward(call, saved_state, *inputs[len(SavedState._fields) :])
+                case _:
+                    raise AssertionError(f"{name} has no workspace")
         return sum(tracker.peak.values()) - given
 
 

@@ -1,16 +1,21 @@
 """C++ that is compiled where it runs: once, kept whole, and never needed."""
 
+import hashlib
 import logging
+import os
 import stat
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from longhaul.kernels import native
 from longhaul.kernels.native import load
 
+# A group that is not this user's own.
+SHARED_GROUP = next((group for group in os.getgroups() if group != os.getgid()), 65534)
 ADD = 'extern "C" int add(int a, int b) { return a + b; }'
 
 
@@ -118,6 +123,145 @@ def test_a_cache_that_others_can_write_is_not_used(cache: Path, source: Path) ->
     cache.chmod(0o777)
     assert load(source).add(2, 3) == 5
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o777])
+def test_a_cache_in_a_folder_that_others_can_write_is_not_used(
+    cache: Path,
+    source: Path,
+    mode: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cache.mkdir(mode=0o700, parents=True)
+    cache.parent.chmod(mode)
+    os.chown(cache.parent, -1, SHARED_GROUP)
+    native._warn_of_cache.cache_clear()
+    assert load(source).add(2, 3) == 5
+    assert load(source).add(2, 3) == 5
+    assert not list(cache.iterdir())
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        f"{cache.parent} is user {os.getuid()}'s with mode {mode:o}; XDG_CACHE_HOME names another "
+        "cache folder"
+    )
+
+
+def test_a_cache_below_a_folder_such_as_tmp_is_used(cache: Path, source: Path) -> None:
+    cache.mkdir(mode=0o700, parents=True)
+    cache.parent.chmod(0o1777)
+    assert load(source).add(2, 3) == 5
+    assert len(list(cache.iterdir())) == 1
+
+
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to others")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("part", ["folder", "above", "file"])
+def test_what_is_anothers_is_not_loaded(cache: Path, source: Path, part: str) -> None:
+    load(source)
+    (kept,) = cache.iterdir()
+    spoiled = replace_code(kept)
+    os.chown({"folder": cache, "above": cache.parent, "file": kept}[part], 65534, -1)
+    assert load(source).add(2, 3) == 5
+    assert (kept.read_bytes() == spoiled) == (part != "file"), "in one's own folder it is replaced"
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_a_file_that_others_can_write_is_replaced(cache: Path, source: Path, mode: int) -> None:
+    load(source)
+    (kept,) = cache.iterdir()
+    spoiled = replace_code(kept)
+    kept.chmod(mode)
+    assert load(source).add(2, 3) == 5
+    assert kept.read_bytes() != spoiled
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def replace_code(kept: Path) -> bytes:
+    """Put a library in the place of one, whole by its checksum, whose `add` subtracts."""
+    folder = kept.parent.parent
+    (folder / "other.cpp").write_text(ADD.replace("+", "-"))
+    command = ["c++", "-shared", "-fPIC", str(folder / "other.cpp"), "-o", str(folder / "other")]
+    subprocess.run(command, check=True)
+    code = (folder / "other").read_bytes()
+    kept.unlink()  # what is loaded already must not change
+    kept.write_bytes(code + hashlib.sha256(code).digest())
+    kept.chmod(0o700)
+    return kept.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "what", ["link", "dangling link", "endless device", "FIFO", "folder", "huge"]
+)
+def test_what_is_no_file_is_not_read(cache: Path, source: Path, tmp_path: Path, what: str) -> None:
+    load(source)
+    (kept,) = cache.iterdir()
+    whole = kept.read_bytes()
+    kept.unlink()
+    if what == "FIFO":
+        os.mkfifo(kept)
+    elif what == "folder":
+        kept.mkdir()
+    elif what == "huge":
+        with kept.open("wb") as file:
+            file.truncate(1 << 40)
+    else:
+        target = {"link": tmp_path / "elsewhere", "endless device": Path("/dev/zero")}
+        kept.symlink_to(target.get(what, tmp_path / "nothing"))
+        (tmp_path / "elsewhere").write_bytes(whole)
+    assert load(source).add(2, 3) == 5
+    if what != "folder":
+        assert not kept.is_symlink()
+        assert kept.read_bytes() == whole
+    if what == "link":
+        assert (tmp_path / "elsewhere").read_bytes() == whole
+
+
+def test_what_is_kept_is_ones_own_whatever_the_umask(cache: Path, source: Path) -> None:
+    before = os.umask(0)
+    try:
+        load(source)
+        (kept,) = cache.iterdir()
+        inode = kept.stat().st_ino
+        load(source)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    assert kept.stat().st_ino == inode, "it is not compiled again"
+
+
+@pytest.mark.parametrize("hangs_at", ["-dM", "-o"])
+def test_a_compiler_that_does_not_answer_is_ended(
+    cache: Path,
+    source: Path,
+    tmp_path: Path,
+    hangs_at: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With all that it started, of which one has its output open; and it is not asked again."""
+    compiler = tmp_path / "slow"
+    starts = f"sleep 1000 & echo $! > {tmp_path}/pid; wait"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{hangs_at}*) {starts};; esac\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native, "_QUIET_SECONDS", 0.5)
+    monkeypatch.setattr(native, "_MOST_SECONDS", 0.8)
+    native._warn.cache_clear()
+    assert load(source) is None
+    assert load(source) is None
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"{compiler} has been compiling C++ for 0.5 s; it gets 0.8, then torch")
+    assert f"CXX: {compiler} has not ended after 0.8 s; wanted" in second
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_compiler_has_nothing_to_read(cache: Path, source: Path, tmp_path: Path) -> None:
+    """Nothing of what the user types, or pipes into the command, is for it."""
+    assert native._run(["cat"]) == b""
 
 
 def test_a_cache_that_cannot_be_written_is_not_needed(

@@ -1,6 +1,7 @@
 """One update: averaging, clipping, and skipping of spikes and gradients that are not finite."""
 
 import copy
+import dataclasses
 import math
 import sys
 import warnings
@@ -10,18 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from longhaul.modules import pretraining
-from longhaul.modules.attention import attention_config
-from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.modules.optim import OptimConfig
+from longhaul.modules.attention import Attention, attention_config, registered_variants
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.optim import OptimConfig, build_optimizer
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
+from longhaul.pipeline.distributed.blocks import device_mesh, shard
 from longhaul.pipeline.distributed.strategies import Single
 
 CONTEXT, SAMPLES = 16, 8
@@ -163,12 +168,87 @@ def test_gradients_are_clipped_to_the_global_norm() -> None:
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_only_matrices_decay() -> None:
-    groups = build(8, weight_decay=0.1).configure_optimizers().param_groups
-    assert {p.ndim for p in groups[0]["params"]} == {2}
-    assert groups[0]["weight_decay"] == 0.1
-    assert {p.ndim for p in groups[1]["params"]} == {1}
-    assert groups[1]["weight_decay"] == 0
+# What a kind has of projections in its most equipped form.
+MATRICES = {
+    "alibi": {"qkv", "out"},
+    "cartan": {"qkv", "out", "diagonal"},
+    "coca": {"qtv", "out"},
+    "complex": {"qkv", "out"},
+    "conformal_sympow": {"qkv", "out"},
+    "linear": {"qkv", "out"},
+    "retention": {"qkv", "out", "swish"},
+    "softmax": {"qkv", "out"},
+    "sympow": {"qkv", "out"},
+    "sympow_gated": {"qkv", "out"},
+    "sympow_rotary": {"qkv", "out"},
+    "zeros": {"qkv", "out", "logit.project"},
+}
+EQUIPPED = {
+    "initial_state": "learned", "qk_norm": True, "gate_init": "long_memory", "swish_gate": True,
+    "negative_diagonal": True, "speeds": True, "sizes": True,
+}  # fmt: skip
+
+
+def equipped(kind: str) -> LanguageModelConfig:
+    """A model of a kind with every part that it can have, biases and a head of its own."""
+    config = attention_config(kind)
+    options: dict[str, Any] = {
+        field.name: EQUIPPED[field.name]
+        for field in dataclasses.fields(config)
+        if field.name in EQUIPPED
+    }
+    return LanguageModelConfig(
+        layers=2, width=16, heads=2, vocabulary=64, attention=config(**options), biases=True,
+        tied_head=False,
+    )  # fmt: skip
+
+
+def decayed(model: LanguageModel) -> set[str]:
+    """Names of the parameters that an optimizer with weight decay decays."""
+    optim = OptimConfig(tokens_per_update=1, weight_decay=0.1)
+    groups = build_optimizer(model, optim).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0]
+    assert {id(p) for group in groups for p in group["params"]} == set(map(id, model.parameters()))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)] for parameter in groups[0]["params"]}
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_only_the_matrices_of_blocks_decay(kind: str) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(equipped(kind))
+    wanted = {"mlp.up", "mlp.out"} | {f"attention.{name}" for name in MATRICES[kind]}
+    assert decayed(model) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in wanted}
+
+
+def test_a_sharded_model_decays_the_same() -> None:
+    with torch.device("meta"):
+        model = LanguageModel(equipped("conformal_sympow"))
+        before = decayed(model)
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        try:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+            shard(model, device_mesh("cpu", 2, 1), policy)
+            assert decayed(model) == before
+        finally:
+            dist.destroy_process_group()
+
+
+def test_without_decay_parameters_have_the_order_of_earlier_versions() -> None:
+    """The norm of all gradients is rounded in this order."""
+    model = LanguageModel(equipped("sympow_gated"))
+    groups = build_optimizer(model, OptimConfig(tokens_per_update=1)).param_groups
+    parameters = list(model.parameters())
+    wanted = [[p for p in parameters if (p.ndim >= 2) == is_first] for is_first in (True, False)]
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(p) for p in one] for one in wanted
+    ]
+
+
+def test_a_matrix_that_is_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "matrices", lambda self: {"w"})
+    with pytest.raises(ValueError, match=r"sympow_gated, whose matrices\(\) has attention\.w;"):
+        build(8, weight_decay=0.1).configure_optimizers()
 
 
 def test_parameters_not_trained_are_frozen_without_moments() -> None:

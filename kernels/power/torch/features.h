@@ -1,10 +1,12 @@
 // Products with φ(x) at degree 2.
 //
-// Features are made in registers and used there, so no φ is ever written to memory. README.md,
-// section 3, defines their layout: in the row of a tile I, x[j] x[8 I + a] for j ≥ 8 I and a < 8.
-// Entries beyond the diagonal tile represent two orderings, eq. (7): a state is multiplied as it is
-// read. Tensors are contiguous: x (rows, K, C) with K in whole tiles and tokens innermost, a state
-// (rows, V, P) and values (rows, V, C), where V counts the norm too.
+// φ is made for some features and tokens at a time, which stay in the first-level cache while all rows
+// of a product use them. README.md, section 3, defines their layout: in the row of a tile I,
+// x[j] x[8 I + a] for j ≥ 8 I and a < 8. Entries beyond the diagonal tile represent two orderings, eq.
+// (7): a state is multiplied as it is read. A state is larger than the second-level cache of many CPUs,
+// so it is passed over once for all spans of a block of tokens. Tensors are contiguous: x (rows, K, C)
+// with K in whole tiles and tokens innermost, a state (rows, V, P) and values (rows, V, C), where V
+// counts the norm too.
 #pragma once
 
 #include "copies.h"
@@ -16,75 +18,83 @@ constexpr int kTile = 8;
 
 using Tile = float __attribute__((vector_size(4 * kTile), aligned(4)));
 
-// Adds to `sums` (Rows, kSpan) what the features of the tile row that starts at `tile` contribute.
-template <int Rows>
-void read_tile_row(const float* state, int64_t P, const float* x, int K, int tile, float* sums) {
-  // Starting from 0 here, rather than from `sums`, rounds sums of fewer terms.
-  Vector sum[Rows][2] = {};
-  for (int j = tile; j < K; ++j) {
+// Values of j whose features are made at a time: 16 KB of them, half of the smallest first-level cache.
+constexpr int kPanel = 512 / kSpan;
+// Values of j whose features' gradients are computed at a time.
+constexpr int kPairs = 4;
+
+// features (count · kTile, kSpan) = x[j + d] x[tile + a] times its orderings, for d < count and a < 8.
+void make_features(const float* x, int tile, int j, int count, float* features) {
+  for (int end = j + count; j < end; ++j) {
     const float orderings = j < tile + kTile ? 1.0f : 2.0f;
     const Vector x0 = load(x + j * kSpan) * orderings;
     const Vector x1 = load(x + j * kSpan + kLanes) * orderings;
-    for (int a = 0; a < kTile; ++a, ++state) {
-      const Vector feature0 = x0 * load(x + (tile + a) * kSpan);
-      const Vector feature1 = x1 * load(x + (tile + a) * kSpan + kLanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < Rows; ++r) {
-        const float entry = state[r * P];
-        sum[r][0] += feature0 * entry;
-        sum[r][1] += feature1 * entry;
+#pragma GCC unroll 8
+    for (int a = 0; a < kTile; ++a, features += kSpan) {
+      store(features, x0 * load(x + (tile + a) * kSpan));
+      store(features + kLanes, x1 * load(x + (tile + a) * kSpan + kLanes));
+    }
+  }
+}
+
+// sums (V, spans · kSpan), with rows so many numbers apart, = the state times the orderings of each
+// feature, times φ of x (spans, K, kSpan). `features` is memory for kPanel · kTile · kSpan numbers.
+void read_state(const float* state, int64_t P, int V, const float* x, int K, int spans,
+                float* features, float* sums, int64_t row) {
+  float keep = 0;
+  for (int tile = 0; tile < K; tile += kTile) {
+    for (int j = tile, count; j < K; j += count, state += count * kTile) {
+      count = std::min(kPanel, K - j);
+      for (int span = 0; span < spans; ++span) {
+        make_features(x + int64_t(span) * K * kSpan, tile, j, count, features);
+        multiply(V, state, P, 1, features, kSpan, count * kTile, sums + span * kSpan, row, keep);
+      }
+      keep = 1;
+    }
+  }
+}
+
+// Adds to dx (K, kSpan) the gradients through the features x[j + d] x[tile + a], d < kPairs, from theirs.
+void contract_features(const float* dfeatures, const float* x, float* dx, int tile, int j) {
+  for (int n = 0; n < kSpan; n += kLanes) {
+    Vector dtile[kTile] = {};
+    for (int d = 0; d < kPairs; ++d) {
+      const float orderings = j + d < tile + kTile ? 1.0f : 2.0f;
+      const Vector xj = load(x + (j + d) * kSpan + n) * orderings;
+      Vector dxj = {};
+#pragma GCC unroll 8
+      for (int a = 0; a < kTile; ++a) {
+        const Vector dfeature = load(dfeatures + (d * kTile + a) * kSpan + n);
+        dxj += dfeature * load(x + (tile + a) * kSpan + n);
+        dtile[a] += dfeature * xj;
+      }
+      float* const to = dx + (j + d) * kSpan + n;
+      store(to, load(to) + dxj * orderings);
+    }
+#pragma GCC unroll 8
+    for (int a = 0; a < kTile; ++a) {
+      float* const to = dx + (tile + a) * kSpan + n;
+      store(to, load(to) + dtile[a]);
+    }
+  }
+}
+
+// Adds to dx (spans, K, kSpan) the gradient of Σ values · (state φ(x)), values (spans, V, kSpan).
+// `entries` and `dfeatures` are memory for kPairs · kTile times V, and times kSpan, numbers.
+void contract_spans(const float* state, int64_t P, int V, const float* values, const float* x,
+                    float* dx, int K, int spans, float* entries, float* dfeatures) {
+  constexpr int count = kPairs * kTile;
+  for (int tile = 0; tile < K; tile += kTile) {
+    for (int j = tile; j < K; j += kPairs, state += count) {
+      // A copy, because rows of a state begin in few sets of the first-level cache.
+      for (int v = 0; v < V; ++v) std::copy_n(state + v * P, count, entries + v * count);
+      for (int span = 0; span < spans; ++span) {
+        const int64_t at = int64_t(span) * K * kSpan;
+        multiply(count, entries, 1, count, values + int64_t(span) * V * kSpan, kSpan, V, dfeatures,
+                 kSpan, 0.0f);
+        contract_features(dfeatures, x + at, dx + at, tile, j);
       }
     }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < Rows; ++r) {
-    float* const to = sums + r * kSpan;
-    store(to, load(to) + sum[r][0]);
-    store(to + kLanes, load(to + kLanes) + sum[r][1]);
-  }
-}
-
-// Adds to dx the gradients through the eight features x[j] x[tile + a], of N vectors of tokens.
-template <int N>
-void contract_features(
-    const float* state, int64_t P, int V, const float* values, const float* x, float* dx, int j,
-    int tile) {
-  Vector dfeature[kTile][N] = {};
-  for (int v = 0; v < V; ++v) {
-    Vector value[N];
-#pragma GCC unroll 2
-    for (int n = 0; n < N; ++n) value[n] = load(values + v * kSpan + n * kLanes);
-#pragma GCC unroll 8
-    for (int a = 0; a < kTile; ++a) {
-      const float entry = state[v * P + a];
-#pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) dfeature[a][n] += value[n] * entry;
-    }
-  }
-  const float orderings = j < tile + kTile ? 1.0f : 2.0f;
-#pragma GCC unroll 2
-  for (int n = 0; n < N; ++n) {
-    const Vector xj = load(x + j * kSpan + n * kLanes) * orderings;
-    Vector dxj = {};
-#pragma GCC unroll 8
-    for (int a = 0; a < kTile; ++a) {
-      const int at = (tile + a) * kSpan + n * kLanes;
-      dxj += dfeature[a][n] * load(x + at);
-      store(dx + at, load(dx + at) + dfeature[a][n] * xj);
-    }
-    const int at = j * kSpan + n * kLanes;
-    store(dx + at, load(dx + at) + dxj * orderings);
-  }
-}
-
-// sums (V, kSpan) = the state times the orderings of each feature, times φ of x (K, kSpan).
-void read_state(const float* state, int64_t P, int V, const float* x, int K, float* sums) {
-  std::fill_n(sums, size_t(V) * kSpan, 0.0f);
-  for (int tile = 0; tile < K; tile += kTile) {
-    for_rows(V, [&](auto count, int v) {
-      read_tile_row<count>(state + v * P, P, x, K, tile, sums + v * kSpan);
-    });
-    state += (K - tile) * kTile;
   }
 }
 
@@ -131,13 +141,15 @@ void read_and_update(float* state, const float* const* q, float* const* sums, fl
                      const float* k, const float* values, const float* keep, int is_zero, int R,
                      int chunks, int blocks, int updates, int rows, int V, int K, int C, int P,
                      int threads) {
-  const int parts = count_parts(rows, V, threads);
+  const int parts = count_parts(rows, V, threads), spans = (C + kSpan - 1) / kSpan;
+  const int padded = spans * kSpan;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
-    Scratch scratch(size_t(K + V + C) * kSpan + size_t(K) * C);
-    float* const query = scratch.take(size_t(K) * kSpan);
-    float* const sum = scratch.take(size_t(V) * kSpan);
+    Scratch scratch(size_t(K + V) * padded + size_t(kPanel * kTile + C) * kSpan + size_t(K) * C);
+    float* const query = scratch.take(size_t(K) * padded);
+    float* const sums_of_spans = scratch.take(size_t(V) * padded);
+    float* const panel = scratch.take(size_t(kPanel) * kTile * kSpan);
     float* const features = scratch.take(size_t(C) * kSpan);
     float* const key = scratch.take(size_t(K) * C);
 #pragma omp for collapse(2) schedule(dynamic)
@@ -163,10 +175,13 @@ void read_and_update(float* state, const float* const* q, float* const* sums, fl
                 std::fill_n(out, int64_t(count) * C, 0.0f);
                 continue;
               }
-              for (int token = 0; token < C; token += kSpan) {
-                load_tokens(q[r] + at * K * C, K, C, token, query);
-                read_state(own, P, count, query, K, sum);
-                store_tokens(sum, count, C, token, out);
+              for (int span = 0; span < spans; ++span) {
+                load_tokens(q[r] + at * K * C, K, C, span * kSpan, query + span * K * kSpan);
+              }
+              float* const into = padded == C ? out : sums_of_spans;
+              read_state(own, P, count, query, K, spans, panel, into, padded);
+              for (int v = 0; v < count && into != out; ++v) {
+                std::copy_n(into + v * padded, C, out + v * C);
               }
             }
           }
@@ -192,32 +207,35 @@ void read_and_update(float* state, const float* const* q, float* const* sums, fl
 // dx (rows, K, C) += the gradient of Σ values · (state φ(x)), the state as in read_state.
 void contract_state(const float* state, const float* values, const float* x, float* dx, int rows,
                     int V, int K, int C, int P, int threads) {
+  const int spans = (C + kSpan - 1) / kSpan;
+  int parts = 1;  // of the spans, so that threads have equal work
+  while (parts < spans && rows * parts % threads != 0) ++parts;
 #pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flushing;
-    Scratch scratch(size_t(2 * K + V) * kSpan);
-    float* const own = scratch.take(size_t(K) * kSpan);
-    float* const down = scratch.take(size_t(K) * kSpan);
-    float* const weights = scratch.take(size_t(V) * kSpan);
+    Scratch scratch(size_t(2 * K + V) * spans * kSpan + size_t(V + kSpan) * kPairs * kTile);
+    float* const dfeatures = scratch.take(size_t(kSpan) * kPairs * kTile);
+    float* const own = scratch.take(size_t(K) * spans * kSpan);
+    float* const down = scratch.take(size_t(K) * spans * kSpan);
+    float* const weights = scratch.take(size_t(V) * spans * kSpan);
+    float* const entries = scratch.take(size_t(V) * kPairs * kTile);
 #pragma omp for collapse(2)
     for (int row = 0; row < rows; ++row) {
-      for (int first = 0; first < C; first += kSpan) {
-        load_tokens(x + int64_t(row) * K * C, K, C, first, own);
-        load_tokens(dx + int64_t(row) * K * C, K, C, first, down);
-        load_tokens(values + int64_t(row) * V * C, V, C, first, weights);
-        const float* features = state + int64_t(row) * V * P;
-        for (int tile = 0; tile < K; tile += kTile) {
-          for (int j = tile; j < K; ++j, features += kTile) {
-            if constexpr (kRegisters == 32) {
-              contract_features<2>(features, P, V, weights, own, down, j, tile);
-            } else {
-              contract_features<1>(features, P, V, weights, own, down, j, tile);
-              contract_features<1>(features, P, V, weights + kLanes, own + kLanes, down + kLanes,
-                                   j, tile);
-            }
-          }
+      for (int part = 0; part < parts; ++part) {
+        const int first = spans * part / parts, count = spans * (part + 1) / parts - first;
+        const float* const x_row = x + int64_t(row) * K * C;
+        float* const dx_row = dx + int64_t(row) * K * C;
+        for (int span = 0; span < count; ++span) {
+          const int token = (first + span) * kSpan;
+          load_tokens(x_row, K, C, token, own + span * K * kSpan);
+          load_tokens(dx_row, K, C, token, down + span * K * kSpan);
+          load_tokens(values + int64_t(row) * V * C, V, C, token, weights + span * V * kSpan);
         }
-        store_tokens(down, K, C, first, dx + int64_t(row) * K * C);
+        contract_spans(state + int64_t(row) * V * P, P, V, weights, own, down, K, count, entries,
+                       dfeatures);
+        for (int span = 0; span < count; ++span) {
+          store_tokens(down + span * K * kSpan, K, C, (first + span) * kSpan, dx_row);
+        }
       }
     }
   }

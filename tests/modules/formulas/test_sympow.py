@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations_with_replacement
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from longhaul.kernels import symmetric_dim
 from longhaul.kernels.power.torch.features import expand, multiplicity
+from longhaul.modules.attention.sympow import HeadNorm
 
 
 @INITIAL_STATE
@@ -44,8 +46,8 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     attention, x = build(kind, longest_document=100 * degree, **options), tokens()
     q, k, v = projections(x, attention.qkv.weight)
     if qk_norm:
-        q = q / q.square().mean(-1, keepdim=True).sqrt() * attention.q_norm.weight
-        k = k / k.square().mean(-1, keepdim=True).sqrt() * attention.k_norm.weight
+        q, k = (one / (one.square().mean(-1, keepdim=True) + 2**-23).sqrt() for one in (q, k))
+        q, k = q * attention.q_norm.weight, k * attention.k_norm.weight
     rate, gates = torch.ones_like(x[..., 0]), gates_of(attention, x)
     if kind in ("sympow_rotary", "conformal_sympow"):
         rate = 1 + torch.tanh(x @ attention.rate.weight[0])
@@ -59,6 +61,32 @@ def test_sympow_weights_are_powers_times_products_of_gates(
     before, mass = pivots(attention, q, fade, 8**-0.5, degree)
     total = weights.sum(-1).mT + mass
     assert_forward(attention, x, (mix(weights, v) + before) / total[..., None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_norm_of_queries_has_one_constant_in_every_dtype(dtype: torch.dtype) -> None:
+    x = torch.full((1, 1, 1, 8), 2.0**-11, dtype=dtype)  # whose square is twice the constant
+    wanted = (2**-22 / (2**-22 + 2**-23)) ** 0.5
+    norm = HeadNorm(8).to(dtype)
+    torch.testing.assert_close(norm(x), torch.full_like(x, wanted))
+
+
+def test_under_autocast_the_norm_of_queries_gets_its_gain_in_their_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else torch leaves its fused kernel."""
+    dtypes = []
+
+    def rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+        dtypes.append((x.dtype, weight.dtype))
+        return torch.rms_norm(x, shape, weight, eps)
+
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", rms_norm)
+    attention = build("sympow", qk_norm=True).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        attention(tokens().float(), keep_state=False)[0].sum().backward()
+    assert dtypes == 2 * [(torch.bfloat16, torch.bfloat16)]
+    assert attention.q_norm.weight.grad.dtype == torch.float32
 
 
 @INITIAL_STATE

@@ -36,11 +36,37 @@ def _groups(model: _Model) -> list[dict[str, Any]]:
     ]
 
 
+class _TwoKinds(Optimizer):
+    """Momentum for the first group; a step and an average of squares for the others."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, direction = self.state[parameter], parameter.grad
+                names = ("step", "exp_avg_sq") if number else ("momentum_buffer",)
+                for name in () if state else names:
+                    state[name] = torch.zeros(() if name == "step" else parameter.shape)
+                if number:
+                    state["step"] += 1
+                    state["exp_avg_sq"].lerp_(direction.square(), 0.1)
+                    direction = direction / (state["exp_avg_sq"].sqrt() + 1)
+                else:
+                    direction = state["momentum_buffer"].mul_(0.9).add_(direction)
+                parameter.add_(direction, alpha=-group["lr"])
+
+
 OPTIMIZERS: dict[str, Callable[[_Model], Optimizer]] = {
     "adam": lambda model: Adam(_groups(model), lr=0.1, betas=(0.9, 0.95)),
     "adamw": lambda model: AdamW(_groups(model), lr=0.1, fused=True),
     "capturable": lambda model: Adam(_groups(model), lr=torch.tensor(0.1), amsgrad=True),
     "momentum": lambda model: SGD(_groups(model), lr=0.1, momentum=0.9),
+    "two kinds": lambda model: _TwoKinds(_groups(model)),
     "stateless": lambda model: SGD(_groups(model), lr=0.1),
 }
 
@@ -128,6 +154,19 @@ def test_another_models_state_is_refused_by_name(tmp_path: Path) -> None:
     other = nn.Sequential(nn.Linear(4, 8))
     with pytest.raises(CheckpointError, match=r"found nothing for model/0\.bias, wanted shape"):
         restore_training(other, Adam(other.parameters()), saved)
+
+
+def test_a_parameter_must_have_what_others_of_its_group_have(tmp_path: Path) -> None:
+    model = _Model()
+    optimizer = _TwoKinds(_groups(model))
+    _train(model, optimizer, 1)
+    tensors = training_tensors(model, optimizer)
+    del tensors["optimizer/second.bias/exp_avg_sq"]
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=1)
+    path = store.start(1, tensors, {})
+    store.wait()
+    with pytest.raises(CheckpointError, match=r"no optimizer/second\.bias/exp_avg_sq, wanted"):
+        restore_training(model, optimizer, SavedCheckpoint(path))
 
 
 HOSTILE = {

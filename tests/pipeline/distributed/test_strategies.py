@@ -16,11 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from longhaul.configs import load_run_config
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.distributed import strategies
+from longhaul.pipeline.distributed.blocks import device_mesh
 from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
 from longhaul.pipeline.distributed.strategies import (
     DeepSpeedZero,
     build_strategy,
-    device_mesh,
 )
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
 from longhaul.pipeline.training import callback, run

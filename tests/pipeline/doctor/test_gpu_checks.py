@@ -28,7 +28,8 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(gpu_checks.shutil, "which", lambda name: f"/usr/bin/{name}")
     listed = "\tlibcuda.so.1 (libc6,x86-64) => /usr/lib/libcuda.so.1"
     monkeypatch.setattr(gpu_checks, "output_of", lambda *command: listed)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("TRITON", "TORCHINDUCTOR"):
+        monkeypatch.setenv(f"{name}_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("LD_LIBRARY_PATH", "TRITON_LIBCUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
@@ -113,6 +114,22 @@ def test_a_cache_that_many_ranks_share_over_the_network_is_a_warning(
     assert gpu_checks.check_cache(1).status == "ok"
     mounts.pop()
     assert gpu_checks.check_cache(32).status == "ok"
+
+
+@pytest.mark.parametrize("variable", ["TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_a_cache_that_others_can_write_is_a_warning(
+    tools: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    cache = tools / "of all"
+    monkeypatch.setenv(variable, str(cache))
+    assert gpu_checks.check_cache(1).status == "ok", "it is not there yet"
+    cache.mkdir(mode=0o700)
+    assert gpu_checks.check_cache(1).status == "ok"
+    cache.chmod(0o777)
+    finding = gpu_checks.check_cache(1)
+    assert finding.status == "warning"
+    assert f"others could put code into {cache}: " in finding.text
+    assert finding.remedy == f"export {variable}=FOLDER, one that only you can write"
 
 
 def test_little_memory_to_lock_is_a_warning_where_there_is_infiniband(

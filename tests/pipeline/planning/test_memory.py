@@ -6,6 +6,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from longhaul.configs import RunConfig, load_run_config
-from longhaul.kernels import power_attention, state_features
-from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels import power_attention, power_state, state_features
+from longhaul.kernels.power import library
+from longhaul.kernels.power.call import PowerCall, SavedState
 from longhaul.kernels.power.cost import choose_chunk_size
 from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
@@ -22,7 +24,7 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning import memory
 from longhaul.pipeline.planning.capacity import num_parameters
-from longhaul.pipeline.planning.fit import verdict, with_num_gpus
+from longhaul.pipeline.planning.fit import smallest_change, verdict, with_num_gpus
 from longhaul.pipeline.planning.memory import MemorySettings, Planner
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import OpWorkspace, traced_as
@@ -174,6 +176,87 @@ def test_only_what_a_strategy_must_send_is_sent(accumulation: int) -> None:
     assert stages == [2, accumulation + 1, 3 * accumulation]
 
 
+LONG = ("data.context=1024", "trainer.micro_batch=1", "optim.tokens_per_update=1024")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+def test_ranks_that_share_sequences_hold_a_part_of_the_activations(strategy: str) -> None:
+    one = Planner(config(*SMALL, *LONG))
+    shared = Planner(config(*SMALL, *LONG, "trainer.context_parallel=4", ranks=4))
+    settings = MemorySettings(strategy=strategy, stage=2 if strategy == "deepspeed" else None)
+    whole = one.plan(MemorySettings(strategy="single"))
+    part = shared.plan(settings)
+    # Each rank also holds the states of the earlier parts.
+    assert part.activations < 0.6 * whole.activations
+    alone = Planner(config(*SMALL, *LONG, "optim.tokens_per_update=4096", ranks=4)).plan(settings)
+    states = part.sent - alone.sent
+    assert states > 0, "the ranks exchange states"
+    assert shared.plan(MemorySettings(strategy="single")).activations == whole.activations
+
+
+def test_a_run_that_shares_sequences_fits_where_whole_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "_GROUP", 0)  # it is more than this model takes
+    run = config(*SMALL, *LONG, "trainer.context_parallel=4", ranks=4)
+    planner = Planner(run)
+    held = planner.plan(MemorySettings(strategy="ddp")).held
+    device = Device(
+        key="x", name="X", memory_bytes=held, bf16_flops=1, tf32_flops=1, fp32_flops=1,
+        reported=("X",),
+    )  # fmt: skip
+    assert verdict(run, device, planner).endswith("fits.")
+    assert held < Planner(config(*SMALL, *LONG)).plan(MemorySettings(strategy="single")).held
+
+
+def test_smaller_micro_batches_are_those_of_a_group_of_ranks() -> None:
+    """Four ranks that share sequences take as many samples as one rank does."""
+    sizes = ("data.context=128", "trainer.micro_batch=4", "optim.tokens_per_update=512")
+    run = config(*SMALL, *sizes, "trainer.context_parallel=4", "model.layers=1", ranks=4)
+    planner = Planner(run)
+    plan = planner.plan(MemorySettings(strategy="ddp"))
+    change = smallest_change(run, plan.held - 1)
+    assert change is not None
+    assert change.startswith("trainer.micro_batch=2 ")
+
+
+def test_replicas_hold_the_whole_model_together() -> None:
+    run = ("trainer.strategy=fsdp", "trainer.devices=4")
+    sizes = (*SMALL, "trainer.micro_batch=1", "optim.tokens_per_update=512", "model.layers=2")
+    settings = MemorySettings(strategy="fsdp")
+    flat, copies, whole = (
+        Planner(load_run_config("run/demo.yaml", [*sizes, *run, *more])).plan(settings)
+        for more in ([], ["trainer.replicas=2"], ["trainer.no_shard_below=1000000000"])
+    )
+    assert copies.parameters == pytest.approx(2 * flat.parameters, rel=0.01)
+    assert copies.optimizer == pytest.approx(2 * flat.optimizer, rel=0.01)
+    assert whole.parameters == pytest.approx(4 * flat.parameters, rel=0.01)
+    ddp = Planner(config(*sizes, ranks=4)).plan(MemorySettings(strategy="ddp"))
+    assert whole.sent == ddp.sent
+
+
+def test_products_in_bfloat16_gather_and_send_half() -> None:
+    run = ("trainer.strategy=fsdp", "trainer.devices=4", "model.layers=2")
+    sizes = (*SMALL, "trainer.micro_batch=1", "optim.tokens_per_update=512")
+    settings = MemorySettings(strategy="fsdp")
+    single, mixed = (
+        Planner(load_run_config("run/demo.yaml", [*sizes, *run, f"trainer.precision={name}"])).plan(
+            settings
+        )
+        for name in ("32-true", "bf16-mixed")
+    )
+    # Gathered twice and reduced once, of which only the gathering is in 16 bits.
+    assert 0.6 < mixed.sent / single.sent < 0.7
+    assert mixed.parameters == single.parameters
+
+
+def test_offloaded_moments_take_no_memory_of_a_gpu() -> None:
+    run = ("trainer.strategy=deepspeed", "trainer.devices=2", "trainer.offload_optimizer=true")
+    sizes = (*SMALL, "trainer.micro_batch=1", "optim.tokens_per_update=256", "model.layers=1")
+    planner = Planner(load_run_config("run/demo.yaml", [*sizes, *run]))
+    assert planner.plan(MemorySettings(strategy="deepspeed", stage=2)).optimizer == 0
+
+
 def test_checkpointing_and_small_batches_need_less() -> None:
     planner = Planner(small(ranks=2, accumulation=1, micro_batch=8, layers=3))
     for strategy in ("single", "ddp", "fsdp"):
@@ -237,6 +320,36 @@ def test_every_kind_can_be_traced(kind: str) -> None:
     plan = Planner(run).plan(MemorySettings(strategy="single", checkpointing=1))
     tokens, width = 128, 64
     assert plan.activations > 4 * tokens * width  # what a recomputed block starts from
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_learned_initial_state_can_be_traced(backend: Literal["torch", "triton"]) -> None:
+    sizes = ("model.layers=1", "trainer.micro_batch=1", "optim.tokens_per_update=128")
+    learned, zero = (
+        Planner(config(*SMALL, *sizes, f"model.attention.initial_state={state}"), backend).plan(
+            MemorySettings(strategy="single")
+        )
+        for state in ("learned", "zero")
+    )
+    assert learned.parameters > zero.parameters
+
+
+def test_an_op_of_states_takes_what_its_own_code_allocates() -> None:
+    shape = 1, 256, 4, 64
+    live = MemoryTracker(OpWorkspace())
+    with FakeTensorMode(), live:
+        k = torch.zeros(shape, requires_grad=True)
+        state = power_state(k, k, degree=2)
+        (state.kv.sum() + state.norm.sum()).backward()
+    call = library.state_call(2, choose_chunk_size(256, 64, 64, 2))
+    with MemoryTracker() as real:
+        k = torch.zeros(shape)
+        kv, norm = chunked.state_forward(call, k, k, None, None, None, None)
+        saved = SavedState(k, k, None, None, None, None, kv, norm)
+        held = sum(real.now.values())
+        real.reset_peak()
+        chunked.state_backward(call, saved, kv, norm)
+    assert live.peak["workspace"] == sum(real.peak.values()) - held
 
 
 def test_states_of_the_kernels_are_counted() -> None:
