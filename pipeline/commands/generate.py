@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=0,
-        help="seed of the sampling, the same for each prompt (%(default)s)",
+        help="seed of the sampling; each further prompt has the next one (%(default)s)",
     )
     parser.add_argument(
         "--stop",
