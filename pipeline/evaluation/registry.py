@@ -35,8 +35,8 @@ TASKS: dict[str, Task] = {
     ),
     "recall": Task(
         "recall",
-        "share of values recalled from 4 to 128 key-value pairs, --prompts sequences per number of "
-        "pairs",
+        "zero-shot recall: share of values recalled from 4 to 128 key-value pairs, --prompts "
+        "sequences per number of pairs",
         decided_by=("text", "prompts"),
     ),
     "attention": Task(
