@@ -1,7 +1,9 @@
 """The arguments of `longhaul evaluate` that are options of tasks."""
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 from longhaul.pipeline.commands.arguments import parse_contexts
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options
@@ -73,6 +75,32 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME,...",
         help="lm-eval: tasks of the harness, or the one that longhaul brings; default %(default)s",
     )
+    parser.add_argument(
+        "--lm-eval-limit", type=int, metavar="N", help="lm-eval: read N documents of each task"
+    )
+    parser.add_argument(
+        "--lm-eval-shots",
+        type=int,
+        metavar="N",
+        help="lm-eval: put N solved examples in front of each document; default the task's own",
+    )
+    parser.add_argument(
+        "--lm-eval-metadata",
+        metavar="JSON",
+        help="lm-eval: for tasks that make their documents, such as "
+        "'{\"max_seq_lengths\": [4096]}' for ruler",
+    )
+    parser.add_argument(
+        "--lm-eval-generation",
+        metavar="JSON",
+        help="lm-eval: arguments of generation instead of the task's, such as "
+        "'{\"max_gen_toks\": 32}'",
+    )
+    parser.add_argument(
+        "--lm-eval-samples",
+        action="store_true",
+        help="lm-eval: write each document with the model's answer",
+    )
 
 
 def task_options(args: argparse.Namespace) -> Options:
@@ -90,4 +118,21 @@ def task_options(args: argparse.Namespace) -> Options:
         depths=args.depths,
         prompts=args.prompts,
         lm_eval_tasks=tuple(args.lm_eval_tasks.split(",")),
+        lm_eval_limit=args.lm_eval_limit,
+        lm_eval_shots=args.lm_eval_shots,
+        lm_eval_metadata=_parse_object("--lm-eval-metadata", args.lm_eval_metadata),
+        lm_eval_generation=_parse_object("--lm-eval-generation", args.lm_eval_generation),
+        lm_eval_samples=args.lm_eval_samples,
     )
+
+
+def _parse_object(option: str, text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f'{option}: found {text!r}, wanted a JSON object such as {{"name": 1}}')
+    return found

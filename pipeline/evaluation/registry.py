@@ -57,7 +57,15 @@ TASKS: dict[str, Task] = {
         "lm_eval",
         "tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval",
         is_shared=False,
-        decided_by=("context", "lm_eval_tasks"),
+        decided_by=(
+            "context",
+            "lm_eval_tasks",
+            "lm_eval_limit",
+            "lm_eval_shots",
+            "lm_eval_metadata",
+            "lm_eval_generation",
+            "lm_eval_samples",
+        ),
     ),
 }
 
