@@ -136,10 +136,10 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         writer = csv.writer(file)
         names = ["accuracy", "standard_error", "low", "high", "chance"]
         writer.writerow(["pairs", "sequences", "queries", "right", *names])
-        for size, counts in results.items():
+        for size, rights in results.items():
             error = standard_error(shares[size])
             numbers = fmean(shares[size]), error, *bands[size], 1 / len(values)
-            row = [size, len(counts), size * len(counts), sum(counts)]
+            row = [size, len(rights), size * len(rights), sum(rights)]
             writer.writerow([*row, *(f"{number:.4f}" for number in numbers)])
     accuracies = {size: fmean(of_size) for size, of_size in shares.items()}
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:

@@ -3,8 +3,10 @@
 import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks import lm_eval, lm_eval_task
+from longhaul.pipeline.evaluation.tasks.lm_eval_task.run import main as run_harness
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import Shortening, TooShortError
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
@@ -144,6 +147,73 @@ def test_options_reach_the_harness_and_samples_are_written(
     lines = result.files[1].read_text().splitlines()
     assert list(map(json.loads, lines)) == [{"task": "a", "doc_id": n} for n in range(2)]
     assert json.loads(result.files[0].read_text()) == {"results": {}, "longhaul": counts}
+
+
+class PretendedLM:
+    """What lm_eval's Hugging Face model has of methods that ours calls or replaces."""
+
+    prefix_token_id, max_length, add_bos_token = 256, 8, True
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool) -> list[bool]:
+        return [self.add_bos_token for _ in requests]
+
+    def _loglikelihood_tokens(self, requests: Any) -> Any:
+        return requests
+
+
+def test_tasks_get_metadata_and_rolling_texts_no_second_bos(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With stand-ins for lm_eval, which need not be installed; the soak tests have the real one."""
+    given: dict[str, Any] = {}
+
+    class TaskManager:
+        all_tasks = ("ruler",)
+
+        def __init__(self, include_path: str, metadata: dict[str, Any]) -> None:
+            given["metadata"] = metadata
+
+    def simple_evaluate(model: Any, **settings: Any) -> dict[str, Any]:
+        given.update(settings)
+        assert model.loglikelihood_rolling(["a", "b"]) == [False, False]
+        assert model.add_bos_token
+        long, answer = [256, *range(10)], [1, 2]
+        assert model._loglikelihood_tokens([("", long, answer)]) == [
+            ("", [256, *range(4, 10)], answer)
+        ]
+        return {"results": {}}
+
+    for name, content in {
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": PretendedLM},
+        "lm_eval.models.utils": {"normalize_gen_kwargs": None},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, f"{lm_eval_task.__name__}.model", raising=False)
+    work: dict[str, Any] = {
+        "tasks": ["ruler"],
+        "model_args": {"pretrained": "model"},
+        "batch_size": 3,
+        "metadata": {"max_seq_lengths": [512]},
+        "options": {"limit": 7},
+        "found": str(tmp_path / "found.json"),
+    }
+    run_harness(work)
+    assert given["metadata"] == {"pretrained": "model", "max_seq_lengths": [512]}
+    assert (given["limit"], given["batch_size"]) == (7, 3)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["longhaul"] == {"requests": 1, "shortened": 1, "longest": 12}
+    run_harness(work | {"tasks": ["ruler", "nothing"]})
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["refused"].startswith("--lm-eval-tasks: found nothing, wanted longhaul_pairs or")
+    del sys.modules[f"{lm_eval_task.__name__}.model"]
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "{}", "max_seq_lengths=4096"])
