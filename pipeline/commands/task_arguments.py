@@ -2,10 +2,12 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longhaul.pipeline.commands.arguments import parse_contexts
+from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options
 
 
@@ -13,8 +15,9 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one argument per field of Options."""
     parser.add_argument(
         "--context",
-        type=int,
-        help="tokens per window, by default as in training; the total hardly changes",
+        metavar="N",
+        help="tokens per window, by default as in training; the total hardly changes; with the "
+        "tasks context and perplexity the same as --contexts",
     )
     parser.add_argument(
         "--text",
@@ -103,13 +106,22 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def task_options(args: argparse.Namespace) -> Options:
-    """The options of tasks that the arguments give."""
-    contexts = parse_contexts(args.contexts)
+def task_options(args: argparse.Namespace, names: Sequence[str]) -> Options:
+    """The options that the arguments give for the tasks of these names."""
+    context, contexts = parse_contexts(args.context, "--context"), parse_contexts(args.contexts)
+    check_tasks(names, "--tasks")
+    read = [TASKS[name].decided_by for name in names]
+    if contexts is None and all("contexts" in one and "context" not in one for one in read):
+        context, contexts = None, context
+    if context is not None and len(context) > 1:
+        raise ValueError(
+            f"--context: found {args.context} with {args.tasks}, wanted one number, or the tasks "
+            "context and perplexity alone, which read several"
+        )
     lengths = parse_contexts(args.lengths, "--lengths")
     return Options(
         text=tuple(args.text),
-        context=args.context,
+        context=None if context is None else context[0],
         contexts=None if contexts is None else tuple(sorted(set(contexts))),
         stride=args.stride,
         document_tokens=args.document_tokens,

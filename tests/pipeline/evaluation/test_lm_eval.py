@@ -129,7 +129,7 @@ def test_options_reach_the_harness_and_samples_are_written(
     given = ["--lm-eval-limit", "5", "--lm-eval-shots", "0", "--lm-eval-samples"]
     given += ["--lm-eval-metadata", '{"max_seq_lengths": [512]}']
     given += ["--lm-eval-generation", '{"max_gen_toks": 8}']
-    options = task_options(parser.parse_args(given))
+    options = task_options(parser.parse_args(given), ["lm-eval"])
     trained = load_trained_model(base.path / "small")
     result = lm_eval.measure(trained, options, tmp_path)
     assert harness.work["metadata"] == {"max_seq_lengths": [512]}
@@ -222,7 +222,7 @@ def test_metadata_that_is_no_object_is_refused(text: str) -> None:
     add_task_arguments(parser)
     for option in ("--lm-eval-metadata", "--lm-eval-generation"):
         with pytest.raises(ValueError, match=f"{option}: found '.*', wanted a JSON object such"):
-            task_options(parser.parse_args([option, text]))
+            task_options(parser.parse_args([option, text]), ["lm-eval"])
 
 
 def test_what_it_cannot_run_is_refused(base: Run, monkeypatch: pytest.MonkeyPatch) -> None:
