@@ -42,7 +42,7 @@ TASKS: dict[str, Task] = {
     "attention": Task(
         "attention",
         "mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first "
-        "window (at most 1024 tokens)",
+        "8 windows (of at most 1024 tokens)",
         is_shared=False,
         decided_by=("text", "context"),
     ),
