@@ -1,10 +1,13 @@
 """Streaming decoders: text from ids that arrive one by one, never half a character."""
 
 import codecs
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# Ids with which others are decoded, since decoders treat the first of a text in a way of its own.
+_CONTEXT = 16
 
 
 class StreamDecoder(Protocol):
@@ -91,26 +94,84 @@ class UnescapingDecoder:
 
 
 class FileDecoder:
-    """Decodes with a Hugging Face tokenizer, whose own decoder waits for whole characters."""
+    """Decodes with a Hugging Face tokenizer, whose `decode` of all ids gives the same text.
 
-    def __init__(self, tokenizer: Any) -> None:
-        # Imported here, because it is slow and only this decoder needs it.
-        from tokenizers.decoders import DecodeStream
+    Text is shown as soon as no further id can change it. The library's own stream raises on some
+    ids and shows other text on others: bytes in a row that are not UTF-8 as a whole are one U+FFFD
+    each, so nothing of them is certain before they end.
+    """
 
+    def __init__(self, tokenizer: Any, after: Sequence[int] = ()) -> None:
+        """`after` are ids before the first one, whose text is not shown, such as a prompt's."""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=False)
-        self._ids: list[int] = []
-        self._shown = 0
+        self._is_local = _is_local(tokenizer.decoder)
+        # Ids of which each might follow: one that spoils bytes before it, and one that ends them.
+        self._probes = _spoiling_byte(tokenizer), _first_plain(tokenizer)
+        self._ids = list(after[-_CONTEXT:])
+        self._shown = len(self._decode(self._ids))
 
     def push(self, token: int) -> str:
         self._ids.append(token)
-        text = self._stream.step(self._tokenizer, token) or ""
-        self._shown += len(text)
-        return text
+        if not self._is_local:
+            return ""
+        text = self._decode(self._ids)
+        # Bytes at the end that are no character yet are U+FFFD.
+        certain = text.rstrip(REPLACEMENT)
+        for probe in self._probes:
+            if probe is not None:
+                certain = _common_prefix(certain, self._decode([*self._ids, probe]))
+        new = certain[self._shown :]
+        self._shown += len(new)
+        if len(self._ids) > 2 * _CONTEXT and self._shown == len(text):
+            self._forget(text)
+        return new
 
     def flush(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        return text[self._shown :]
+        return self._decode(self._ids)[self._shown :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def _forget(self, text: str) -> None:
+        """Keep only the last ids as context if these have the same text alone, all of it shown."""
+        context = self._ids[-_CONTEXT:]
+        alone = self._decode(context)
+        if alone and text.endswith(alone):
+            self._ids, self._shown = context, len(alone)
+
+
+def _common_prefix(one: str, other: str) -> str:
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def _is_local(decoder: Any) -> bool:
+    """Whether an id changes only the text of ids next to it: not if a step works on joined text."""
+    if decoder is None:
+        return True
+    steps = [json.loads(decoder.__getstate__())]
+    is_joined = False
+    while steps:
+        step = steps.pop(0)
+        if step["type"] == "Sequence":
+            steps = [*step["decoders"], *steps]
+        elif is_joined and step["type"] not in ("Fuse", "Strip"):
+            return False
+        is_joined = is_joined or step["type"] in ("Fuse", "ByteLevel")
+    return True
+
+
+def _spoiling_byte(tokenizer: Any) -> int | None:
+    """The id of a byte that is no character, nor the end of one together with bytes before it."""
+    names = (f"<0x{byte:02{case}}>" for byte in range(255, 127, -1) for case in "Xx")
+    return next((i for name in names if (i := tokenizer.token_to_id(name)) is not None), None)
+
+
+def _first_plain(tokenizer: Any) -> int | None:
+    """The first id that stands for no byte."""
+    ids = range(tokenizer.get_vocab_size())
+    return next((i for i in ids if not (tokenizer.id_to_token(i) or "<0x").startswith("<0x")), None)
 
 
 class StoppingDecoder:

@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,8 @@ class Tokenizer(ABC):
         """The ids of a text, without bos or end-of-text; special tokens in it are plain text."""
 
     @abstractmethod
-    def stream_decoder(self) -> StreamDecoder:
-        """A decoder for one sequence."""
+    def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder for one sequence, whose text follows that of the ids `after`."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of these ids; invalid UTF-8 becomes U+FFFD."""
@@ -122,7 +122,7 @@ class BytesTokenizer(Tokenizer):
         content = text.encode("utf-8", errors="replace")
         return np.frombuffer(content, np.uint8).astype(np.int64)
 
-    def stream_decoder(self) -> StreamDecoder:
+    def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
         return BytesDecoder(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
@@ -144,7 +144,7 @@ class Gpt2Tokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         return np.array(self._encoding.encode_ordinary(text), np.int64)
 
-    def stream_decoder(self) -> StreamDecoder:
+    def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
         return BytesDecoder(self._bytes_of)
 
     def _bytes_of(self, token: int) -> bytes:
@@ -167,8 +167,8 @@ class LongCrawl64Tokenizer(Gpt2Tokenizer):
     def encode(self, text: str) -> Ids:
         return super().encode(json.dumps(text)[1:-1])
 
-    def stream_decoder(self) -> StreamDecoder:
-        return UnescapingDecoder(super().stream_decoder())
+    def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
+        return UnescapingDecoder(super().stream_decoder(after))
 
 
 class FileTokenizer(Tokenizer):
@@ -216,8 +216,8 @@ class FileTokenizer(Tokenizer):
         text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
-    def stream_decoder(self) -> StreamDecoder:
-        return FileDecoder(self._tokenizer)
+    def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
+        return FileDecoder(self._tokenizer, after)
 
 
 def gpt2_files() -> dict[str, Path]:

@@ -7,9 +7,14 @@ if TYPE_CHECKING:
     from longhaul.pipeline.runs.trained_model import NamedModel
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add RUN, --positions and --factor, for commands that load a trained model."""
-    parser.add_argument("run", help="a run folder, or one of its checkpoints")
+def add_model_arguments(parser: argparse.ArgumentParser, *, has_several: bool = False) -> None:
+    """Add RUN, or RUN ..., --positions and --factor, for commands that load trained models."""
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="+" if has_several else None,
+        help="a run folder, or one of its checkpoints",
+    )
     parser.add_argument(
         "--positions",
         default="none",
@@ -32,8 +37,8 @@ def add_sweep_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def named_model(args: argparse.Namespace) -> "NamedModel":
-    """The model that the arguments name, not loaded yet."""
+def named_model(args: argparse.Namespace, run: str) -> "NamedModel":
+    """The model of this run as the arguments say, not loaded yet."""
     if args.factor is not None and args.positions == "none":
         raise ValueError(
             f"--factor: found {args.factor:g} with --positions none, wanted linear or dynamic_ntk"
@@ -42,7 +47,7 @@ def named_model(args: argparse.Namespace) -> "NamedModel":
         raise ValueError(f"--factor: found none with --positions {args.positions}, wanted a number")
     from longhaul.pipeline.runs.trained_model import NamedModel
 
-    return NamedModel(args.run, args.positions, 1.0 if args.factor is None else args.factor)
+    return NamedModel(run, args.positions, 1.0 if args.factor is None else args.factor)
 
 
 def parse_contexts(text: str | None, option: str = "--contexts") -> list[int] | None:

@@ -1,16 +1,21 @@
-"""`longhaul evaluate`: measure a checkpoint on held-out text, or on synthetic tasks."""
+"""`longhaul evaluate`: measure checkpoints on held-out text, or on synthetic tasks."""
 
 import argparse
+import logging
+import re
 import sys
+from pathlib import Path
 
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
+logger = logging.getLogger(__name__)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_model_arguments(parser, has_several=True)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     width = max(map(len, TASKS))
     parser.epilog = "tasks:\n" + "\n".join(
@@ -40,14 +45,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.pipeline.evaluation.run import evaluate_checkpoint
+    names = args.tasks.split(",")
+    options = task_options(args, names)
+    for run in args.run:
+        if re.fullmatch(r"\d+[a-zA-Z]?", run) and not Path(run).exists():
+            raise ValueError(
+                f"RUN: found {run}, no such folder; numbers of one option have commas between "
+                "them, such as 1024,65536"
+            )
+    models = [named_model(args, run) for run in args.run]
+    # After the options are checked, since this import takes seconds.
+    from longhaul.pipeline.evaluation.run import check_options, evaluate_checkpoint
 
-    named, names, options = named_model(args), args.tasks.split(","), task_options(args)
-    try:
-        evaluate_checkpoint(
-            named, names, options, data=args.data, devices=args.devices, again=args.again
-        )
-    except JournalBusyError as error:
-        print(f"longhaul: {error}", file=sys.stderr)
-        return EXIT_BUSY
+    check_options(names, options, args.devices)
+    failed = []
+    for model in models:
+        try:
+            evaluate_checkpoint(
+                model, names, options, data=args.data, devices=args.devices, again=args.again
+            )
+        except (ValueError, OSError, RuntimeError) as error:
+            if len(models) == 1 and isinstance(error, JournalBusyError):
+                print(f"longhaul: {error}", file=sys.stderr)
+                return EXIT_BUSY
+            if len(models) == 1 or isinstance(error, BrokenPipeError):
+                raise
+            named, message = str(model.run_or_checkpoint), str(error)
+            logger.error("%s", message if message.startswith(named) else f"{named}: {message}")
+            failed.append(named)
+    if failed:
+        which = ", ".join(failed)
+        raise RuntimeError(f"evaluate: found {len(failed)} of {len(models)} that failed: {which}")
     return 0

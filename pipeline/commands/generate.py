@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=int,
         default=0,
-        help="seed of the sampling, the same for each prompt (%(default)s)",
+        help="seed of the sampling; each further prompt has the next one (%(default)s)",
     )
     parser.add_argument(
         "--stop",
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         has_bfloat16_state=args.state_dtype == "bfloat16",
         save_state=args.save_state,
     )
-    named = named_model(args)
+    named = named_model(args, args.run)
     # After the options are checked, since these imports take seconds.
     from longhaul.pipeline.generation.run import generate
     from longhaul.pipeline.runs.trained_model import load_trained_model

@@ -181,9 +181,22 @@ def enlarged_from(T: int) -> int:
     return max(T - 500, T // 2) + 1
 
 
-def wilson_interval(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(right: float, count: float, z: float = 1.96) -> tuple[float, float]:
     """Wilson's interval of a share, after `right` out of `count`, at z standard deviations."""
     share, extra = right / count, z**2 / count
     centre = share + extra / 2
     spread = z * math.sqrt(share * (1 - share) / count + extra / (4 * count))
     return max(0.0, (centre - spread) / (1 + extra)), min(1.0, (centre + spread) / (1 + extra))
+
+
+def clustered_interval(shares: Sequence[float], size: int) -> tuple[float, float]:
+    """Wilson's interval of 95 % of a mean of shares, each of `size` answers of one sequence.
+
+    Answers of one sequence go right or wrong together. The interval is that of as many independent
+    answers as would give the shares' standard error; of one answer a sequence, where all are alike.
+    """
+    mean, error = statistics.fmean(shares), standard_error(shares)
+    independent = float(len(shares))
+    if error > 0:
+        independent = min(mean * (1 - mean) / error**2, independent * size)
+    return wilson_interval(mean * independent, independent)

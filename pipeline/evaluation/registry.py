@@ -35,14 +35,14 @@ TASKS: dict[str, Task] = {
     ),
     "recall": Task(
         "recall",
-        "share of values recalled from 4 to 128 key-value pairs, --prompts sequences per number of "
-        "pairs",
+        "zero-shot recall: share of values recalled from 4 to 128 key-value pairs, --prompts "
+        "sequences per number of pairs",
         decided_by=("text", "prompts"),
     ),
     "attention": Task(
         "attention",
         "mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first "
-        "window (at most 1024 tokens)",
+        "8 windows (of at most 1024 tokens)",
         is_shared=False,
         decided_by=("text", "context"),
     ),
@@ -57,7 +57,15 @@ TASKS: dict[str, Task] = {
         "lm_eval",
         "tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval",
         is_shared=False,
-        decided_by=("context", "lm_eval_tasks"),
+        decided_by=(
+            "context",
+            "lm_eval_tasks",
+            "lm_eval_limit",
+            "lm_eval_shots",
+            "lm_eval_metadata",
+            "lm_eval_generation",
+            "lm_eval_samples",
+        ),
     ),
 }
 

@@ -10,7 +10,7 @@ import torch
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import label, results_folder
-from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
+from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
@@ -24,6 +24,21 @@ from longhaul.pipeline.runs.trained_model import (
     load_trained_model,
 )
 from longhaul.pipeline.tracking.tracker import Tracker
+
+
+def check_options(names: Sequence[str], options: Options, devices: int) -> None:
+    """Raise ValueError for options that are of no use for these tasks, whatever the model is."""
+    if devices < 1:
+        raise ValueError(f"--devices: found {devices}, wanted 1 or more")
+    if torch.cuda.is_available() and devices > torch.cuda.device_count():
+        raise ValueError(
+            f"--devices: found {devices}, wanted at most {torch.cuda.device_count()}, the "
+            "number of GPUs"
+        )
+    _check_options_are_read(names, options)
+    for file in options.text:
+        if not file.is_file():
+            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
 
 
 def evaluate_checkpoint(
@@ -40,30 +55,16 @@ def evaluate_checkpoint(
     Args:
         named: the checkpoint, and how its positions are scaled.
         names: of the tasks.
-        options: of the tasks.
+        options: of the tasks, which `check_options` has checked.
         data: where the run's data are now; None means where its config says.
         devices: number of processes.
         again: repeat tasks that have results.
 
     Raises:
-        ValueError: there is no such checkpoint, task or file, or an option is of no use.
+        ValueError: there is no such checkpoint, or an option is of no use with it.
         OSError: the checkpoint is damaged, or results could not be written.
         RuntimeError: one of the other processes failed.
     """
-    if devices < 1:
-        raise ValueError(f"--devices: found {devices}, wanted 1 or more")
-    if options.context is not None and options.context < 1:
-        raise ValueError(f"--context: found {options.context}, wanted 1 or more")
-    if torch.cuda.is_available() and devices > torch.cuda.device_count():
-        raise ValueError(
-            f"--devices: found {devices}, wanted at most {torch.cuda.device_count()}, the "
-            "number of GPUs"
-        )
-    check_tasks(names, "--tasks")
-    _check_options_are_read(names, options)
-    for file in options.text:
-        if not file.is_file():
-            raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
     folder, _ = find_checkpoint(named.run_or_checkpoint)
     config = stored_config(folder)
     if data is not None:

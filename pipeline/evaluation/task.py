@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -54,6 +54,21 @@ class Options:
 
     lm_eval_tasks: tuple[str, ...] = ("longhaul_pairs",)
     """Names of lm_eval's tasks; by default the one that longhaul brings."""
+
+    lm_eval_limit: int | None = None
+    """The number of documents of each of these tasks; None means all."""
+
+    lm_eval_shots: int | None = None
+    """The number of solved examples in front of each document; None means the tasks' own."""
+
+    lm_eval_metadata: dict[str, Any] | None = None
+    """Given to tasks that make their documents, such as {"max_seq_lengths": [4096]} for RULER."""
+
+    lm_eval_generation: dict[str, Any] | None = None
+    """Arguments of generation that replace those of the tasks."""
+
+    lm_eval_samples: bool = False
+    """Whether each document, with what the model answered, is written too."""
 
     @property
     def bos(self) -> str:

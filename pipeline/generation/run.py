@@ -41,16 +41,19 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     prompts = options.prompts or [""]
     manifest = trained.manifest
     tokenizer = tokenizer_of(manifest)
-    start = Session([manifest.bos_id])
+    encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    start, earlier = Session([manifest.bos_id]), list[int]()
     if options.state is not None:
         start = load_session(options.state, trained.model, model_origin)
+        earlier = start.unread
     sessions = [
         Session(
-            [*start.unread, *tokenizer.encode(prompt).tolist()],
+            [*start.unread, *ids],
             start.state,
-            torch.Generator(trained.device).manual_seed(options.seed),
+            # Seeds of their own, so that equal prompts have different continuations.
+            torch.Generator(trained.device).manual_seed(options.seed + index),
         )
-        for prompt in prompts
+        for index, ids in enumerate(encoded)
     ]
     sampling = Sampling(
         vocabulary=manifest.vocab_size,
@@ -59,7 +62,9 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         top_p=options.top_p,
     )
     printer = _Printer(prompts)
-    texts = [StoppingDecoder(tokenizer.stream_decoder(), options.stop) for _ in prompts]
+    texts = [
+        StoppingDecoder(tokenizer.stream_decoder([*earlier, *ids]), options.stop) for ids in encoded
+    ]
     decoded = decode(
         trained.model,
         sessions,

@@ -185,15 +185,17 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
 
 
 def recall(named: NamedRuns) -> Iterator[Figure]:
-    """Figure 2 of Arora et al. (2023), with more pairs instead of wider models."""
+    """Zero-shot recall by the number of pairs."""
     for group in groups(named, "recall"):
         curves = []
         for one in group.members:
             rows = one.evaluated.rows
-            counts = [(row["right"], row["queries"]) for row in rows]
-            low, high = zip(*itertools.starmap(wilson_interval, counts), strict=True)
-            columns = {name: [row[name] for row in rows] for name in ("pairs", "right", "queries")}
-            curves.append(_Curve(columns | {"share": [r / q for r, q in counts]}, (low, high)))
+            names = ("pairs", "right", "queries", "low", "high")
+            columns = {name: [row[name] for row in rows] for name in names}
+            low, high = columns["low"], columns["high"]
+            band = (low, high) if all(map(math.isfinite, [*low, *high])) else None
+            share = [row["right"] / row["queries"] for row in rows]
+            curves.append(_Curve(columns | {"share": share}, band))
         chances = {row["chance"] for one in group.members for row in one.evaluated.rows}
         yield _figure(
             named,
@@ -201,8 +203,9 @@ def recall(named: NamedRuns) -> Iterator[Figure]:
             "recall",
             curves,
             title="Values recalled",
-            caption="A sequence holds pairs of tokens, then the first of each pair again. Bands: "
-            "Wilson 95 %.",
+            caption="Zero-shot recall: a sequence holds pairs of tokens, then the same pairs in "
+            "another order. Bands, where the table has them: Wilson 95 %, from the standard error "
+            "over sequences.",
             x_label="pairs in the sequence",
             y_label="values recalled (share)",
             y_axis="share",

@@ -64,6 +64,8 @@ class _Recall:
     queries: Positive
     right: Count
     chance: float
+    low: float = math.nan
+    high: float = math.nan
 
 
 @dataclass(frozen=True)

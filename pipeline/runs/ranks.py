@@ -191,10 +191,13 @@ def _join(
         world_size=count,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
-    # A process that leaves earlier would close connections that others still use.
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
+        # A process that leaves earlier would close connections that others still use.
+        dist.barrier()
+    finally:
+        # After a failure too: this process may go on with another model.
+        dist.destroy_process_group()
 
 
 def _run_in_child(

@@ -1,8 +1,12 @@
 """How a model attends to a text: mixing matrices, their outliers, and how long layers remember."""
 
 import csv
+import itertools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import NamedTuple, cast
 
 import torch
@@ -13,14 +17,16 @@ from longhaul.modules.attention import Attention
 from longhaul.modules.attention.power import PowerAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure
+from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure, standard_error
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 LONGEST = 1024
-"""Most tokens of text that are read; mixing matrices have that many rows and columns."""
+"""Most tokens of a window; mixing matrices have that many rows and columns."""
+WINDOWS = 8
+"""Most windows that are read."""
 
 
 class HeadReport(NamedTuple):
@@ -37,6 +43,11 @@ class HeadReport(NamedTuple):
     """Fourth moment over the square of the second, both about the mean: 3 for a Gaussian."""
     half_life: float
     """Tokens after which the mean log gate has halved a memory; inf without decay."""
+    half_life_low: float
+    """The same of a gate that is stronger than all but a tenth of the tokens' gates."""
+    half_life_high: float
+    """The same of a gate that is weaker than all but a tenth. Gates that depend on the text may
+    keep nearly everything at most tokens and forget at few."""
     rotation: float
     """Mean of beta, the rate of rotation relative to a fixed one (1); NaN without rotation."""
     rotation_spread: float
@@ -57,11 +68,45 @@ def weight_statistics(weights: Shaped[Tensor, "T T"]) -> tuple[float, float, flo
     return past.max().item(), share, ((centred**4).mean() / spread).item()
 
 
-def half_life(log_g: Float[Tensor, "T *parts"]) -> float:
-    """Tokens after which gates of the mean log gate leave half of a memory."""
+def half_lives(log_g: Float[Tensor, "T *parts"]) -> tuple[float, float, float]:
+    """Tokens after which half of a memory is left by gates of the mean log gate, and by those of
+    its tenth and ninetieth percentile."""
     # Without the first token: nothing precedes it, and there a softmax over keys has gate zero.
-    mean = log_g[1:].double().mean().item()
-    return math.inf if mean == 0 else math.log(0.5) / mean
+    gates = log_g[1:].double().flatten()
+    low, high = gates.quantile(gates.new_tensor([0.1, 0.9])).tolist()
+    return _half_life(gates.mean().item()), _half_life(low), _half_life(high)
+
+
+def _half_life(log_g: float) -> float:
+    return math.inf if log_g == 0 else math.log(0.5) / log_g
+
+
+def _harmonic_mean(values: Sequence[float]) -> float:
+    """Of values of which some may be 0 or infinite."""
+    if 0 in values:
+        return 0.0
+    rate = fmean(1 / value for value in values)
+    return 1 / rate if rate else math.inf
+
+
+def over_windows(reports: Sequence[HeadReport]) -> HeadReport:
+    """The report of one matrix over windows of equal length, from those of each window."""
+    first = reports[0]
+    rotations = [report.rotation for report in reports]
+    spreads = [report.rotation_spread**2 for report in reports]
+    return HeadReport(
+        first.layer,
+        first.matrix,
+        largest=max(report.largest for report in reports),
+        first_token_share=fmean(report.first_token_share for report in reports),
+        kurtosis=fmean(report.kurtosis for report in reports),
+        # As log gates are averaged.
+        half_life=_harmonic_mean([report.half_life for report in reports]),
+        half_life_low=_harmonic_mean([report.half_life_low for report in reports]),
+        half_life_high=_harmonic_mean([report.half_life_high for report in reports]),
+        rotation=fmean(rotations),
+        rotation_spread=math.sqrt(fmean(spreads) + pvariance(rotations)),
+    )
 
 
 @torch.no_grad()
@@ -98,16 +143,16 @@ def report_layer(
     rate = getattr(attention, "rate", None)
     beta = None if rate is None else rate(x)[0].double()
     fixed = math.nan if attention.rotary is None else 1.0
-    lives = [math.inf] * attention.num_heads
+    lives = [(math.inf, math.inf, math.inf)] * attention.num_heads
     if gates is not None:
-        lives = [half_life(log_g) for log_g in gates.unbind(dim=1)]
+        lives = [half_lives(log_g) for log_g in gates.unbind(dim=1)]
     reports = [
         HeadReport(
             layer,
             number,
             *weight_statistics(matrix),
             # If each channel has a matrix, all matrices of a head share its gate.
-            half_life=lives[number * attention.num_heads // len(weights)],
+            *lives[number * attention.num_heads // len(weights)],
             rotation=fixed if beta is None else beta.mean().item(),
             rotation_spread=0.0 if beta is None else beta.std().item(),
         )
@@ -127,22 +172,37 @@ def check(trained: TrainedModel, options: Options) -> None:
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     context = min(trained.config.data.context, LONGEST)
-    batch = next(iter(read_windows(trained, options, context)))
-    tokens = batch["input"][:1].to(trained.device)
-    reports: list[HeadReport] = []
-    maps: list[Tensor] = []
-    for layer, x in enumerate(attention_inputs(trained.model, tokens)):
-        attention = cast(Block, trained.model.blocks[layer]).attention
-        of_layer, weights = report_layer(attention, x, layer)
-        reports += of_layer
-        maps.append(weights.abs().mean(dim=0).float().cpu())
+    batches = read_windows(trained, options, context)
+    windows = (
+        window
+        for batch in batches
+        for window, index in zip(batch["input"].split(1), batch["index"], strict=True)
+        if index >= 0  # others only fill a batch up
+    )
+    # By layer and matrix: a report of each window.
+    found: dict[tuple[int, int], list[HeadReport]] = defaultdict(list)
+    maps: list[Tensor] = []  # of the first window
+    for number, window in enumerate(itertools.islice(windows, WINDOWS)):
+        inputs = attention_inputs(trained.model, window.to(trained.device))
+        for layer, x in enumerate(inputs):
+            attention = cast(Block, trained.model.blocks[layer]).attention
+            of_layer, weights = report_layer(attention, x, layer)
+            for report in of_layer:
+                found[layer, report.matrix].append(report)
+            if number == 0:
+                maps.append(weights.abs().mean(dim=0).float().cpu())
+    reports = [over_windows(some) for some in found.values()]
     table, picture = folder / "attention.csv", folder / "attention.png"
     files = [table, picture]
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(HeadReport._fields)
-        for report in reports:
-            writer.writerow([report.layer, report.matrix, *(f"{x:.6g}" for x in report[2:])])
+        errors = ("first_token_share", "kurtosis", "half_life")
+        names = [f"{name}_standard_error" for name in errors]
+        writer.writerow([*HeadReport._fields, *names, "windows"])
+        for report, some in zip(reports, found.values(), strict=True):
+            numbers = [*report[2:], *(_error(some, name) for name in errors)]
+            cells = [f"{number:.6g}" for number in numbers]
+            writer.writerow([report.layer, report.matrix, *cells, len(some)])
     title = f"{trained.config.name}, {label(trained, options)}"
     draw_maps(picture, maps, title)
     # A kind may neither forget nor choose its rotation.
@@ -216,6 +276,12 @@ def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int)
         rotation_axes.set_ylim(-0.05, 2.05)
         rotation_axes.set_ylabel("rotation rate β (fixed = 1)")
         axes.figure.legend(loc="outside lower center", ncols=2, frameon=False)
+
+
+def _error(reports: Sequence[HeadReport], name: str) -> float:
+    """The standard error over windows; NaN of one, and of infinite half-lives."""
+    values = [getattr(report, name) for report in reports]
+    return standard_error(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _mean(values: list[float]) -> float:

@@ -198,7 +198,11 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             for index, token in decode(
                 trained.model, sessions, num_tokens=ANSWER_TOKENS, sampling=sampling
             ):
-                answers[index].append(token)
+                # What follows the end of the text would be an answer to something else.
+                if token == manifest.eot_id:
+                    sessions[index].is_done = True
+                else:
+                    answers[index].append(token)
         progress.add(sum(map(work, group)))
         return [tokenizer.decode(ids) for ids in answers]
 

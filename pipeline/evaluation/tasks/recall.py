@@ -1,11 +1,14 @@
-"""Multi-query associative recall: key-value pairs of tokens, then the keys again in another order.
+"""Zero-shot recall: key-value pairs of tokens, then the same pairs again in another order.
 
-After Arora et al. (2023), arXiv:2312.04927. States of fixed size fail here first: the model must
-remember every pair of the sequence, and nothing else in the sequence helps.
+States of fixed size fail here first: the model must remember every pair of the sequence, and
+nothing else in the sequence helps. This is not the multi-query associative recall of Arora et al.
+(2023), arXiv:2312.04927, on which models are trained: here values may repeat, queries follow at
+once, and each one's answer is shown before the next.
 """
 
 import csv
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -13,7 +16,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, figure, legend_below, wilson_interval
+from longhaul.pipeline.evaluation.figures import (
+    BLUE,
+    clustered_interval,
+    figure,
+    legend_below,
+    standard_error,
+)
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
@@ -65,10 +74,10 @@ def make_recall(
 
 
 @torch.no_grad()
-def recall_accuracy(
+def count_recalled(
     model: LanguageModel, batch: RecallBatch, bos_id: int, vocabulary: int, precision: str
-) -> tuple[int, int]:
-    """The number of queries whose likeliest next token is the right value, and of all queries."""
+) -> Int[Tensor, "B"]:
+    """The number of each sequence's queries whose likeliest next token is the right value."""
     tokens, is_query = batch
     device = next(model.parameters()).device
     given = shifted(tokens, bos_id).to(device)
@@ -78,8 +87,8 @@ def recall_accuracy(
         hidden, _ = model.activations(given)
         logits = model.head(hidden[is_answer.to(device)])
     predicted = logits[:, :vocabulary].argmax(dim=-1).cpu()
-    right = predicted == tokens[is_answer]
-    return int(right.sum()), right.numel()
+    right: Tensor = (predicted == tokens[is_answer]).view(len(tokens), -1).sum(dim=1)
+    return right
 
 
 def check(trained: TrainedModel, options: Options) -> None:
@@ -96,7 +105,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         raise ValueError(
             f"recall: found {2 * len(keys)} ids in the text, wanted {2 * SIZES[0]} or more"
         )
-    results: dict[int, tuple[int, int]] = {}  # right answers and queries, by size
+    results: dict[int, list[int]] = {}  # right answers of each sequence, by size
     with trained.ranks.progress(4 * sum(sizes) * options.prompts, "recall") as progress:
         for size in sizes:
             batch = make_recall(
@@ -107,32 +116,36 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 generator=torch.Generator().manual_seed(size),
             )
             at_once = max(1, tokens_per_pass(trained.device) // (4 * size))
-            counts = []
+            counts = list[list[int]]()
             parts = zip(*(one.split(at_once) for one in batch), strict=True)
             for part in trained.ranks.share(parts):
-                right_and_asked = recall_accuracy(
+                right = count_recalled(
                     trained.model,
                     RecallBatch(*part),
                     manifest.bos_id,
                     manifest.vocab_size,
                     trained.config.trainer.precision,
                 )
-                counts.append(right_and_asked)
+                counts.append(right.tolist())
                 progress.add(part[0].numel())
-            gathered = trained.ranks.gather(counts)
-            results[size] = sum(r for r, _ in gathered), sum(asked for _, asked in gathered)
+            results[size] = [right for some in trained.ranks.gather(counts) for right in some]
+    shares = {size: [right / size for right in counts] for size, counts in results.items()}
+    bands = {size: clustered_interval(of_size, size) for size, of_size in shares.items()}
     table, picture = folder / "recall.csv", folder / "recall.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["pairs", "sequences", "queries", "right", "accuracy", "chance"])
-        for size, (right, asked) in results.items():
-            shares = f"{right / asked:.4f}", f"{1 / len(values):.4f}"
-            writer.writerow([size, options.prompts, asked, right, *shares])
+        names = ["accuracy", "standard_error", "low", "high", "chance"]
+        writer.writerow(["pairs", "sequences", "queries", "right", *names])
+        for size, rights in results.items():
+            error = standard_error(shares[size])
+            numbers = fmean(shares[size]), error, *bands[size], 1 / len(values)
+            row = [size, len(rights), size * len(rights), sum(rights)]
+            writer.writerow([*row, *(f"{number:.4f}" for number in numbers)])
+    accuracies = {size: fmean(of_size) for size, of_size in shares.items()}
     with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
-        low, high = zip(*(wilson_interval(*counts) for counts in results.values()), strict=True)
+        low, high = zip(*bands.values(), strict=True)
         axes.fill_between(sizes, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        accuracies = [right / asked for right, asked in results.values()]
-        axes.plot(sizes, accuracies, "o-", color=BLUE)
+        axes.plot(sizes, list(accuracies.values()), "o-", color=BLUE)
         axes.axhline(1 / len(values), color="black", linestyle=":", label="random guess")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
@@ -141,7 +154,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         axes.set_ylabel("values recalled (share)")
         legend_below(axes)
     prefix = metric_prefix(trained, options)
-    named = {f"{prefix}/recall_{s:06d}": right / asked for s, (right, asked) in results.items()}
+    named = {f"{prefix}/recall_{size:06d}": share for size, share in accuracies.items()}
     return TaskResult(named, (table, picture))
 
 

@@ -16,9 +16,11 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.evaluation.run import evaluate
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.attention import (
+    HeadReport,
     attention_inputs,
-    half_life,
+    half_lives,
     measure,
+    over_windows,
     report_layer,
     weight_statistics,
 )
@@ -49,9 +51,37 @@ def test_statistics_are_those_of_the_past_from_the_middle_on() -> None:
 
 def test_a_gate_halves_a_memory_in_its_half_life() -> None:
     gate = 0.9
-    tokens = half_life(torch.full((5,), math.log(gate)))
+    tokens, low, high = half_lives(torch.full((5,), math.log(gate)))
     assert gate**tokens == pytest.approx(0.5)
-    assert half_life(torch.zeros(5)) == math.inf
+    assert tokens == pytest.approx(low) == pytest.approx(high)
+    assert half_lives(torch.zeros(5)) == (math.inf, math.inf, math.inf)
+
+
+def test_gates_that_forget_rarely_are_told_from_gates_that_forget_slowly() -> None:
+    gates = torch.full((101,), 0.999).log()
+    gates[5::20] = math.log(0.01)
+    rare, low, high = half_lives(gates)
+    assert low == pytest.approx(high, rel=1e-3) == pytest.approx(692.8, rel=1e-3)
+    assert rare < 5
+    gates[5::5] = math.log(0.01)  # a fifth of them
+    _, low, high = half_lives(gates)
+    assert (low, high) == pytest.approx((0.1505, 692.8), rel=1e-3)
+
+
+def test_windows_are_put_together_as_one_text_would_be() -> None:
+    one = HeadReport(0, 1, 0.5, 0.2, 4.0, 10.0, 5.0, math.inf, 1.0, 0.3)
+    two = HeadReport(0, 1, 0.75, 0.4, 6.0, 30.0, 5.0, 20.0, 1.2, 0.3)
+    found = over_windows([one, two])
+    assert found[:5] == pytest.approx((0, 1, 0.75, 0.3, 5.0))
+    # Mean log gates: (1/10 + 1/30) / 2 = 1/15, and of nothing forgotten and 1/20, 1/40.
+    assert (found.half_life, found.half_life_low, found.half_life_high) == pytest.approx(
+        (15.0, 5.0, 40.0)
+    )
+    assert (found.rotation, found.rotation_spread) == pytest.approx((1.1, math.sqrt(0.1)))
+    assert over_windows([one]) == pytest.approx(one)
+    never, always = one._replace(half_life=math.inf), one._replace(half_life=0.0)
+    assert over_windows([never, never]).half_life == math.inf
+    assert over_windows([never, always]).half_life == 0
 
 
 def test_a_kind_without_matrices_is_refused_by_name() -> None:
@@ -119,6 +149,10 @@ def test_attention_is_reported_of_a_run(uninterrupted: Run) -> None:
     ]
     values = json.loads((folder / "results.json").read_text())
     lives = [float(row["half_life"]) for row in rows]
+    for row in rows:
+        assert row["windows"] == "6"  # all that there are
+        assert float(row["first_token_share_standard_error"]) > 0
+        assert float(row["half_life_low"]) <= float(row["half_life_high"])
     assert values["evaluation/attention_longest_half_life"] == pytest.approx(max(lives), rel=1e-4)
     for name in ("attention.png", "attention_memory.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from longhaul.pipeline.evaluation.tasks.passkey import (
     score,
     write_table,
 )
+from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.runs.trained_model import load_trained_model
 from longhaul.pipeline.terminal.progress import TokenProgress
 
@@ -196,6 +198,33 @@ def test_bad_arguments_are_one_line_before_any_task(
     result = uninterrupted.longhaul(*given, check=False)
     assert result.returncode == 2
     assert (result.stdout, result.stderr) == ("", f"longhaul: {message}\n")
+
+
+def test_what_follows_the_end_of_text_is_no_answer(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = 256
+
+    def decode(model: Any, sessions: Sequence[Session], **options: Any) -> Iterator[Any]:
+        """Every other answer has the end of text before the key, the others after it."""
+        for index, session in enumerate(sessions):
+            key = re.search(rb"key is (\d+)", bytes(session.unread[1:]))
+            assert key is not None
+            before, after = ([end], []) if len(asked) % 2 else ([], [end])
+            asked.append(session)
+            for token in [*before, *key[1], *after]:
+                if not session.is_done:
+                    yield index, token
+
+    asked: list[Session] = []
+    for name in ("draw_curve", "draw_depths"):
+        monkeypatch.setattr(passkey, name, lambda *arguments: None)
+    monkeypatch.setattr(passkey, "decode", decode)
+    trained = load_trained_model(uninterrupted.path / "small")
+    result = passkey.measure(trained, Options(lengths=(256,), prompts=10), tmp_path)
+    assert result.values == {"evaluation/passkey_000256": 0.5}
+    assert len(asked) == 10
+    assert all(session.is_done for session in asked)
 
 
 def test_64_tokens_are_asked_for_and_progress_ends_at_its_total(

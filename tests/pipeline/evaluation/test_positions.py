@@ -94,7 +94,7 @@ def test_generation_takes_interpolated_positions(trained: Run) -> None:
         ),
         (["evaluate", "small", "--factor", "2"], "--factor: found 2 with --positions none, wanted"),
         (["evaluate", "small", "--positions", "linear"], "--factor: found none with --positions"),
-        (["evaluate", "small", "--context", "0"], "--context: found 0, wanted 1 or more"),
+        (["evaluate", "small", "--context", "0"], "--context: found '0', wanted tokens, such as"),
         (["evaluate", "small", "--context", "1000000"], "--context: 1000000 does not divide the"),
         (
             ["evaluate", "small", "--tasks", "context", "--contexts", "4096"],

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,28 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert json.loads((folder / "results.json").read_text()) == before
 
 
+def test_several_runs_are_measured_and_one_that_fails_is_named(evaluated: Run) -> None:
+    shutil.copytree(evaluated.path / "small", evaluated.path / "small-2")
+    (evaluated.path / "small-log.txt").touch()
+    # As a shell expands small*; lengths of the task context are those of --context, too.
+    runs = ("small", "small-log.txt", "small-2")
+    result = evaluated.longhaul(
+        "evaluate", *runs, "--tasks", "context", "--context", "32,64", check=False
+    )
+    assert result.returncode == 1
+    wanted = "wanted a run folder or one of its checkpoints"
+    first, *_, last = result.stderr.splitlines()
+    assert first == f"longhaul: small-log.txt: found no config.yaml, {wanted}"
+    assert last == "longhaul: evaluate: found 1 of 3 that failed: small-log.txt"
+    for name in ("small", "small-2"):
+        rows = csv.DictReader(
+            (evaluated.path / name / "evaluation" / "step-000000030" / "context.csv").open()
+        )
+        assert [row["context"] for row in rows] == ["32", "64"]
+    twice = evaluated.longhaul("evaluate", "small", "small-2", "--tasks", "context", "--again")
+    assert twice.stdout.count("step 30, /") == 2
+
+
 def test_windows_may_have_one_token(evaluated: Run) -> None:
     evaluated.longhaul("evaluate", "small", "--context", "1")
     folder = evaluated.path / "small" / "evaluation" / "step-000000030-context-1"
@@ -185,6 +208,14 @@ def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
         (
             ["evaluate", "small", "--tasks", "bigram,context", "--context", "64"],
             "--context: found with the task context, wanted --contexts, which it reads",
+        ),
+        (
+            ["evaluate", "small", "--tasks", "bigram", "--context", "32,64"],
+            "--context: found 32,64 with bigram, wanted one number, or the tasks context and",
+        ),
+        (
+            ["evaluate", "small", "--tasks", "context", "--context", "32", "64"],
+            "RUN: found 64, no such folder; numbers of one option have commas between them, such",
         ),
     ],
 )

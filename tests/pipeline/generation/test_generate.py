@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from longhaul.datamodules.decoding import StoppingDecoder
+from longhaul.datamodules.decoding import BytesDecoder, StoppingDecoder
+from longhaul.datamodules.tokenizer import BytesTokenizer
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.cli import main
@@ -302,12 +303,31 @@ def test_one_prompt_is_streamed_and_several_are_told_apart(base: Run) -> None:
         result = base.longhaul("generate", "small", *given, "--tokens", "30", "--seed", seed)
         return str(result.stdout)
 
-    alone = [text("def "), text("é"), text("")]
+    # Each further prompt has the next seed, so that equal prompts have different samples.
+    alone = [text("def "), text("é", seed="6"), text("def ", seed="7")]
     assert alone[0].startswith("def ")
-    assert alone[0] != text("def ", seed="6")
-    together = text("def ", "é", "")
+    assert alone[0] != alone[2]
+    together = text("def ", "é", "def ")
     wanted = [f"--- prompt {n} of 3 ---\n{one}" for n, one in enumerate(alone, 1)]
     assert together == "".join(wanted)
+
+
+def test_each_continuation_is_decoded_after_its_prompt(
+    base: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[int]] = []
+
+    def decoder(self: BytesTokenizer, after: Sequence[int] = ()) -> BytesDecoder:
+        seen.append(list(after))
+        return BytesDecoder(self._bytes_of)
+
+    monkeypatch.setattr(BytesTokenizer, "stream_decoder", decoder)
+    monkeypatch.chdir(base.path)
+    given = ["generate", "small", "--tokens", "2", *GREEDY]
+    assert main([*given, "--prompt", "ab", "--save-state", "after.safetensors"]) == 0
+    assert main([*given, "--prompt", "c", "--state", "after.safetensors"]) == 0
+    last = capsys.readouterr().out.splitlines()[0].encode()[-1]
+    assert seen == [[*b"ab"], [last, *b"c"]]
 
 
 def test_generation_gives_the_likeliest_tokens_of_full_passes(base: Run) -> None:

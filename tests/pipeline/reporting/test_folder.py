@@ -196,6 +196,13 @@ def test_recall_is_drawn_like_passkeys(reported: Path) -> None:
     found = rows(reported / "recall_000064.csv")
     cells = [(row["run"], int(row["pairs"]), float(row["share"])) for row in found]
     assert cells == [(n, p, s) for n in ("flagship", EVIL) for p, s in ((4, 0.75), (8, 0.1))]
+    # Intervals are those of the table: answers of one sequence are not independent.
+    assert [(row["low"], row["high"]) for row in found] == [
+        ("0.5", "0.875"),
+        ("0.0", "0.25"),
+        ("nan", "nan"),
+        ("nan", "nan"),
+    ]
 
 
 def test_mixing_matrices_a_bigram_and_lm_eval_are_tables(reported: Path) -> None:

@@ -10,31 +10,52 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import TooShortError
+
 
 def main(work: dict[str, Any]) -> None:
-    """Write lm_eval's results, or {"unknown": [names of tasks that lm_eval does not know]}.
+    """Write lm_eval's results with the counts of requests, or {"refused": why it cannot run}.
 
     Args:
-        work: names of `tasks`; `model_args` and `batch_size` of lm_eval's Hugging Face model; and
-            `found`, the path to write to.
+        work: names of `tasks`; `model_args` and `batch_size` of lm_eval's Hugging Face model;
+            `metadata` of tasks; further `options` of lm_eval's `simple_evaluate`; and `found`, the
+            path to write to.
     """
     # Imported here: an optional dependency.
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(Path(__file__).parent))
-    found: dict[str, Any] = {
-        "unknown": [name for name in work["tasks"] if name not in manager.all_tasks]
-    }
-    if not found["unknown"]:
-        found = simple_evaluate(
-            model="hf",
-            model_args=work["model_args"],
-            tasks=work["tasks"],
-            batch_size=work["batch_size"],
-            task_manager=manager,
-            log_samples=False,
-        )
+    from longhaul.pipeline.evaluation.tasks.lm_eval_task.model import LonghaulLM
+
+    # Tasks that make their texts, such as RULER's, find the tokenizer in the model's arguments.
+    metadata = work["model_args"] | work["metadata"]
+    manager = TaskManager(include_path=str(Path(__file__).parent), metadata=metadata)
+    unknown = [name for name in work["tasks"] if name not in manager.all_tasks]
+    if unknown:
+        found: dict[str, Any] = {
+            "refused": f"--lm-eval-tasks: found {', '.join(unknown)}, wanted longhaul_pairs or "
+            "tasks that lm_eval knows (lm_eval ls tasks)"
+        }
+    else:
+        model = LonghaulLM(**work["model_args"], batch_size=work["batch_size"])
+        try:
+            found = simple_evaluate(
+                model=model,
+                model_args=work["model_args"],
+                tasks=work["tasks"],
+                batch_size=work["batch_size"],
+                task_manager=manager,
+                **work["options"],
+            )
+        except TooShortError as error:
+            found = {"refused": str(error)}
+        else:
+            counts = model.shortening
+            found["longhaul"] = {
+                "requests": counts.requests,
+                "shortened": counts.shortened,
+                "longest": counts.longest,
+            }
     Path(work["found"]).write_text(json.dumps(found, indent=2, default=str) + "\n")
 
 
