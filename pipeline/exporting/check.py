@@ -7,6 +7,7 @@ needs the memory of a few blocks.
 
 import importlib
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from longhaul.datamodules.untrusted import one_line
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.exporting.weights import files_of_tensors
 from longhaul.pipeline.runs.exported import exported_shape
 
@@ -133,7 +135,8 @@ def _architecture(folder: Path) -> Iterator[Any]:
     writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     importlib.invalidate_caches()
     try:
-        yield importlib.import_module(f"{name}.architecture")
+        architecture = file_of(os.listdir(folder), "architecture").removesuffix(".py")
+        yield importlib.import_module(f"{name}.{architecture}")
     finally:
         sys.dont_write_bytecode = writes_none
         for module in [one for one in sys.modules if one.partition(".")[0] == name]:

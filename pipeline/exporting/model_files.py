@@ -11,6 +11,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.runs.exported import shape_of
 
 # A layer whose state has more bytes than this for one sequence makes the cache hold tokens instead.
@@ -33,8 +34,8 @@ def write_model_files(
     described = {
         "architectures": ["LonghaulForCausalLM"],
         "auto_map": {
-            "AutoConfig": "configuration_longhaul.LonghaulConfig",
-            "AutoModelForCausalLM": "modeling_longhaul.LonghaulForCausalLM",
+            "AutoConfig": f"{_module(code, 'configuration_longhaul')}.LonghaulConfig",
+            "AutoModelForCausalLM": f"{_module(code, 'modeling_longhaul')}.LonghaulForCausalLM",
         },
         "model_type": "longhaul",
         "dtype": "float32",
@@ -54,6 +55,10 @@ def write_model_files(
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
     for name, text in code.items():
         (folder / name).write_text(text, encoding="utf-8")
+
+
+def _module(code: Mapping[str, str], name: str) -> str:
+    return file_of(code, name).removesuffix(".py")
 
 
 def _has_large_states(model: LanguageModel) -> bool:
