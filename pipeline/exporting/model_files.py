@@ -24,12 +24,22 @@ def write_model_files(
     manifest: Manifest,
     model: LanguageModel,
     code: Mapping[str, str],
+    pad_id: int,
 ) -> None:
-    """Write all of them into `folder`; `model` is on `meta`, `code` is of `source.model_code`."""
+    """Write all of them into `folder`.
+
+    Args:
+        folder: to write to.
+        config: of the run.
+        manifest: of the training data.
+        model: on `meta`.
+        code: of `source.model_code`.
+        pad_id: the token of the padding.
+    """
     ids = {
         "bos_token_id": manifest.bos_id,
         "eos_token_id": manifest.eot_id,
-        "pad_token_id": manifest.eot_id,
+        "pad_token_id": pad_id,
     }
     described = {
         "architectures": ["LonghaulForCausalLM"],

@@ -77,7 +77,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         Args:
             input_ids: (B, T) tokens, or inputs_embeds in their place.
             attention_mask: its last T columns are read: 0 is padding, on any side, which no token
-                sees. At padding stand the logits of the last token before it.
+                sees. At padding stand the logits of the last token before it, or zeros.
             past_key_values: what an earlier call returned. It is changed.
             inputs_embeds: (B, T, D), as the embedding returns them.
             labels: (B, T) tokens, or -100. Padding is not judged, nor is the first token of a row.
@@ -98,10 +98,10 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"input_ids, inputs_embeds: found {found}, wanted one of them")
         x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x.shape[:2]
+        cache = _cache_of(past_key_values, B)
         mask = _mask_of(attention_mask, B, T)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = _cache_of(past_key_values, B)
         keep_state = use_cache or past_key_values is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -154,7 +154,8 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
                 after = None if state is None else select_rows(state, [place])
                 if (kept := mask[row]).any():
                     hidden, after = self._read(x[row : row + 1, kept], after, keep, every)
-                    outputs[row] = hidden[:, 0, (kept.cumsum(dim=0) - 1).clamp(min=0)]
+                    count = kept.cumsum(dim=0)  # real tokens so far
+                    outputs[row] = hidden[:, 0, (count - 1).clamp(min=0)] * (count > 0)[:, None]
                 groups.append(([row], after))
         if keep:
             cache.groups = groups

@@ -26,7 +26,7 @@ from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.exporting import check
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
-from longhaul.pipeline.exporting.source import model_code
+from longhaul.pipeline.exporting.source import file_of, model_code
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -86,15 +86,20 @@ def test_the_folder_holds_what_transformers_looks_for(exported: Path, base: Run)
         "tokenizer_config.json",
     ]
     code = [name for name in files if name.endswith(".py")]
-    assert {"configuration_longhaul.py", "modeling_longhaul.py", "architecture.py"} < {*code}
+    # Names end in one hash of the code, so that no other export has modules of these names.
+    digest = file_of(code, "architecture").removeprefix("architecture_")
+    assert {f"{name}_{digest}" for name in ("configuration_longhaul", "modeling_longhaul")} < {
+        *code
+    }
+    assert all(name.endswith(f"_{digest}") for name in code)
     # The kind of the run, what it is built on, and no other kind.
     attention = [name for name in code if name.startswith("modules_attention_")]
-    assert "modules_attention_conformal_sympow.py" in attention
-    assert "modules_attention_sympow.py" in attention
-    assert "modules_attention_softmax.py" not in attention
+    assert f"modules_attention_conformal_sympow_{digest}" in attention
+    assert f"modules_attention_sympow_{digest}" in attention
+    assert f"modules_attention_softmax_{digest}" not in attention
     # transformers copies the files that it finds by the relative imports of the model's file.
-    found = get_relative_import_files(exported / "modeling_longhaul.py")
-    assert {*code} == {Path(file).name for file in found} | {"modeling_longhaul.py"}
+    found = get_relative_import_files(exported / f"modeling_longhaul_{digest}")
+    assert {*code} == {Path(file).name for file in found} | {f"modeling_longhaul_{digest}"}
     for name in code:
         assert {*get_imports(exported / name)} <= {
             "einops",
@@ -195,14 +200,15 @@ def test_what_differs_from_the_run_is_not_exported(
         export(base.path / "small", tmp_path / "new")
 
     def halve(code: dict[str, str]) -> None:
-        before = code["modules_block.py"]
-        code["modules_block.py"] = before.replace("y = x + mixed", "y = x + mixed / 2")
-        assert code["modules_block.py"] != before
+        name = file_of(code, "modules_block")
+        before = code[name]
+        code[name] = before.replace("y = x + mixed", "y = x + mixed / 2")
+        assert code[name] != before
 
     with pytest.raises(RuntimeError, match="logits of the exported conformal_sympow that differ"):
         export_with(halve)
     with pytest.raises(ValueError, match="conformal_sympow, whose exported code does not run: Mo"):
-        export_with(lambda code: code.pop("modules_rotary.py"))
+        export_with(lambda code: code.pop(file_of(code, "modules_rotary")))
     monkeypatch.undo()
     weights = export_folder.write_shards
 
