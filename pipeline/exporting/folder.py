@@ -74,7 +74,8 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
         write_card(
             folder, run, config, checkpoint, progress, manifest, parameters, adds_bos=adds_bos
         )
-        check_export(folder, model, SavedCheckpoint(checkpoint, "model", verified=names))
+        saved = SavedCheckpoint(checkpoint, "model", verified=names)
+        check_export(folder, model, saved, tokenizer)
 
 
 def _weights(

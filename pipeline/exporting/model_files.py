@@ -54,7 +54,7 @@ def write_model_files(
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
         "use_cache": True,
-        "caches_tokens": _has_large_states(model),
+        "caches_tokens": has_large_states(model),
         **ids,
     }
     generation: dict[str, Any] = dict(ids)
@@ -71,6 +71,7 @@ def _module(code: Mapping[str, str], name: str) -> str:
     return file_of(code, name).removesuffix(".py")
 
 
-def _has_large_states(model: LanguageModel) -> bool:
+def has_large_states(model: LanguageModel) -> bool:
+    """Whether a layer's state is too large to be cached."""
     attentions = [cast(Block, block).attention for block in model.blocks]
     return any(one.allocated_bytes(1, torch.float32) > _LARGEST_STATE for one in attentions)

@@ -207,8 +207,8 @@ def _cache_of(found: Any, B: int) -> LonghaulCache:
         return LonghaulCache(B)
     if not isinstance(found, LonghaulCache):
         raise ValueError(
-            f"past_key_values: found a {type(found).__name__}, wanted a LonghaulCache, which a call "
-            "with use_cache=True returns, or none: states are no keys and values"
+            f"past_key_values: found a {type(found).__name__}, wanted a LonghaulCache, which "
+            "a call with use_cache=True returns, or none: states are no keys and values"
         )
     if found.batch_size != B:
         raise ValueError(f"past_key_values: found {found.batch_size} rows, wanted {B}")

@@ -109,7 +109,7 @@ def test_a_device_map_may_put_parts_on_disk(name: str, tied: bool, tmp_path: Pat
         same(computed(found.eval()), wanted)
     parts = [part for part, _ in model.named_children()]
     if name != GPT2:
-        on_disk = {part: "cpu" for part in parts} | {"blocks": "disk"}
+        on_disk = dict.fromkeys(parts, "cpu") | {"blocks": "disk"}
         dispatched = dispatch_model(model, on_disk, main_device="cpu", offload_dir=tmp_path / "e")
         same(computed(dispatched), wanted)
 

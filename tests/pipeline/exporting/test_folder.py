@@ -23,7 +23,7 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.progress import Progress
 from longhaul.pipeline import exporting
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.exporting import check
+from longhaul.pipeline.exporting import check, tokenizer_files
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.source import file_of, model_code
@@ -199,14 +199,22 @@ def test_what_differs_from_the_run_is_not_exported(
         monkeypatch.setattr(export_folder, "model_code", changed)
         export(base.path / "small", tmp_path / "new")
 
-    def halve(code: dict[str, str]) -> None:
-        name = file_of(code, "modules_block")
-        before = code[name]
-        code[name] = before.replace("y = x + mixed", "y = x + mixed / 2")
-        assert code[name] != before
+    for module, old, new, where in (
+        ("modules_block", "y = x + mixed", "y = x + mixed / 2", "64 tokens"),
+        ("modules_block", "y = x + mixed", "y = x + mixed / (1 + len(x[0]) // 65)", "384 tokens"),
+        ("modules_attention_power", "project(x, Documents(x)", "project(x / 2, Documents(x)",
+         "129 tokens and 8 more, one at a time"),
+        ("modeling_longhaul", "(count - 1)", "(count - 2)", "a row with padding before it"),
+    ):  # fmt: skip
 
-    with pytest.raises(RuntimeError, match="logits of the exported conformal_sympow that differ"):
-        export_with(halve)
+        def change(code: dict[str, str], module: str = module, pair: Any = (old, new)) -> None:
+            name = file_of(code, module)
+            assert code[name].count(pair[0]) == 1
+            code[name] = code[name].replace(*pair)
+
+        message = f"logits of the exported conformal_sympow that differ.* for {where}, wanted"
+        with pytest.raises(RuntimeError, match=message):
+            export_with(change)
     with pytest.raises(ValueError, match="conformal_sympow, whose exported code does not run: Mo"):
         export_with(lambda code: code.pop(file_of(code, "modules_rotary")))
     monkeypatch.undo()
@@ -220,6 +228,15 @@ def test_what_differs_from_the_run_is_not_exported(
 
     monkeypatch.setattr(export_folder, "write_shards", round_weights)
     with pytest.raises(RuntimeError, match="wanted at most 1e-05"):
+        export(base.path / "small", tmp_path / "new")
+    monkeypatch.undo()
+
+    def begin_with_another(token: str, token_id: int) -> dict[str, Any]:
+        return begin_with(token, token_id - 1)
+
+    begin_with = tokenizer_files._begin_with
+    monkeypatch.setattr(tokenizer_files, "_begin_with", begin_with_another)
+    with pytest.raises(RuntimeError, match=r"tokenizer: found ids \[255, .* wanted \[256, "):
         export(base.path / "small", tmp_path / "new")
     assert not list(tmp_path.iterdir())
     assert not [name for name in sys.modules if name.startswith("longhaul_export_")]
