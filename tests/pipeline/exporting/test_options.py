@@ -226,6 +226,12 @@ def test_a_cache_that_is_given_is_filled_also_without_use_cache(model: LonghaulF
     torch.testing.assert_close(found, model(x).logits[:, 7:])
 
 
+def test_beams_of_padded_rows_have_states_of_their_own(model: LonghaulForCausalLM) -> None:
+    options = {"num_beams": 3, "max_new_tokens": 4, "attention_mask": padded(), "pad_token_id": 257}
+    wanted = model.generate(tokens(), use_cache=False, **options)
+    assert torch.equal(model.generate(tokens(), **options), wanted)
+
+
 def test_generation_goes_on_from_a_cache(model: LonghaulForCausalLM) -> None:
     length = {"max_new_tokens": 4, "do_sample": False}
     first = model.generate(tokens(), return_dict_in_generate=True, **length)
@@ -277,12 +283,14 @@ def test_exports_of_one_name_run_their_own_code(
     halved = ("y = x + mixed", "y = x + mixed / 2")
     monkeypatch.setattr(source._Code, "_source", lambda *a: read(*a).replace(*halved))
     runs["halved"] = write(tmp_path / "halved" / "step-16", "softmax")
-    found = {
-        name: AutoModelForCausalLM.from_pretrained(
-            tmp_path / name / "step-16", trust_remote_code=True
-        ).eval()(tokens()).logits
-        for name in runs
-    }  # fmt: skip
+    found = {}
+    for name in runs:
+        load = AutoModelForCausalLM.from_pretrained
+        model = load(tmp_path / name / "step-16", trust_remote_code=True).eval()
+        found[name] = model(tokens()).logits
+        model.save_pretrained(tmp_path / "again" / name / "step-16")
+        again = load(tmp_path / "again" / name / "step-16", trust_remote_code=True).eval()
+        assert torch.equal(again(tokens()).logits, found[name])
     for name in ("softmax", "conformal_sympow"):
         torch.testing.assert_close(found[name], runs[name](tokens()))
     assert (found["halved"] - found["softmax"]).abs().max() > 1e-4
