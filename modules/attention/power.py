@@ -142,10 +142,11 @@ class PowerAttention(Attention):
 
     def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N S"]:
         """Log-sum-exp of the key logits before the first token of each of `count` documents."""
-        if self.initial_state is None or self.initial_state.log_mass is None:
+        *_, log_mass = (None,) if self.initial_state is None else self.initial_state()
+        if log_mass is None:
             logits = self.num_heads * self.logits_per_head
             return torch.full((count, logits), -math.inf, dtype=torch.float64, device=device)
-        return self.initial_state.log_mass.double().expand(count, -1)
+        return log_mass.double().expand(count, -1)  # type: ignore[no-any-return]
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         """The carried values at the beginning of `count` documents."""
@@ -208,6 +209,8 @@ class PowerAttention(Attention):
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
+        if state is not None and keep_state and x.shape[1] == 1 and not torch.is_grad_enabled():
+            return self.step(x, state)
         self._check_scaling(is_whole=state is None and cu_seqlens is None and not keep_state)
         self._check_stateless(has_state=state is not None or keep_state)
         documents = Documents(x, cu_seqlens, self.sequence_part)
@@ -337,7 +340,7 @@ class PowerAttention(Attention):
         """The learned initial state, repeated for each of `count` documents."""
         if self.initial_state is None:
             return None
-        key, value = self.initial_state()
+        key, value, _ = self.initial_state()
         key = self.pivot_key(key)
         sums = tuple(
             GatedSum(value_scale=torch.full_like(key[..., :1], scale))

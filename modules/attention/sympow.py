@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
-from longhaul.modules.attention.parts.gates import ForgetGate
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
@@ -99,11 +98,7 @@ class RotationRate(InFloat32):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
-        return self.rates(linear_in_float32(x, self.weight))
-
-    def rates(self, projected: Float[Tensor, "B T 1"]) -> Float[Tensor, "B T"]:
-        """The rates for W x_t."""
-        return 1 + projected.squeeze(-1).tanh()
+        return 1 + linear_in_float32(x, self.weight).squeeze(-1).tanh()
 
 
 class Sympow(PowerAttention):
@@ -137,31 +132,16 @@ class Sympow(PowerAttention):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        log_g, rates = self._gates_and_rates(x)
-        sums = (GatedSum(log_g),)
+        sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         if self.rotary is None:
             return Operands(q, k, v, sums), {}
-        if rates is None:
+        if self.rate is None:
             rotation = documents.positions(carried["rotation"])
         else:
-            rotation = documents.cumsum(rates.double(), carried["rotation"])
+            rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
-
-    def _gates_and_rates(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H"] | None, Float[Tensor, "B T"] | None]:
-        """log gamma_t and beta_t, where there are any."""
-        if isinstance(self.gate, ForgetGate) and self.rate is not None:
-            # One product, because reading x takes most of its time.
-            weight = torch.cat([self.gate.weight, self.rate.weight])
-            projected = linear_in_float32(x, weight)
-            return self.gate.log_gates(projected[..., :-1]), self.rate.rates(projected[..., -1:])
-        return (
-            None if self.gate is None else self.gate(x),
-            None if self.rate is None else self.rate(x),
-        )
 
     def tensor_power_size(self) -> int:
         """Numbers that the state would hold if features were the full tensor power."""

@@ -1,60 +1,86 @@
 """Compares what an exported folder computes with what its run's model computes.
 
-The folder's own code is imported, without transformers, which may not be installed. Weights are
-read one block at a time, from the checkpoint and from the folder, so that the check of a model
-needs the memory of a few blocks.
+The folder's own code is imported. Weights are read one block at a time, from the checkpoint and
+from the folder, so that the check of a model needs the memory of a few blocks: each block reads all
+texts before the next one is loaded. The code of padding needs transformers, which may not be
+installed; it is checked where it is.
 """
 
 import importlib
 import itertools
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.datamodules.untrusted import one_line
+from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.pipeline.exporting.model_files import has_large_states
+from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.exporting.weights import files_of_tensors
 from longhaul.pipeline.runs.exported import exported_shape
 
-_TOKENS = 64
+_TOKENS, _PADDING, _STEPS = 64, 24, 8
+# Longer texts are read in chunks of what the cost model picks, but no longer ones than this.
+_LONGEST_CHUNK = 512
 # Relative to the largest logit. Both sides run the same code, so that more is no rounding.
 _TOLERANCE = 1e-5
+_TEXT = "def main(x):\n\treturn f'{x}'  # é, 日本語, 100\n"
 _numbers = itertools.count()
 
 Read = Callable[[str], Tensor]
 
 
-def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> None:
+class _Case(NamedTuple):
+    """A text, the dtype that it is read in, and how many tokens are read before single steps."""
+
+    tokens: Tensor
+    dtype: torch.dtype = torch.float32
+    before_steps: int | None = None
+
+
+def check_export(
+    folder: Path, model: LanguageModel, saved: SavedCheckpoint, tokenizer: Tokenizer
+) -> None:
     """Raise where the exported folder is not the model.
 
     Args:
-        folder: with config.json, the code and the weights.
+        folder: with config.json, the code, the weights and the tokenizer.
         model: the run's model, on `meta`.
         saved: the run's checkpoint.
+        tokenizer: the run's.
 
     Raises:
         ValueError: the code does not run without longhaul.
         OSError: the weights cannot be read.
-        RuntimeError: the logits of a short text differ.
+        RuntimeError: the logits or ids of a short text differ.
     """
+    _check_tokenizer(folder, tokenizer)
     kinds = ", ".join(model.config.kinds)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.config.vocabulary, (1, _TOKENS), generator=generator)
-    wanted = _logits(model, tokens, lambda name: saved.read_one(f"model/{name}"))
+    cases = _cases(model)
+    alone = f"{_TOKENS - _PADDING} tokens"
+    wanted = _logits(model, cases, lambda name: saved.read_one(f"model/{name}"))
+    wanted["a row with padding before it"] = wanted[alone]
     try:
-        with _architecture(folder) as code, torch.device("meta"):
-            exported = code.build_model(**exported_shape(folder))
-        found = _logits(exported, tokens, _reader(folder))
+        with _code_of(folder) as import_module, torch.device("meta"):
+            exported = import_module("architecture").build_model(**exported_shape(folder))
+            found = _logits(exported, cases, _reader(folder))
+            rows = cases[f"{_TOKENS} tokens"].tokens.repeat(2, 1)
+            padded = _padded(folder, import_module, rows)
+            found["a row with padding before it"] = wanted[alone] if padded is None else padded
     except (CheckpointError, MemoryError):
         raise
     except Exception as error:
@@ -62,13 +88,57 @@ def check_export(folder: Path, model: LanguageModel, saved: SavedCheckpoint) -> 
             f"attention.kind: found {kinds}, whose exported code does not run: "
             f"{type(error).__name__}: {error}"
         ) from error
-    size = max(1.0, wanted.abs().nan_to_num().max().item())
-    if not torch.allclose(found, wanted, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
-        difference = (found - wanted).abs().max().item()
-        raise RuntimeError(
-            f"attention.kind: found logits of the exported {kinds} that differ from the run's by "
-            f"{difference:.3g}, wanted at most {_TOLERANCE * size:.3g}"
-        )
+    for name, logits in wanted.items():
+        size = max(1.0, logits.abs().nan_to_num().max().item())
+        if not torch.allclose(found[name], logits, rtol=0, atol=_TOLERANCE * size, equal_nan=True):
+            difference = (found[name] - logits).abs().max().item()
+            raise RuntimeError(
+                f"attention.kind: found logits of the exported {kinds} that differ from the run's "
+                f"by {difference:.3g} for {name}, wanted at most {_TOLERANCE * size:.3g}"
+            )
+
+
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Raise RuntimeError where a text gets other ids than from the run's tokenizer, or they it."""
+    # Imported here: slow, and only exports need it.
+    from tokenizers import Tokenizer as Exported
+
+    config = json.loads((folder / "tokenizer_config.json").read_bytes())
+    exported = Exported.from_file(str(folder / "tokenizer.json"))
+    is_escaped = config["tokenizer_class"] == "LonghaulTokenizer"
+    found = exported.encode(json.dumps(_TEXT)[1:-1] if is_escaped else _TEXT).ids
+    ids = tokenizer.encode(_TEXT).tolist()
+    wanted = [tokenizer.bos_id, *ids] if "bos_token" in config else ids
+    if found != wanted:
+        raise RuntimeError(f"tokenizer: found ids {found} of the exported one, wanted {wanted}")
+    text, back = exported.decode(ids, skip_special_tokens=False), tokenizer.decode(ids)
+    text = json.loads(f'"{text}"') if is_escaped else text
+    if text != back:
+        raise RuntimeError(f"tokenizer: found {text!r} of the exported one, wanted {back!r}")
+
+
+def _cases(model: LanguageModel) -> dict[str, _Case]:
+    """What is compared. Long texts are read in float64, whose rounding adds up to nothing."""
+    chunk = min(_LONGEST_CHUNK, max(_chunk_size(block) for block in model.blocks))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocabulary, (1, 3 * chunk + _TOKENS), generator=generator)
+    cases = {
+        f"{_TOKENS} tokens": _Case(tokens[:, :_TOKENS]),
+        f"{_TOKENS - _PADDING} tokens": _Case(tokens[:, _PADDING:_TOKENS]),
+        f"{3 * chunk} tokens": _Case(tokens[:, : 3 * chunk], torch.float64),
+    }
+    if has_large_states(model):  # which no cache holds either
+        return cases
+    name = f"{chunk + 1} tokens and {_STEPS} more, one at a time"
+    part = tokens[:, : chunk + 1 + _STEPS]
+    return cases | {name: _Case(part, torch.float64, before_steps=chunk + 1)}
+
+
+def _chunk_size(block: nn.Module) -> int:
+    """Tokens per chunk where the block's attention is computed in chunks."""
+    assert isinstance(block, Block)
+    *_, last = block.attention.form(1 << 20, "torch").split()
+    return int(last) if last.isdecimal() else _TOKENS
 
 
 def _reader(folder: Path) -> Read:
@@ -88,53 +158,104 @@ def _reader(folder: Path) -> Read:
 
 
 @torch.no_grad()
-def _logits(model: LanguageModel, tokens: Tensor, read: Read) -> Tensor:
+def _logits(model: LanguageModel, cases: dict[str, _Case], read: Read) -> dict[str, Tensor]:
     """Logits (T, V) of a model on `meta`, whose parts get weights while they run."""
-
-    def fill(prefix: str, part: nn.Module) -> None:
-        tensors = {key: read(f"{prefix}.{key}") for key in part.state_dict()}
-        part.load_state_dict(tensors, assign=True)
-
-    def empty(part: nn.Module, *_: object) -> None:
+    x: dict[str, Tensor] = {}
+    with torch.device("cpu"):
+        for name, part in _parts(model.eval()):
+            _fill(part, name, read)
+            for case, (tokens, dtype, before_steps) in cases.items():
+                part.to(dtype)
+                if isinstance(part, nn.Embedding):
+                    x[case] = part(tokens)
+                elif name.startswith("blocks."):
+                    x[case] = _through(part, x[case], before_steps)
+                else:
+                    x[case] = part(x[case])
+            part.to("meta")
+        holder = "embedding" if model.config.tied_head else "lm_head"  # of the head's matrix
+        part = model.get_submodule(holder)
+        _fill(part, holder, read)
+        logits = {}
+        for case, (_, dtype, _) in cases.items():
+            part.to(dtype)
+            logits[case] = model.head(x[case][0])
         part.to("meta")
-
-    hooks = []
-    for name, part in _parts(model):
-        hooks += [
-            part.register_forward_pre_hook(lambda part, _, name=name: fill(name, part)),
-            part.register_forward_hook(empty),
-        ]
-    hidden, _ = model.eval().activations(tokens)
-    for hook in hooks:
-        hook.remove()
-    holder = "embedding" if model.config.tied_head else "lm_head"  # of the head's matrix
-    fill(holder, model.get_submodule(holder))
-    logits: Tensor = model.head(hidden[0])
-    empty(model.get_submodule(holder))
-    return logits
+        return logits
 
 
-def _parts(model: LanguageModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that the model calls one after the other, and their names."""
+def _through(block: nn.Module, x: Tensor, before_steps: int | None) -> Tensor:
+    """The output of a block for a text that is read at once, or for its end one at a time."""
+    if before_steps is None:
+        return block(x, keep_state=False)[0]  # type: ignore[no-any-return]
+    y, state = block(x[:, :before_steps])
+    outputs = [y]
+    for token in x[:, before_steps:].split(1, dim=1):
+        y, state = block(token, state)
+        outputs.append(y)
+    return torch.cat(outputs, dim=1)
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with weights that are called one after the other, and their names."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList):
             yield from ((f"{name}.{number}", one) for number, one in enumerate(child))
-        elif child.state_dict():
+        elif name != "lm_head" and child.state_dict():
             yield name, child
 
 
+def _fill(part: nn.Module, prefix: str, read: Read) -> None:
+    tensors = {key: read(f"{prefix}.{key}") for key in part.state_dict()}
+    part.load_state_dict(tensors, assign=True)
+
+
+def _empty(part: nn.Module, *_: object) -> None:
+    part.to("meta")
+
+
+@torch.no_grad()
+def _padded(folder: Path, import_module: Callable[[str], Any], rows: Tensor) -> Tensor | None:
+    """Logits of the first of two rows, which has padding before it; None without transformers 5."""
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError:
+        return None
+    if int(version.partition(".")[0]) < 5:
+        return None
+    config = import_module("configuration_longhaul").LonghaulConfig
+    model = import_module("modeling_longhaul").LonghaulForCausalLM(
+        config.from_json_file(folder / "config.json")
+    )
+    read = _reader(folder)
+    head = "embedding" if model.config.tie_word_embeddings else "lm_head"
+    for name, part in [*_parts(model), (head, model.lm_head)]:
+        part.register_forward_pre_hook(lambda part, _, name=name: _fill(part, name, read))
+        part.register_forward_hook(_empty)
+    with torch.device("cpu"):
+        mask = torch.ones_like(rows)
+        mask[0, :_PADDING] = 0
+        logits: Tensor = model.eval()(rows, mask, use_cache=False).logits
+    return logits[0, _PADDING:]
+
+
 @contextmanager
-def _architecture(folder: Path) -> Iterator[Any]:
-    """The module `architecture` of the folder, imported as a package of its own."""
-    name = f"longhaul_export_{next(_numbers)}"
-    spec = ModuleSpec(name, None, is_package=True)
+def _code_of(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Imports modules of the folder by their names without a hash, as of a package of its own."""
+    package = f"longhaul_export_{next(_numbers)}"
+    spec = ModuleSpec(package, None, is_package=True)
     spec.submodule_search_locations = [str(folder)]
-    sys.modules[name] = module_from_spec(spec)
+    sys.modules[package] = module_from_spec(spec)
     writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     importlib.invalidate_caches()
+
+    def import_module(name: str) -> Any:
+        file = file_of(os.listdir(folder), name)
+        return importlib.import_module(f"{package}.{file.removesuffix('.py')}")
+
     try:
-        yield importlib.import_module(f"{name}.architecture")
+        yield import_module
     finally:
         sys.dont_write_bytecode = writes_none
-        for module in [one for one in sys.modules if one.partition(".")[0] == name]:
+        for module in [one for one in sys.modules if one.partition(".")[0] == package]:
             del sys.modules[module]

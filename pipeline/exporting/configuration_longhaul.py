@@ -9,6 +9,7 @@ class LonghaulConfig(PreTrainedConfig):
     """Sizes, and the attention kind and options of every layer."""
 
     model_type = "longhaul"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012, which Trainer would take for a prediction
 
     def __init__(
         self,

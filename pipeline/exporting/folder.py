@@ -68,13 +68,14 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
-        write_model_files(folder, config, manifest, model, code)
-        adds_bos = write_tokenizer(folder, tokenizer)
+        adds_bos, pad_id = write_tokenizer(folder, tokenizer, config.model.vocabulary)
+        write_model_files(folder, config, manifest, model, code, pad_id)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
         write_card(
             folder, run, config, checkpoint, progress, manifest, parameters, adds_bos=adds_bos
         )
-        check_export(folder, model, SavedCheckpoint(checkpoint, "model", verified=names))
+        saved = SavedCheckpoint(checkpoint, "model", verified=names)
+        check_export(folder, model, saved, tokenizer)
 
 
 def _weights(

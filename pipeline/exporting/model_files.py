@@ -11,6 +11,7 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
+from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.runs.exported import shape_of
 
 # A layer whose state has more bytes than this for one sequence makes the cache hold tokens instead.
@@ -23,18 +24,28 @@ def write_model_files(
     manifest: Manifest,
     model: LanguageModel,
     code: Mapping[str, str],
+    pad_id: int,
 ) -> None:
-    """Write all of them into `folder`; `model` is on `meta`, `code` is of `source.model_code`."""
+    """Write all of them into `folder`.
+
+    Args:
+        folder: to write to.
+        config: of the run.
+        manifest: of the training data.
+        model: on `meta`.
+        code: of `source.model_code`.
+        pad_id: the token of the padding.
+    """
     ids = {
         "bos_token_id": manifest.bos_id,
         "eos_token_id": manifest.eot_id,
-        "pad_token_id": manifest.eot_id,
+        "pad_token_id": pad_id,
     }
     described = {
         "architectures": ["LonghaulForCausalLM"],
         "auto_map": {
-            "AutoConfig": "configuration_longhaul.LonghaulConfig",
-            "AutoModelForCausalLM": "modeling_longhaul.LonghaulForCausalLM",
+            "AutoConfig": f"{_module(code, 'configuration_longhaul')}.LonghaulConfig",
+            "AutoModelForCausalLM": f"{_module(code, 'modeling_longhaul')}.LonghaulForCausalLM",
         },
         "model_type": "longhaul",
         "dtype": "float32",
@@ -43,7 +54,7 @@ def write_model_files(
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
         "use_cache": True,
-        "caches_tokens": _has_large_states(model),
+        "caches_tokens": has_large_states(model),
         **ids,
     }
     generation: dict[str, Any] = dict(ids)
@@ -56,6 +67,11 @@ def write_model_files(
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def _has_large_states(model: LanguageModel) -> bool:
+def _module(code: Mapping[str, str], name: str) -> str:
+    return file_of(code, name).removesuffix(".py")
+
+
+def has_large_states(model: LanguageModel) -> bool:
+    """Whether a layer's state is too large to be cached."""
     attentions = [cast(Block, block).attention for block in model.blocks]
     return any(one.allocated_bytes(1, torch.float32) > _LARGEST_STATE for one in attentions)

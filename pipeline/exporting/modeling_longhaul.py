@@ -1,85 +1,38 @@
-"""A longhaul language model for transformers: a cache, padding and a head around the model.
+"""A longhaul language model for transformers: a cache, padding and a head around the blocks.
 
-The model itself is in the files beside this one, which are copies of longhaul's own modules.
+The blocks themselves are in the files beside this one, which are copies of longhaul's own modules.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
 
 from longhaul.pipeline.exporting.architecture import build_model
+from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache, select_rows
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 
-Rows = list[int]
-
-
-class LonghaulCache:
-    """The states of all layers after the tokens so far, for groups of rows with the same shapes.
-
-    Rows that have read different numbers of tokens are in different groups, where the states of a
-    kind grow. A group without tokens has no state, None.
-    """
-
-    is_compileable = False
-
-    def __init__(self, num_rows: int) -> None:
-        self.groups: list[tuple[Rows, Any]] = [(list(range(num_rows)), None)]
-        self.num_tokens = 0
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.num_tokens
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row n becomes a copy of row beam_idx[n]."""
-        wanted, groups = beam_idx.tolist(), []
-        for rows, state in self.groups:
-            if now := [row for row, source in enumerate(wanted) if source in rows]:
-                places = [rows.index(wanted[row]) for row in now]
-                groups.append((now, _select(state, places)))
-        self.groups = groups
-
-    def join_groups(self) -> None:
-        """Join the groups whose states have the same shapes."""
-        alike: dict[Any, list[tuple[Rows, Any]]] = {}
-        for rows, state in self.groups:
-            shapes = tuple(leaf.shape[1:] for leaf in _leaves(state))
-            alike.setdefault(shapes, []).append((rows, state))
-        self.groups = [
-            (
-                [row for rows, _ in groups for row in rows],
-                pytree.tree_map(_join, *(state for _, state in groups)),
-            )
-            for groups in alike.values()
-        ]
-
-
-def _leaves(state: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(state) if leaf is not None]
-
-
-def _select(state: Any, rows: Rows) -> Any:
-    return pytree.tree_map(lambda leaf: None if leaf is None else leaf[rows], state)
-
-
-def _join(*leaves: Tensor | None) -> Tensor | None:
-    return None if leaves[0] is None else torch.cat(leaves)
+_REFUSED = {
+    "position_ids": "attention_mask implies them",
+    "output_attentions": "kinds of linear cost have no matrices to return",
+}
 
 
 class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
     """longhaul's language model, with logits from a head that may be tied to the embedding."""
 
     config_class = LonghaulConfig
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True  # a state cannot be cut back to fewer tokens
     _supports_default_dynamic_cache = classmethod(lambda cls: False)  # it uses LonghaulCache
     _input_embed_layer = "embedding"
     _tied_weights_keys = {"lm_head.weight": "embedding.weight"}  # noqa: RUF012
-    accepts_loss_kwargs = False  # the loss is a mean, whatever Trainer counts
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: LonghaulConfig) -> None:
         super().__init__(config)
@@ -93,90 +46,176 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             biases=config.biases,
             tie_word_embeddings=config.tie_word_embeddings,
         )
-        # In a tuple, and its parts as this module's own: weights have their names of training.
-        self._model = (model,)
-        for name, part in model.named_children():
-            self.add_module(name, part)
+        # The parts are this module's own, so that weights have their names of training.
+        self.embedding = model.embedding
+        self.embedding_norm = model.embedding_norm
+        self.blocks = model.blocks
+        self.final_norm = model.final_norm
         if config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        else:
+            self.lm_head = model.lm_head
+        self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: LonghaulCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: int | Tensor | None = None,
+        **others: Any,
     ) -> CausalLMOutputWithPast:
         """Logits after each of (B, T) tokens, which follow those in past_key_values if given.
 
-        Only the last T columns of attention_mask are read: 0 is padding, on any side, which no
-        token sees. At padding stand the logits of the last token before it. labels are tokens, or
-        -100. In training there is no cache, unless use_cache asks for one.
+        Args:
+            input_ids: (B, T) tokens, or inputs_embeds in their place.
+            attention_mask: its last T columns are read: 0 is padding, on any side, which no token
+                sees. At padding stand the logits of the last token before it, or zeros.
+            past_key_values: what an earlier call returned. It is changed.
+            inputs_embeds: (B, T, D), as the embedding returns them.
+            labels: (B, T) tokens, or -100. Padding is not judged, nor is the first token of a row.
+            use_cache: whether to return the cache; by default it is returned, but not in training.
+            output_hidden_states: whether to return the input of each block, and the final norm's
+                output.
+            logits_to_keep: the number of last positions whose logits are returned, 0 for all, or a
+                tensor of positions.
+            num_items_in_batch: what to divide the summed loss by, if not by the judged tokens.
+            others: options of transformers that the model does not have, which must be off.
         """
-        if kwargs.get("position_ids") is not None:
-            raise ValueError("position_ids: found some, wanted none: attention_mask implies them")
-        B, T = input_ids.shape
+        for name, value in others.items():
+            if value is not None and value is not False:
+                reason = _REFUSED.get(name, "the model has no such option")
+                raise ValueError(f"{name}: found some, wanted none: {reason}")
+        if (input_ids is None) == (inputs_embeds is None):
+            found = "neither" if input_ids is None else "both"
+            raise ValueError(f"input_ids, inputs_embeds: found {found}, wanted one of them")
+        x = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x.shape[:2]
+        cache = _cache_of(past_key_values, B)
+        mask = _mask_of(attention_mask, B, T)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        mask = None if attention_mask is None else attention_mask[:, -T:].bool()
-        cache = LonghaulCache(B) if past_key_values is None else past_key_values
-        x = self._read_rows(input_ids, mask, cache, use_cache)
-        cache.num_tokens += T
-        x = x if labels is not None else x[:, -logits_to_keep:]
-        logits, loss = self.lm_head(x).float(), None
+        keep_state = use_cache or past_key_values is not None
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        x = self.embedding_norm(x)
+        hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
+        if keep_state:
+            cache.num_tokens += T
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        last = hidden[-1]
+        logits = self.lm_head(last if labels is not None else last[:, kept]).float()
+        loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss, logits, cache if use_cache else None)
+            loss = self.loss_function(
+                logits,
+                labels if mask is None else _judged(labels, mask),
+                vocab_size=logits.shape[-1],
+                num_items_in_batch=num_items_in_batch,
+            )
+            logits = logits[:, kept]
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=cache if use_cache else None,
+            hidden_states=hidden.unbind() if output_hidden_states else None,
+        )
 
     def _read_rows(
-        self, tokens: Tensor, mask: Tensor | None, cache: LonghaulCache, keep: bool
+        self, x: Tensor, mask: Tensor | None, cache: LonghaulCache, keep: bool, every: bool
     ) -> Tensor:
-        """Final activations (B, T, D) of all rows. Rows with padding are read one at a time."""
+        """`_read` of all rows. Rows with padding are read one at a time."""
         # Without a state, what follows a token is of no importance.
         if mask is not None and (mask.all() or (not keep and (mask[:, 1:] <= mask[:, :-1]).all())):
             mask = None
-        order = list(range(len(tokens)))
+        order = list(range(len(x)))
         if mask is None and [rows for rows, _ in cache.groups] == [order]:
-            x, after = self._read(tokens, cache.groups[0][1], keep)
+            hidden, after = self._read(x, cache.groups[0][1], keep, every)
             if keep:
                 cache.groups = [(order, after)]
-            return x
-        nothing = self.embedding.weight.new_zeros(tokens.shape[1], self.config.hidden_size)
+            return hidden
+        nothing = x.new_zeros(len(self.blocks) + 1 if every else 1, *x.shape[1:])
         outputs = dict.fromkeys(order, nothing)
         groups = []
         for rows, state in cache.groups:
             if mask is None or mask[rows].all():
-                x, after = self._read(tokens[rows], state, keep)
-                outputs |= dict(zip(rows, x, strict=True))
+                hidden, after = self._read(x[rows], state, keep, every)
+                outputs |= dict(zip(rows, hidden.unbind(dim=1), strict=True))
                 groups.append((rows, after))
                 continue
             for place, row in enumerate(rows):
-                after = None if state is None else _select(state, [place])
+                after = None if state is None else select_rows(state, [place])
                 if (kept := mask[row]).any():
-                    x, after = self._read(tokens[row : row + 1, kept], after, keep)
-                    outputs[row] = x[0, (kept.cumsum(dim=0) - 1).clamp(min=0)]
+                    hidden, after = self._read(x[row : row + 1, kept], after, keep, every)
+                    count = kept.cumsum(dim=0)  # real tokens so far
+                    outputs[row] = hidden[:, 0, (count - 1).clamp(min=0)] * (count > 0)[:, None]
                 groups.append(([row], after))
         if keep:
             cache.groups = groups
             cache.join_groups()
-        return torch.stack([outputs[row] for row in order])
+        return torch.stack([outputs[row] for row in order], dim=1)
 
-    def _read(self, tokens: Tensor, state: Any, keep: bool) -> tuple[Tensor, Any]:
-        """Final activations of rows without padding, and the states of all layers after them."""
-        (model,) = self._model
-        T = tokens.shape[1]
+    def _read(self, x: Tensor, state: Any, keep: bool, every: bool) -> tuple[Tensor, Any]:
+        """Activations of rows without padding, and the states of all layers after them.
+
+        Activations are (1, B, T, D) after the final norm, or with `every` (1 + L, B, T, D): those
+        before each block, too.
+        """
+        T, after = x.shape[1], []
         if self.config.caches_tokens:
-            if state is not None:
-                tokens = torch.cat([state, tokens], dim=1)
-            return model.activations(tokens)[0][:, -T:], tokens if keep else None
-        if T > 1 or state is None or torch.is_grad_enabled():
-            return model.activations(tokens, state, keep_state=keep)
-        x, states = model.embedding_norm(model.embedding(tokens)), []
-        for block, before in zip(model.blocks, state, strict=True):
-            x, after = block.step(x, before)
-            states.append(after)
-        return model.final_norm(x), states
+            x = x if state is None else torch.cat([state, x], dim=1)
+            state, after = None, x if keep else None
+        hidden = []
+        for layer, block in enumerate(self.blocks):
+            if every:
+                hidden.append(x)
+            call = partial(block, keep_state=keep and not self.config.caches_tokens)
+            before = None if state is None else state[layer]
+            if self.gradient_checkpointing and self.training:
+                x, layer_after = self._gradient_checkpointing_func(call, x, before)
+            else:
+                x, layer_after = call(x, before)
+            if not self.config.caches_tokens:
+                after.append(layer_after)
+        hidden.append(self.final_norm(x))
+        return torch.stack([one[:, -T:] for one in hidden]), after if keep else None
+
+
+def _mask_of(attention_mask: Tensor | None, B: int, T: int) -> Tensor | None:
+    """Which of the T tokens of each row are not padding."""
+    if attention_mask is None:
+        return None
+    shape = tuple(attention_mask.shape)
+    if len(shape) != 2 or shape[0] != B or shape[1] < T:
+        raise ValueError(
+            f"attention_mask: found shape {shape}, wanted ({B}, {T}), or more columns for tokens "
+            "that the cache has read"
+        )
+    return attention_mask[:, -T:].bool()
+
+
+def _cache_of(found: Any, B: int) -> LonghaulCache:
+    """The cache to continue from, or an empty one."""
+    if found is None:
+        return LonghaulCache(B)
+    if not isinstance(found, LonghaulCache):
+        raise ValueError(
+            f"past_key_values: found a {type(found).__name__}, wanted a LonghaulCache, which "
+            "a call with use_cache=True returns, or none: states are no keys and values"
+        )
+    if found.batch_size != B:
+        raise ValueError(f"past_key_values: found {found.batch_size} rows, wanted {B}")
+    return found
+
+
+def _judged(labels: Tensor, mask: Tensor) -> Tensor:
+    """The labels of a padded batch that its rows alone would have."""
+    is_first = mask & (mask.cumsum(dim=1) == 1)
+    return labels.masked_fill((~mask | is_first).to(labels.device), -100)

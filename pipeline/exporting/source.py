@@ -4,11 +4,17 @@ The copies are found by following imports from the modules of the model's kinds,
 exports itself. Imports of longhaul become relative ones, which transformers follows as long as all
 files are in one folder. Names that a package's __init__ re-exports are imported from where they
 are defined: no __init__ is copied, nor what else it would import.
+
+The names of all files end in a hash of the code. In one process transformers takes modules of one
+name for the same, whatever folder they are from, and a model's code for that of all configs whose
+class has the same module.
 """
 
 import ast
+import hashlib
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, resolve_name
@@ -36,8 +42,13 @@ _REGISTRATION = f"{_HERE}.architecture"
 _PROVIDED = {*sys.stdlib_module_names, "einops", "numpy", "torch", "transformers"}
 
 
+_RELATIVE = re.compile(r"^( *from \.)(\w+)(?= import )|^( *from \. import )(\w+)", re.MULTILINE)
+
+
 def model_code(kinds: Sequence[AttentionConfig]) -> dict[str, str]:
     """The Python files of a model with layers of these kinds: names and contents.
+
+    `file_of(code, "architecture")` is the name of such a file.
 
     Raises:
         ValueError: naming a kind whose code needs something that cannot be carried.
@@ -54,7 +65,25 @@ def model_code(kinds: Sequence[AttentionConfig]) -> dict[str, str]:
         code.add(module)
         lines.append(f"from .{_file(module)} import __name__ as _  # registers {config.kind}")
     code.files[_REGISTRATION] += "\n" + "\n".join(dict.fromkeys(lines)) + "\n"
-    return {f"{_file(module)}.py": text for module, text in sorted(code.files.items())}
+    files = {_file(module): text for module, text in sorted(code.files.items())}
+    digest = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
+
+    def with_digest(found: re.Match[str]) -> str:
+        return f"{found[0]}_{digest}"
+
+    return {f"{name}_{digest}.py": _RELATIVE.sub(with_digest, text) for name, text in files.items()}
+
+
+def file_of(names: Iterable[str], module: str) -> str:
+    """The one among `names` of files that is this module's of `model_code`, without its hash.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    found = [name for name in names if re.fullmatch(rf"{module}_[0-9a-f]{{12}}\.py", name)]
+    if len(found) != 1:
+        raise ValueError(f"{module}: found {len(found)} files of this module, wanted 1")
+    return found[0]
 
 
 def _file(module: str) -> str:

@@ -1,20 +1,26 @@
 """Writes a tokenizer so that transformers' AutoTokenizer gives the same ids as longhaul's."""
 
+import hashlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, gpt2_files
 
-_ESCAPING_CODE = "tokenization_longhaul.py"
+_PADDING = "<|padding|>"
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool, int]:
     """Write tokenizer.json and its config, and the code that escapes text if that is needed.
 
+    Args:
+        folder: to write to.
+        tokenizer: of the run.
+        rows: of the embedding. If one belongs to no token, padding gets a token of its own.
+
     Returns:
-        Whether it puts bos before a text: where bos is a special token of the tokenizer's.
+        Whether it puts bos before a text: where bos is a special token of the tokenizer's. And the
+        id of the padding, which is that of the end of a text where no row is free.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -37,15 +43,39 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     if "bos_token" in config:
         # Every sequence of training began with it.
         content["post_processor"] = _begin_with(config["bos_token"], tokenizer.bos_id)
-    if "eos_token" in config:
+    pad_id = tokenizer.eot_id
+    if tokenizer.vocab_size < rows and (padding := _add_padding(content, tokenizer.vocab_size)):
+        config["pad_token"], pad_id = padding, tokenizer.vocab_size
+    elif "eos_token" in config:
         config["pad_token"] = config["eos_token"]
     if tokenizer.name == "longcrawl64":
         config["tokenizer_class"] = "LonghaulTokenizer"
-        config["auto_map"] = {"AutoTokenizer": [None, "tokenization_longhaul.LonghaulTokenizer"]}
-        shutil.copyfile(Path(__file__).with_name(_ESCAPING_CODE), folder / _ESCAPING_CODE)
+        # A name of its own, as the model's code has in source.py.
+        code = Path(__file__).with_name("tokenization_longhaul.py").read_text(encoding="utf-8")
+        name = f"tokenization_longhaul_{hashlib.sha256(code.encode()).hexdigest()[:12]}"
+        config["auto_map"] = {"AutoTokenizer": [None, f"{name}.LonghaulTokenizer"]}
+        (folder / f"{name}.py").write_text(code, encoding="utf-8")
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", config)):
         (folder / name).write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
-    return "bos_token" in config
+    return "bos_token" in config, pad_id
+
+
+def _add_padding(content: dict[str, Any], free_id: int) -> str | None:
+    """Add a token of this id to a tokenizer.json. Returns its name, None if it cannot be added."""
+    # Imported here: slow, and only exports need it.
+    from tokenizers import Tokenizer
+
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    token = {"id": free_id, "content": _PADDING, **flags, "special": True}
+    added = [*content.get("added_tokens", []), token]
+    # A vocabulary with gaps gives the token another id, and one that has the name its own.
+    if Tokenizer.from_str(json.dumps(content | {"added_tokens": added})).get_vocab() != {
+        **Tokenizer.from_str(json.dumps(content)).get_vocab(),
+        _PADDING: free_id,
+    }:
+        return None
+    content["added_tokens"] = added
+    return _PADDING
 
 
 def _begin_with(token: str, token_id: int) -> dict[str, Any]:

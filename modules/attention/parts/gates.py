@@ -96,11 +96,8 @@ class ForgetGate(InFloat32):
             _remember_long_(self.bias, self.per_head)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"]:
-        return self.log_gates(linear_in_float32(x, self.weight))
-
-    def log_gates(self, projected: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
-        """The log gates for W x_t."""
-        return logsigmoid(projected if self.bias is None else projected + self.bias)
+        logits = linear_in_float32(x, self.weight)
+        return logsigmoid(logits if self.bias is None else logits + self.bias)
 
 
 class LearnedGate(InFloat32):

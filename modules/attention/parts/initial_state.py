@@ -34,6 +34,8 @@ class InitialState(nn.Module):
         if self.log_mass is not None:
             nn.init.zeros_(self.log_mass)
 
-    def forward(self) -> tuple[Float[Tensor, "1 rank H K"], Float[Tensor, "1 rank H V"]]:
-        """Keys and values in the shape of a document of `rank` tokens."""
-        return self.key.transpose(0, 1)[None], self.value.transpose(0, 1)[None]
+    def forward(
+        self,
+    ) -> tuple[Float[Tensor, "1 rank H K"], Float[Tensor, "1 rank H V"], Float[Tensor, "S"] | None]:
+        """Keys and values in the shape of a document of `rank` tokens, and the log masses."""
+        return self.key.transpose(0, 1)[None], self.value.transpose(0, 1)[None], self.log_mass

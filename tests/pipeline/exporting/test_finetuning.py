@@ -112,7 +112,7 @@ def test_padding_behind_the_tokens_is_trained_as_one_batch() -> None:
     x, calls = tokens(20, 2), []
     mask, labels = torch.ones_like(x), x.clone()
     mask[1, 15:], labels[1, 15:] = 0, -100
-    exported.embedding.register_forward_hook(lambda *_: calls.append(1))
+    exported.blocks[0].register_forward_hook(lambda *_: calls.append(1))
     loss = exported.train()(x, mask, labels=labels).loss
     assert len(calls) == 1
     losses = [exported(row[None, :T], labels=row[None, :T]).loss * (T - 1)
@@ -132,20 +132,9 @@ def test_at_padding_stand_the_logits_of_the_token_before() -> None:
     assert torch.equal(grown[1, 20:], alone[0, 15:])
 
 
-def test_trainer_divides_the_loss_by_the_updates_it_accumulates() -> None:
-    """By what Trainer looks for; Trainer itself needs accelerate, which is not installed here."""
-    assert LonghaulForCausalLM.accepts_loss_kwargs is False
-
-
-def test_positions_of_packed_rows_are_refused() -> None:
-    _, exported = both("softmax")
-    with pytest.raises(ValueError, match="position_ids: found some, wanted none"):
-        exported(tokens(4), position_ids=torch.tensor([[0, 1, 0, 1]]))
-
-
 def test_an_escape_that_the_text_ends_in_is_decoded_as_in_generation(tmp_path: Path) -> None:
     tokenizer, plain = build_tokenizer("longcrawl64"), build_tokenizer("gpt2")
-    write_tokenizer(tmp_path, tokenizer)
+    write_tokenizer(tmp_path, tokenizer, tokenizer.vocab_size)
     exported = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=True)
     for text in (r"a\u\\", r"\u", r"\u00\n", r"\u00\n4", r"\ud83d\ude", "\\", r"\n\q\u0041"):
         ids = plain.encode(text).tolist()
@@ -153,7 +142,17 @@ def test_an_escape_that_the_text_ends_in_is_decoded_as_in_generation(tmp_path: P
 
 
 def test_a_batch_is_padded_before_its_texts_so_that_it_can_be_continued(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, build_tokenizer("bytes"))
+    assert write_tokenizer(tmp_path, build_tokenizer("bytes"), 320) == (True, 257)
     exported = AutoTokenizer.from_pretrained(tmp_path)
-    short, long = exported(["a", "abc"], padding=True).attention_mask
-    assert (short, long) == ([0, 0, 1, 1], [1, 1, 1, 1])
+    batch = exported(["a", "abc"], padding=True)
+    assert batch.attention_mask == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    # A token of its own, so that padding can be told from the end of a text.
+    assert batch.input_ids[0] == [257, 257, 256, ord("a")]
+    assert (exported.pad_token_id, exported.eos_token_id) == (257, 256)
+
+
+def test_without_a_free_row_padding_is_the_end_of_a_text(tmp_path: Path) -> None:
+    assert write_tokenizer(tmp_path, build_tokenizer("bytes"), 257) == (True, 256)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    assert exported.pad_token_id == exported.eos_token_id == 256
+    assert len(exported) == 257

@@ -23,10 +23,10 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.progress import Progress
 from longhaul.pipeline import exporting
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.exporting import check
+from longhaul.pipeline.exporting import check, tokenizer_files
 from longhaul.pipeline.exporting import folder as export_folder
 from longhaul.pipeline.exporting.folder import export
-from longhaul.pipeline.exporting.source import model_code
+from longhaul.pipeline.exporting.source import file_of, model_code
 from longhaul.pipeline.exporting.weights import saved_tensors, write_shards
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -86,15 +86,20 @@ def test_the_folder_holds_what_transformers_looks_for(exported: Path, base: Run)
         "tokenizer_config.json",
     ]
     code = [name for name in files if name.endswith(".py")]
-    assert {"configuration_longhaul.py", "modeling_longhaul.py", "architecture.py"} < {*code}
+    # Names end in one hash of the code, so that no other export has modules of these names.
+    digest = file_of(code, "architecture").removeprefix("architecture_")
+    assert {f"{name}_{digest}" for name in ("configuration_longhaul", "modeling_longhaul")} < {
+        *code
+    }
+    assert all(name.endswith(f"_{digest}") for name in code)
     # The kind of the run, what it is built on, and no other kind.
     attention = [name for name in code if name.startswith("modules_attention_")]
-    assert "modules_attention_conformal_sympow.py" in attention
-    assert "modules_attention_sympow.py" in attention
-    assert "modules_attention_softmax.py" not in attention
+    assert f"modules_attention_conformal_sympow_{digest}" in attention
+    assert f"modules_attention_sympow_{digest}" in attention
+    assert f"modules_attention_softmax_{digest}" not in attention
     # transformers copies the files that it finds by the relative imports of the model's file.
-    found = get_relative_import_files(exported / "modeling_longhaul.py")
-    assert {*code} == {Path(file).name for file in found} | {"modeling_longhaul.py"}
+    found = get_relative_import_files(exported / f"modeling_longhaul_{digest}")
+    assert {*code} == {Path(file).name for file in found} | {f"modeling_longhaul_{digest}"}
     for name in code:
         assert {*get_imports(exported / name)} <= {
             "einops",
@@ -194,15 +199,24 @@ def test_what_differs_from_the_run_is_not_exported(
         monkeypatch.setattr(export_folder, "model_code", changed)
         export(base.path / "small", tmp_path / "new")
 
-    def halve(code: dict[str, str]) -> None:
-        before = code["modules_block.py"]
-        code["modules_block.py"] = before.replace("y = x + mixed", "y = x + mixed / 2")
-        assert code["modules_block.py"] != before
+    for module, old, new, where in (
+        ("modules_block", "y = x + mixed", "y = x + mixed / 2", "64 tokens"),
+        ("modules_block", "y = x + mixed", "y = x + mixed / (1 + len(x[0]) // 65)", "384 tokens"),
+        ("modules_attention_power", "project(x, Documents(x)", "project(x / 2, Documents(x)",
+         "129 tokens and 8 more, one at a time"),
+        ("modeling_longhaul", "(count - 1)", "(count - 2)", "a row with padding before it"),
+    ):  # fmt: skip
 
-    with pytest.raises(RuntimeError, match="logits of the exported conformal_sympow that differ"):
-        export_with(halve)
+        def change(code: dict[str, str], module: str = module, pair: Any = (old, new)) -> None:
+            name = file_of(code, module)
+            assert code[name].count(pair[0]) == 1
+            code[name] = code[name].replace(*pair)
+
+        message = f"logits of the exported conformal_sympow that differ.* for {where}, wanted"
+        with pytest.raises(RuntimeError, match=message):
+            export_with(change)
     with pytest.raises(ValueError, match="conformal_sympow, whose exported code does not run: Mo"):
-        export_with(lambda code: code.pop("modules_rotary.py"))
+        export_with(lambda code: code.pop(file_of(code, "modules_rotary")))
     monkeypatch.undo()
     weights = export_folder.write_shards
 
@@ -214,6 +228,15 @@ def test_what_differs_from_the_run_is_not_exported(
 
     monkeypatch.setattr(export_folder, "write_shards", round_weights)
     with pytest.raises(RuntimeError, match="wanted at most 1e-05"):
+        export(base.path / "small", tmp_path / "new")
+    monkeypatch.undo()
+
+    def begin_with_another(token: str, token_id: int) -> dict[str, Any]:
+        return begin_with(token, token_id - 1)
+
+    begin_with = tokenizer_files._begin_with
+    monkeypatch.setattr(tokenizer_files, "_begin_with", begin_with_another)
+    with pytest.raises(RuntimeError, match=r"tokenizer: found ids \[255, .* wanted \[256, "):
         export(base.path / "small", tmp_path / "new")
     assert not list(tmp_path.iterdir())
     assert not [name for name in sys.modules if name.startswith("longhaul_export_")]

@@ -165,7 +165,7 @@ def exports(
     for name, tokenizer in every_tokenizer().items():
         tokenizers[name] = str(folder / name)
         (folder / name).mkdir()
-        write_tokenizer(folder / name, tokenizer)
+        write_tokenizer(folder / name, tokenizer, tokenizer.vocab_size + 1)
     work = {"models": paths, "beams": [MIXED], "tokenizers": tokenizers, "texts": TEXTS}
     (folder / "work.json").write_text(json.dumps(work))
     load(sys.executable, folder)

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from longhaul.modules.attention import AttentionConfig, base
-from longhaul.pipeline.exporting.source import model_code
+from longhaul.pipeline.exporting.source import file_of, model_code
 
 KIND = """
 from dataclasses import dataclass
@@ -61,7 +61,9 @@ except ImportError:
     pass
 """
     code = model_code([kind_with(imports)])
-    lines = code["own_kind_0.py"].splitlines()
+    name = file_of(code, "own_kind_0")
+    digest = name.removeprefix("own_kind_0_").removesuffix(".py")
+    lines = code[name].replace(f"_{digest}", "").splitlines()
     for line in (
         "from .modules_attention_base import AttentionConfig",
         "import math",
@@ -74,12 +76,21 @@ except ImportError:
         "    import a_faster_package",
     ):
         assert line in lines, line
-    assert (
-        "from .own_kind_0 import __name__ as _  # registers own_kind_0" in code["architecture.py"]
-    )
-    assert "kernels_power_op.py" in code
+    registration = f"from .own_kind_0_{digest} import __name__ as _  # registers own_kind_0"
+    assert registration in code[file_of(code, "architecture")]
+    assert f"kernels_power_op_{digest}.py" in code
     # What a package's __init__ would import, but the kind does not need.
-    assert "modules_attention_softmax.py" not in code
+    assert f"modules_attention_softmax_{digest}.py" not in code
+    assert all(name.endswith(f"_{digest}.py") for name in code)
+
+
+def test_the_names_of_files_follow_the_code_of_all_files(
+    kind_with: Callable[[str], AttentionConfig],
+) -> None:
+    names = [set(model_code([kind_with(imports)])) for imports in ("", "", "import math")]
+    bare = [{name.rpartition("_")[0] for name in one if "own_kind" not in name} for one in names]
+    assert bare[0] == bare[1] == bare[2]
+    assert not names[1] & names[2]
 
 
 @pytest.mark.parametrize(
