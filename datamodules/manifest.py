@@ -66,6 +66,8 @@ class Manifest:
     """`uint16` or `uint32`: the type in which tokens are stored."""
     dropped_tokens: Count = 0
     """Tokens at the end of the source that did not fill a document."""
+    empty_texts: Count = 0
+    """Texts of the source without a token, which were skipped."""
     source: dict[str, Any] = field(default_factory=dict)
     """The source and the options of the preparation; it only resumes with equal ones."""
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1), FailFast()]

@@ -80,7 +80,8 @@ class Reader:
 class Documents:
     """Six documents of four ids."""
 
-    dropped_tokens = 0
+    version = 1
+    dropped_tokens = empty_texts = 0
 
     def documents(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
         for number in range(cursor[0] if cursor else 0, 6):
@@ -142,7 +143,7 @@ def write_progress(folder: Folder) -> None:
 
 def read_progress(folder: Folder) -> None:
     with (folder / "progress").open("r+b") as file:
-        _read_progress(file, folder, TEMPLATE)
+        _read_progress(file, folder, TEMPLATE, Documents.version)
 
 
 def write_tokenizer(folder: Folder) -> None:
