@@ -15,6 +15,7 @@ from longhaul.datamodules.untrusted import (
     PlainName,
     Positive,
     Sha256,
+    one_line,
     parse_json,
     read_regular,
 )
@@ -26,6 +27,7 @@ FORMAT_VERSION = 1
 _MOST_BYTES = 64 << 20
 # Indices of tokens are int64.
 _MOST_TOKENS = 1 << 62
+_SHOWN_DIGITS = 12
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -97,6 +99,11 @@ class Manifest:
     def num_tokens(self) -> int:
         """Tokens in all shards."""
         return self.num_documents * self.document_tokens
+
+    @property
+    def tokenizer_label(self) -> str:
+        """The tokenizer's name, with the beginning of its hash: many files have one name."""
+        return f"{self.tokenizer} (sha256 {one_line(self.tokenizer_sha256[:_SHOWN_DIGITS])}...)"
 
     @property
     def shards_sha256(self) -> str:
