@@ -91,15 +91,15 @@ def check_characters(text: str, where: str) -> None:
 
 
 def build_tokenizer(
-    name_or_path: str, *, bos: str | None = None, eos: str | None = None
+    name_or_path: str, *, bos: str | int | None = None, eos: str | int | None = None
 ) -> Tokenizer:
     """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a tokenizer.json at a path.
 
     Args:
         name_or_path: one of those.
-        bos: token of a tokenizer.json that stands in front of a sequence. None: `bos_token` of the
-            tokenizer_config.json beside it, or a usual name, or the token that ends a text.
-        eos: token that ends a text. None: `eos_token` there, or a usual name.
+        bos: token of a tokenizer.json, or its id, that stands in front of a sequence. None:
+            `bos_token` of the tokenizer_config.json beside it, or one with a usual name, or `eos`.
+        eos: token, or its id, that ends a text. None: `eos_token` there, or one with a usual name.
 
     Raises:
         ValueError: there is no such tokenizer, or it has no such tokens.
@@ -125,7 +125,8 @@ def build_tokenizer(
     settings = path.with_name("tokenizer_config.json")
     if settings.is_file():
         found = parse_json(_Settings, read_regular(settings, _MOST_SETTINGS_BYTES), settings)
-        bos, eos = bos or _content_of(found.bos_token), eos or _content_of(found.eos_token)
+        bos = _content_of(found.bos_token) if bos is None else bos
+        eos = _content_of(found.eos_token) if eos is None else eos
     return FileTokenizer(read_regular(path, _MOST_BYTES), str(path), bos=bos, eos=eos)
 
 
@@ -203,7 +204,9 @@ class Gpt2Tokenizer(Tokenizer):
         self._encoding, self.sha256 = _gpt2_encoding()
 
     def _encode(self, text: str) -> Ids:
-        return np.array(self._encoding.encode_ordinary(text), np.int64)
+        with foreign_content("tokenizer gpt2", "cannot encode text"), without_panic_messages():
+            ids = self._encoding.encode_ordinary(text)
+        return np.array(ids, np.int64)
 
     def stream_decoder(self) -> StreamDecoder:
         return BytesDecoder(self._bytes_of)

@@ -357,6 +357,55 @@ def test_a_bad_source_is_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_what_another_version_began_is_not_continued(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("some words\n" * 20)
+
+    def stop(tokens: int) -> None:
+        if tokens > 100:
+            raise StopError
+
+    with pytest.raises(StopError):
+        prepare([source], tmp_path / "out", progress=stop)
+    progress = tmp_path / "out" / ".progress.jsonl"
+    first, *rest = progress.read_text().splitlines(keepends=True)
+    progress.write_text(
+        "".join([json.dumps({"source": json.loads(first)["source"]}) + "\n", *rest])
+    )
+    with pytest.raises(ValueError, match="out: another version of longhaul has begun this"):
+        prepare([source], tmp_path / "out")
+
+
+def test_a_text_that_a_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="gone")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "b.txt").write_text("xyz")
+    with pytest.raises(ValueError, match=r"^b.txt: .*/tokenizer.json: cannot encode text, "):
+        prepare([tmp_path / "b.txt"], tmp_path / "out", str(tmp_path))
+
+
+def test_the_ids_of_given_tokens_are_those_of_the_shards(tmp_path: Path) -> None:
+    import tokenizers
+
+    vocabulary = {chr(code): code for code in range(128)} | {"<end>": 128, "<begin>": 129}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.add_special_tokens(["<end>", "<begin>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps({"text": f"a<end>{n}"}) + "\n" for n in range(8)))
+    built = build_tokenizer(str(tmp_path), bos="<begin>", eos="<end>")
+    (manifest,) = prepare_text(
+        open_corpus([str(source)]), tmp_path / "out", built, document_tokens=4
+    )
+    assert (manifest.bos_id, manifest.eot_id) == (129, 128)
+    tokens = [t for n in range(8) for t in (*f"a<end>{n}".encode(), 128)]
+    assert tokens_of(manifest) == tokens[: manifest.num_tokens]
+    # The copy beside the shards is read without the names.
+    assert tokenizer_of(manifest).encode("<end>").tolist() == list(b"<end>")
+
+
 @pytest.mark.parametrize("lines", [1, 300])
 def test_the_first_bad_record_is_named_and_nothing_is_left(tmp_path: Path, lines: int) -> None:
     source = tmp_path / "a.jsonl"
