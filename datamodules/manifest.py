@@ -100,10 +100,13 @@ class Manifest:
         """Tokens in all shards."""
         return self.num_documents * self.document_tokens
 
-    @property
-    def tokenizer_label(self) -> str:
-        """The tokenizer's name, with the beginning of its hash: many files have one name."""
-        return f"{self.tokenizer} (sha256 {one_line(self.tokenizer_sha256[:_SHOWN_DIGITS])}...)"
+    def shown(self, key: str) -> tuple[str, object]:
+        """Name and value of a field for a message; a tokenizer's hash has the tokenizer's name."""
+        if key != "tokenizer_sha256":
+            return key, getattr(self, key)
+        # With the beginning of the hash, since many files have one name.
+        digits = one_line(self.tokenizer_sha256[:_SHOWN_DIGITS])
+        return "tokenizer", f"{self.tokenizer} (sha256 {digits}...)"
 
     @property
     def shards_sha256(self) -> str:
