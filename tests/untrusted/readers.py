@@ -1,10 +1,12 @@
 """Valid files of every format that comes from outside, and how each is read."""
 
+import bz2
 import contextlib
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -194,6 +196,10 @@ def write_texts(folder: Folder) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"text {n} é"}) + "\n" for n in range(20))
     (folder / "a.jsonl").write_text(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (folder / "a.jsonl.bz2").write_bytes(bz2.compress(lines.encode()))
+    (folder / "a.txt.xz").write_bytes(lzma.compress(lines.encode()))
+    with pyarrow.CompressedOutputStream(str(folder / "a.jsonl.zst"), "zstd") as file:
+        file.write(lines.encode())
     (folder / "a.txt").write_text("some text")
     table = pyarrow.table({"id": list(range(20)), "text": [f"text {n}" for n in range(20)]})
     pyarrow.parquet.write_table(table, folder / "a.parquet")
@@ -419,6 +425,9 @@ READERS = {
         {
             "a.jsonl": mutate_lines,
             "a.jsonl.gz": mutate_gzip,
+            "a.jsonl.bz2": mutate_bytes,
+            "a.jsonl.zst": mutate_bytes,
+            "a.txt.xz": mutate_bytes,
             "a.parquet": mutate_bytes,
             "a.txt": mutate_bytes,
         },
