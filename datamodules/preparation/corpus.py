@@ -53,11 +53,17 @@ class Corpus:
             yield from texts_of(name, path)
 
 
-def open_corpus(sources: Sequence[str]) -> Corpus:
-    """The files in these sources, which are files, folders, or STANDARD_LIBRARY."""
+def open_corpus(sources: Sequence[str], destination: Path | None = None) -> Corpus:
+    """The files in these sources, which are files, folders, or STANDARD_LIBRARY.
+
+    What is in the folder `destination`, in which their shards will be, is none of them.
+    """
     found: list[_Found] = []
     for source in sources:
-        found += _standard_library() if source == STANDARD_LIBRARY else _files_in(Path(source))
+        if source == STANDARD_LIBRARY:
+            found += _standard_library()
+        else:
+            found += _files_in(Path(source), destination)
     is_library = list(sources) == [STANDARD_LIBRARY]
     description = "the Python standard library" if is_library else "files"
     files = [(each.name, each.path) for each in _each_once(found)]
@@ -106,7 +112,7 @@ class _Found:
     """Whether a link to a folder leads to it."""
 
 
-def _files_in(source: Path) -> list[_Found]:
+def _files_in(source: Path, destination: Path | None) -> list[_Found]:
     if not source.exists():
         raise MissingInputError(f"{source}: no such file or folder")
     if not source.is_dir():
@@ -115,7 +121,7 @@ def _files_in(source: Path) -> list[_Found]:
             raise ValueError(f"{source}: found a binary file, wanted {READABLE}")
         return [_Found(source.name, source, False)]
     found, binary, special = [], [], []
-    for each in _walk(source):
+    for each in _walk(source, destination):
         if not each.path.is_file():
             special.append(each)
         elif content_of(each.path).kind == "binary":
@@ -147,13 +153,15 @@ def _standard_library() -> list[_Found]:
     return found
 
 
-def _walk(source: Path) -> Iterator[_Found]:
-    """All that is below a folder and no folder itself.
+def _walk(source: Path, left_out: Path | None = None) -> Iterator[_Found]:
+    """All that is below a folder and no folder itself, without what is in a folder to leave out.
 
     Links to folders are followed after all that is there without them, in the order of their names.
     So what a link and its own path lead to has the latter, and a link to a folder above ends.
     """
     seen = {_identity(source)}
+    if left_out is not None and left_out.exists():
+        seen.add(_identity(left_out))
     waiting, links, repeated = [source], list[Path](), list[Path]()
     is_linked = False
     while waiting or links:

@@ -58,7 +58,8 @@ def prepare_from_text(
         validation_fraction: share of the text that becomes validation data.
         bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
     """
-    built, corpus = build_tokenizer(tokenizer, bos=bos, eos=eos), open_corpus(sources)
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos)
+    corpus = open_corpus(sources, destination)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None) as progress:

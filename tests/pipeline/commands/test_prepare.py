@@ -169,6 +169,16 @@ def test_the_standard_library_is_split_in_two(
     assert [manifest["tokenizer"] for manifest in manifests] == ["bytes", "bytes"]
 
 
+def test_the_folder_to_write_is_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    for _ in range(2):
+        assert command("text", ".", "data/out", "--doc-tokens", 16) == 0
+    assert capsys.readouterr().out.count("was there already") == 2
+
+
 def test_progress_tells_tokens_per_second(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
