@@ -2,7 +2,7 @@
 # The whole project once, small: text, shards, training, evaluation, a sample. Called by `make demo`.
 set -eu
 run=runs/demo
-longhaul prepare text data/stdlib
+longhaul prepare text stdlib data/stdlib
 longhaul train run/demo.yaml
 longhaul evaluate "$run" --tasks positions,bigram
 echo

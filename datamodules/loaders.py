@@ -84,9 +84,9 @@ class HeldOut:
 
 
 def _check_same_tokenizer(train: Manifest, validation: Manifest) -> None:
-    for name in ("tokenizer_sha256", "vocab_size", "bos_id"):
-        ours, theirs = getattr(train, name), getattr(validation, name)
-        if ours != theirs:
+    for key in ("tokenizer_sha256", "vocab_size", "bos_id"):
+        if getattr(train, key) != getattr(validation, key):
+            (name, theirs), (_, ours) = validation.shown(key), train.shown(key)
             raise ValueError(
                 f"data.validation_manifest: {name} is {theirs} in {validation.location}, "
                 f"wanted {ours} as in {train.location}"

@@ -15,6 +15,7 @@ from longhaul.datamodules.untrusted import (
     PlainName,
     Positive,
     Sha256,
+    one_line,
     parse_json,
     read_regular,
 )
@@ -26,6 +27,7 @@ FORMAT_VERSION = 1
 _MOST_BYTES = 64 << 20
 # Indices of tokens are int64.
 _MOST_TOKENS = 1 << 62
+_SHOWN_DIGITS = 12
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -66,6 +68,8 @@ class Manifest:
     """`uint16` or `uint32`: the type in which tokens are stored."""
     dropped_tokens: Count = 0
     """Tokens at the end of the source that did not fill a document."""
+    empty_texts: Count = 0
+    """Texts of the source without a token, which were skipped."""
     source: dict[str, Any] = field(default_factory=dict)
     """The source and the options of the preparation; it only resumes with equal ones."""
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1), FailFast()]
@@ -95,6 +99,14 @@ class Manifest:
     def num_tokens(self) -> int:
         """Tokens in all shards."""
         return self.num_documents * self.document_tokens
+
+    def shown(self, key: str) -> tuple[str, object]:
+        """Name and value of a field for a message; a tokenizer's hash has the tokenizer's name."""
+        if key != "tokenizer_sha256":
+            return key, getattr(self, key)
+        # With the beginning of the hash, since many files have one name.
+        digits = one_line(self.tokenizer_sha256[:_SHOWN_DIGITS])
+        return "tokenizer", f"{self.tokenizer} (sha256 {digits}...)"
 
     @property
     def shards_sha256(self) -> str:

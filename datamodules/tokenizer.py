@@ -5,7 +5,9 @@ import hashlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from longhaul.datamodules.decoding import (
     UnescapingDecoder,
 )
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.untrusted import one_line, read_regular
+from longhaul.datamodules.native import foreign_content, without_panic_messages
+from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")
 END_OF_TEXT = "<|endoftext|>"
 _MOST_BYTES = 256 << 20  # of a tokenizer.json
+_MOST_SETTINGS_BYTES = 16 << 20  # of a tokenizer_config.json
 # Names of the end-of-text and the bos token in published tokenizer.json files, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
@@ -52,9 +56,18 @@ class Tokenizer(ABC):
     eot_id: int
     """The id that ends a text."""
 
-    @abstractmethod
     def encode(self, text: str) -> Ids:
-        """The ids of a text, without bos or end-of-text; special tokens in it are plain text."""
+        """The ids of a text, without bos or end-of-text; special tokens in it are plain text.
+
+        Raises:
+            ValueError: the text has a surrogate without its pair, which is no character.
+        """
+        check_characters(text, "text")
+        return self._encode(text)
+
+    @abstractmethod
+    def _encode(self, text: str) -> Ids:
+        """As above, of a text whose characters are whole."""
 
     @abstractmethod
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
@@ -66,8 +79,36 @@ class Tokenizer(ABC):
         return "".join([*(decoder.push(int(token)) for token in ids), decoder.flush()])
 
 
-def build_tokenizer(name_or_path: str) -> Tokenizer:
-    """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a tokenizer.json at a path."""
+def check_characters(text: str, where: str) -> None:
+    """Raise ValueError at a surrogate without its pair, which no encoding of Unicode can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{where}: found {text[error.start]!a}, half of a surrogate pair, as character "
+            f"{error.start + 1:,}, wanted whole characters"
+        ) from None
+
+
+def build_tokenizer(
+    name_or_path: str, *, bos: str | int | None = None, eos: str | int | None = None
+) -> Tokenizer:
+    """The tokenizer `bytes`, `gpt2` or `longcrawl64`, or that of a tokenizer.json at a path.
+
+    Args:
+        name_or_path: one of those.
+        bos: token of a tokenizer.json, or its id, that stands in front of a sequence. None:
+            `bos_token` of the tokenizer_config.json beside it, or one with a usual name, or `eos`.
+        eos: token, or its id, that ends a text. None: `eos_token` there, or one with a usual name.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has no such tokens.
+    """
+    if name_or_path in BUILT_IN and (bos, eos) != (None, None):
+        raise ValueError(
+            f"tokenizer {name_or_path}: found --bos or --eos, wanted them only with the path of a "
+            "tokenizer.json"
+        )
     if name_or_path == "bytes":
         return BytesTokenizer()
     if name_or_path == "gpt2":
@@ -81,7 +122,29 @@ def build_tokenizer(name_or_path: str) -> Tokenizer:
             f"tokenizer: found {name_or_path!r}, wanted {', '.join(BUILT_IN)}, "
             "or the path of a tokenizer.json"
         )
-    return FileTokenizer(read_regular(path, _MOST_BYTES), str(path))
+    settings = path.with_name("tokenizer_config.json")
+    if settings.is_file():
+        found = parse_json(_Settings, read_regular(settings, _MOST_SETTINGS_BYTES), settings)
+        bos = _content_of(found.bos_token) if bos is None else bos
+        eos = _content_of(found.eos_token) if eos is None else eos
+    return FileTokenizer(read_regular(path, _MOST_BYTES), str(path), bos=bos, eos=eos)
+
+
+@dataclass(frozen=True)
+class _Token:
+    content: str
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is read of a tokenizer_config.json."""
+
+    bos_token: str | _Token | None = None
+    eos_token: str | _Token | None = None
+
+
+def _content_of(token: str | _Token | None) -> str | None:
+    return token.content if isinstance(token, _Token) else token
 
 
 def tokenizer_of(manifest: Manifest) -> Tokenizer:
@@ -94,7 +157,7 @@ def tokenizer_of(manifest: Manifest) -> Tokenizer:
             content = read_remote(url, _MOST_BYTES)
         else:
             content = read_regular(local_path(url), _MOST_BYTES)
-        tokenizer = FileTokenizer(content, url)
+        tokenizer = FileTokenizer(content, url, bos=manifest.bos_id, eos=manifest.eot_id)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise ValueError(
             f"{manifest.location}: tokenizer_sha256 is {manifest.tokenizer_sha256}, "
@@ -118,9 +181,8 @@ class BytesTokenizer(Tokenizer):
     vocab_size = 257
     bos_id = eot_id = 256
 
-    def encode(self, text: str) -> Ids:
-        content = text.encode("utf-8", errors="replace")
-        return np.frombuffer(content, np.uint8).astype(np.int64)
+    def _encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
 
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
         return BytesDecoder(self._bytes_of)
@@ -141,8 +203,10 @@ class Gpt2Tokenizer(Tokenizer):
     def __init__(self) -> None:
         self._encoding, self.sha256 = _gpt2_encoding()
 
-    def encode(self, text: str) -> Ids:
-        return np.array(self._encoding.encode_ordinary(text), np.int64)
+    def _encode(self, text: str) -> Ids:
+        with foreign_content("tokenizer gpt2", "cannot encode text"), without_panic_messages():
+            ids = self._encoding.encode_ordinary(text)
+        return np.array(ids, np.int64)
 
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
         return BytesDecoder(self._bytes_of)
@@ -164,8 +228,8 @@ class LongCrawl64Tokenizer(Gpt2Tokenizer):
         super().__init__()
         self.sha256 = hashlib.sha256(f"{self.sha256} of JSON-escaped text".encode()).hexdigest()
 
-    def encode(self, text: str) -> Ids:
-        return super().encode(json.dumps(text)[1:-1])
+    def _encode(self, text: str) -> Ids:
+        return super()._encode(json.dumps(text)[1:-1])
 
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
         return UnescapingDecoder(super().stream_decoder(after))
@@ -177,47 +241,123 @@ class FileTokenizer(Tokenizer):
     Args:
         content: the bytes of the file.
         where: path or URL of the file, for error messages.
+        bos: the token, or its id, in front of a sequence. None: one with a usual name, or `eos`.
+        eos: the token, or its id, that ends a text. None: one with a usual name.
+
+    Raises:
+        ValueError: the file is no tokenizer, or has no such token.
     """
 
     name = "tokenizer.json"
 
-    def __init__(self, content: bytes, where: str) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        where: str,
+        *,
+        bos: str | int | None = None,
+        eos: str | int | None = None,
+    ) -> None:
         # Imported here, because it is slow and only this tokenizer needs it.
         import tokenizers
 
         self.content = content
         self._where = where
         self.sha256 = hashlib.sha256(content).hexdigest()
-        try:
+        with self._calling("not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more precise
-            raise ValueError(f"{where}: not a tokenizer.json, {one_line(error)}") from None
-        # A file may configure truncation or padding to the context of a model.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            # A file may configure truncation or padding to the context of a model.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        eot = next((vocabulary[name] for name in _EOT_NAMES if name in vocabulary), None)
-        if eot is None:
+        end = self._find("eos", eos, _EOT_NAMES, vocabulary)
+        if end is None:
             raise ValueError(
-                f"{where}: no end-of-text token, wanted one of {', '.join(_EOT_NAMES)}"
+                f"{where}: no end-of-text token, wanted one of {', '.join(_EOT_NAMES)}, or "
+                "`eos_token` in a tokenizer_config.json beside it, or --eos TOKEN"
             )
-        self.eot_id = eot
-        self.bos_id = next((vocabulary[name] for name in _BOS_NAMES if name in vocabulary), eot)
+        begin = self._find("bos", bos, _BOS_NAMES, vocabulary) or end
+        (self._eot, self.eot_id), (bos_token, self.bos_id) = end, begin
+        with self._calling("not a tokenizer.json"):
+            # A text that spells a special token does not mean it: it could forge the end of a text.
+            special = [tokenizers.AddedToken(t, special=True) for t in {self._eot, bos_token}]
+            self._tokenizer.add_special_tokens(special)
+            self._tokenizer.encode_special_tokens = True
 
-    def encode(self, text: str) -> Ids:
-        try:
-            encoded = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # as above: a vocabulary may lack what its model refers to
-            raise ValueError(f"{self._where}: cannot encode text, {one_line(error)}") from None
-        return np.array(encoded.ids, np.int64)
+    def _encode(self, text: str) -> Ids:
+        with self._calling("cannot encode text"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self.eot_id in ids:
+            ids = self._encode_without_end(text)
+        return np.array(ids, np.int64)
+
+    def _encode_without_end(self, text: str) -> list[int]:
+        """The ids of a text in which the model itself, and no added token, finds the end."""
+        ids: list[int] = []
+        first, *others = text.split(self._eot)
+        parts = [
+            first,
+            *(part for other in others for part in (self._eot[:1], self._eot[1:], other)),
+        ]
+        with self._calling("cannot encode text"):
+            for part in parts:
+                ids += self._tokenizer.encode(part, add_special_tokens=False).ids
+        if self.eot_id in ids:
+            raise ValueError(
+                f"{self._where}: found its end-of-text token, {shown(self._eot)}, among the ids of "
+                "a text, wanted a token that no text has (--eos TOKEN)"
+            )
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with self._calling("cannot decode ids"):
+            text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
-        return FileDecoder(self._tokenizer, after)
+        with self._calling("cannot decode ids"):
+            return _CheckedDecoder(FileDecoder(self._tokenizer, after), self._calling)
+
+    @contextmanager
+    def _calling(self, what: str) -> Iterator[None]:
+        """Calls of the library in the body that fail, in whatever way, raise ValueError."""
+        with foreign_content(self._where, what), without_panic_messages():
+            yield
+
+    def _find(
+        self, role: str, given: str | int | None, names: tuple[str, ...], vocabulary: dict[str, int]
+    ) -> tuple[str, int] | None:
+        """The token that was given, or else has one of these names, and its id."""
+        if given is None:
+            return next(((name, vocabulary[name]) for name in names if name in vocabulary), None)
+        if isinstance(given, str) and given in vocabulary:
+            return given, vocabulary[given]
+        by_id = {number: token for token, number in vocabulary.items()}
+        if isinstance(given, int) and given in by_id:
+            return by_id[given], given
+        raise ValueError(
+            f"{self._where}: {role} is {shown(given)}, which is no token of it (--{role} TOKEN "
+            "gives another)"
+        )
+
+
+class _CheckedDecoder:
+    """Decodes with another decoder, whose failures, of whatever kind, become ValueError."""
+
+    def __init__(
+        self, inner: StreamDecoder, calling: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._inner = inner
+        self._calling = calling
+
+    def push(self, token: int) -> str:
+        with self._calling("cannot decode ids"):
+            return self._inner.push(token)
+
+    def flush(self) -> str:
+        with self._calling("cannot decode ids"):
+            return self._inner.flush()
 
 
 def gpt2_files() -> dict[str, Path]:

@@ -61,15 +61,30 @@ def fetch(url: str, cache_dir: Path, *, is_intact: Callable[[Path], bool]) -> Pa
     """Path of a local copy of `url` that satisfies `is_intact`, fetched once per cache folder.
 
     The name contains a hash of the whole URL, so that shards of the same name from two sources do
-    not collide. Processes on one machine take turns, and a copy gets its name when it is complete.
+    not collide. Processes take turns to download, and a copy gets its name when it is complete.
     """
     name = re.sub(r"[^A-Za-z0-9._-]", "_", url.rsplit("/", 1)[-1])[-80:]
     path = cache_dir / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}-{name}"
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(f"{path.name}.lock")):
-        if not (path.exists() and is_intact(path)):
-            _retrying(url, lambda: _download(url, path, is_intact))
-    return path
+    while True:
+        before = _identity(path)
+        # Without the lock, since it reads the whole file, which all processes may do at a time.
+        if before is not None and is_intact(path):
+            return path
+        with _locked(path.with_name(f"{path.name}.lock")):
+            # Otherwise another process has fetched it in the meantime.
+            if _identity(path) == before:
+                _retrying(url, lambda: _download(url, path, is_intact))
+                return path
+
+
+def _identity(path: Path) -> tuple[int, int, int] | None:
+    """What changes when another file takes the place of this one; None without a file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _download(url: str, path: Path, is_intact: Callable[[Path], bool]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import io
 import logging
 import os
 import sys
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(name in os.environ for name in _ALLOCATOR):
         # Pieces of memory that can grow leave no gaps that are too small for the next tensor.
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What the terminal's encoding lacks is shown as \\u00e9: no text may end a command.
+            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             status = _status(list(sys.argv[1:] if argv is None else argv))

@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.untrusted import one_line
 
 Codec: TypeAlias = Literal["blosc", "gzip", "lz4", "zlib", "zstd"]
@@ -59,10 +60,8 @@ def _decoded_by_numcodecs(codec: str, content: bytes, size: int) -> bytes:
     decode = numcodecs.get_codec({"id": codec}).decode
     # Without `out`, numcodecs allocates whatever the header announces.
     out = np.empty(size, np.uint8)
-    try:
+    with foreign_content(codec, "cannot be decoded"):
         decode(content, out=out)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(one_line(error)) from None
     # Fewer bytes fill the beginning of `out` without a word.
     if _holds_fewer(codec, decode, content, size):
         raise ValueError(f"found fewer than {size} bytes when decoded, wanted {size}")
@@ -75,7 +74,8 @@ def _holds_fewer(codec: str, decode: Callable[..., object], content: bytes, size
         return int.from_bytes(content[_ANNOUNCED[codec]], "little") < size
     # A zstd frame may not say its size, but fewer bytes would fit into a shorter buffer too.
     try:
-        decode(content, out=np.empty(size - 1, np.uint8))
-    except (RuntimeError, ValueError):
+        with foreign_content(codec, "cannot be decoded"):
+            decode(content, out=np.empty(size - 1, np.uint8))
+    except ValueError:
         return False
     return True

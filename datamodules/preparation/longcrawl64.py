@@ -234,7 +234,8 @@ def prepare_longcrawl64(
         dtype="uint16",
         source={
             "kind": "longcrawl64",
-            "store": store.path.resolve().name,
+            # As UTF-8, in which not every name can be written, the manifest is read again.
+            "store": os.fsencode(store.path.resolve().name).decode(errors="replace"),
             "shape": [store.rows, store.columns],
             "rows": [list(pair) for pair in ranges],
             "docs_per_shard": docs_per_shard,
@@ -254,7 +255,8 @@ def prepare_longcrawl64(
 class _Rows:
     """The rows of a store as documents. A cursor is [number of documents before]."""
 
-    dropped_tokens = 0
+    version = 1
+    dropped_tokens = empty_texts = 0
 
     def __init__(self, store: ZarrStore, ranges: list[RowRange]) -> None:
         self._store = store

@@ -27,6 +27,8 @@ class _Job:
     """The first line of `.progress.jsonl`."""
 
     source: dict[str, Any]
+    version: int = 1
+    """Of the class of the source."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,12 @@ class TooShortError(ValueError):
 class DocumentSource(Protocol):
     """Documents in a fixed order, from any cursor on."""
 
+    version: int
+    """It changes when equal options give other documents than before."""
     dropped_tokens: int
     """Tokens at the end that did not fill a document; known once `documents` is exhausted."""
+    empty_texts: int
+    """Texts without a token, which are skipped; known likewise."""
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         """Documents after `cursor` (None: from the start), each with the cursor after it."""
@@ -89,7 +95,7 @@ def prepare_shards(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
         _lock(file, folder)
-        shards, cursor = _read_progress(file, folder, template)
+        shards, cursor = _read_progress(file, folder, template, source.version)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
         documents = source.documents(cursor)
@@ -120,7 +126,10 @@ def prepare_shards(
                 source.dropped_tokens,
             )
         manifest = dataclasses.replace(
-            template, shards=tuple(shards), dropped_tokens=source.dropped_tokens
+            template,
+            shards=tuple(shards),
+            dropped_tokens=source.dropped_tokens,
+            empty_texts=source.empty_texts,
         )
         for name, content in (extra_files or {}).items():
             (folder / name).write_bytes(content)
@@ -185,7 +194,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
 
 
 def _read_progress(
-    file: IO[bytes], folder: Path, template: Manifest
+    file: IO[bytes], folder: Path, template: Manifest, version: int
 ) -> tuple[list[ShardEntry], Cursor | None]:
     """The finished shards, and the cursor after them. Records after those are removed."""
     file.seek(0)
@@ -193,10 +202,16 @@ def _read_progress(
     # As long as no shard is finished, another source may replace this one.
     if len(lines) < 2 or not lines[0].endswith(b"\n"):
         file.truncate(0)
-        _append(file, {"source": template.source})
+        _append(file, {"source": template.source, "version": version})
         return [], None
     where = folder / PROGRESS_NAME
-    _check_same_job(folder, parse_json(_Job, lines[0], f"{where}:1").source, template.source)
+    job = parse_json(_Job, lines[0], f"{where}:1")
+    _check_same_job(folder, job.source, template.source)
+    if job.version != version:
+        raise ValueError(
+            f"{folder}: another version of longhaul has begun this preparation, whose texts and "
+            "split this one would not continue; wanted another folder, or this one empty"
+        )
     shards: list[ShardEntry] = []
     cursor = None
     kept = len(lines[0])

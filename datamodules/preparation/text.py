@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation.corpus import Corpus, Text, in_validation
+from longhaul.datamodules.preparation.corpus import Corpus, files_in_validation, in_validation
+from longhaul.datamodules.preparation.formats import Text
 from longhaul.datamodules.preparation.resumable import (
     Cursor,
     Progress,
@@ -38,10 +39,11 @@ def prepare_text(
     """Write shards of a corpus into `destination`.
 
     With a validation fraction, they go into its subfolders `train` and `validation`. The hash of
-    its name decides to which of them a text belongs, so adding texts does not change the split of
-    the others. Of fewer than FEW_FILES plain files, the end of each one is for validation instead:
-    whole files might leave nothing for a part. The tokens after the last whole document are
-    dropped, since padding would repeat text; the manifest counts them.
+    its name decides to which of them a record belongs, so adding records does not change the split
+    of the others. Plain files are taken in the order of such hashes until they have the fraction of
+    all bytes. Of fewer than FEW_FILES plain files, the end of each one is for validation instead:
+    whole files might leave nothing for a part. Texts without a token are skipped. The tokens after
+    the last whole document are dropped, since padding would repeat text. The manifest counts both.
 
     Returns:
         The manifest, or those of `train` and `validation`.
@@ -120,7 +122,7 @@ def prepare_text(
 
 def cuts_files(corpus: Corpus, validation_fraction: float) -> bool:
     """Whether the end of each plain file is for validation, rather than whole files."""
-    return validation_fraction > 0 and 0 < corpus.plain_files < FEW_FILES
+    return validation_fraction > 0 and 0 < len(corpus.plain_files) < FEW_FILES
 
 
 def _report(progress: Progress, before: int, tokens: int) -> None:
@@ -131,11 +133,15 @@ def _texts_of(
     corpus: Corpus, is_validation: bool, fraction: float, cuts: bool
 ) -> Callable[[], Iterator[Text]]:
     """A function that gives the texts of one split."""
+    chosen = frozenset() if cuts or not fraction else files_in_validation(corpus, fraction)
 
     def texts() -> Iterator[Text]:
         for text in corpus.texts():
-            if cuts and text.is_file:
+            if text.is_file and cuts:
                 yield Text(text.name, partial(_part_of, text, is_validation, fraction))
+            elif text.is_file:
+                if (text.name in chosen) == is_validation:
+                    yield text
             elif in_validation(text.name, fraction) == is_validation:
                 yield text
 
@@ -158,8 +164,10 @@ def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
 class _PackedTexts:
     """Texts as documents.
 
-    A cursor is [number of texts before, tokens already used of the next text].
+    A cursor is [number of texts before, tokens already used of the next text, empty texts so far].
     """
+
+    version = 2
 
     def __init__(
         self,
@@ -173,9 +181,10 @@ class _PackedTexts:
         self._size = document_tokens
         self._dtype = np.dtype(dtype)
         self.dropped_tokens = 0
+        self.empty_texts = 0
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
-        first_text, used_before = cursor or [0, 0]
+        first_text, used_before, self.empty_texts = cursor or [0, 0, 0]
         pending: list[Tokens] = []
         waiting = 0
         for number, text in enumerate(self._texts()):
@@ -192,12 +201,22 @@ class _PackedTexts:
                 # Fewer tokens than one document were waiting, so every document ends in this text.
                 joined = np.concatenate(pending)
                 for end in range(self._size, waiting + 1, self._size):
-                    yield joined[end - self._size : end], [number, used - (waiting - end)]
+                    here = [number, used - (waiting - end), self.empty_texts]
+                    yield joined[end - self._size : end], here
                 waiting %= self._size
                 pending = [joined[joined.size - waiting :]]
         self.dropped_tokens = waiting
 
     def _tokens_of(self, text: Text) -> Iterator[Tokens]:
+        is_empty = True
         for piece in text.pieces():
-            yield self._tokenizer.encode(piece).astype(self._dtype)
-        yield np.array([self._tokenizer.eot_id], self._dtype)
+            try:
+                tokens = self._tokenizer.encode(piece).astype(self._dtype)
+            except ValueError as error:
+                raise ValueError(f"{text.name}: {error}") from None
+            is_empty = is_empty and not tokens.size
+            yield tokens
+        if is_empty:
+            self.empty_texts += 1
+        else:
+            yield np.array([self._tokenizer.eot_id], self._dtype)

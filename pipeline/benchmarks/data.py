@@ -38,7 +38,8 @@ def run() -> None:
 
 
 class _RandomDocuments:
-    dropped_tokens = 0
+    version = 1
+    dropped_tokens = empty_texts = 0
 
     def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         generator = np.random.default_rng(0)

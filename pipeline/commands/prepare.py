@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from longhaul.datamodules.preparation.corpus import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
 from longhaul.datamodules.tokenizer import BUILT_IN
 
@@ -19,15 +20,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = corpora.add_parser(
         "text",
-        help="files or folders of text, .jsonl, .jsonl.gz or .parquet; by default Python's own "
-        "sources",
+        help="files or folders of text, JSON lines or .parquet; `stdlib` is Python's own sources",
     )
-    text.add_argument("paths", metavar="[SRC ...] DST", nargs="+")
+    # One more positional for DST would not tell what is missing where one path is given.
+    text.add_argument(
+        "paths",
+        metavar="SRC ... DST",
+        nargs="+",
+        help="files or folders of text, or `stdlib` for Python's standard library; then the folder "
+        "to write",
+    )
     text.add_argument(
         "--tokenizer",
         default="bytes",
         help=f"{', '.join(BUILT_IN)}, or the path of a tokenizer.json (bytes)",
     )
+    for role, what in (("bos", "stands in front of a sequence"), ("eos", "ends a text")):
+        text.add_argument(
+            f"--{role}",
+            metavar="TOKEN",
+            help=f"the token of a tokenizer.json that {what}; by default {role}_token of the "
+            "tokenizer_config.json beside it, or a usual name",
+        )
     text.add_argument(
         "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per document (65536)"
     )
@@ -55,6 +69,11 @@ def main(args: argparse.Namespace) -> int:
         )
         return 0
     *sources, destination = args.paths
+    if not sources:
+        raise ValueError(
+            f"found one path, {destination!r}, wanted sources and then the folder to write, such "
+            f"as `longhaul prepare text {STANDARD_LIBRARY} {destination}` for Python's own sources"
+        )
     prepare_from_text(
         sources,
         Path(destination),
@@ -62,5 +81,7 @@ def main(args: argparse.Namespace) -> int:
         document_tokens=args.doc_tokens,
         docs_per_shard=args.docs_per_shard,
         validation_fraction=args.validation_fraction,
+        bos=args.bos,
+        eos=args.eos,
     )
     return 0

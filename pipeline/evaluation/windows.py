@@ -14,10 +14,13 @@ from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
+from longhaul.datamodules.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+_MOST_TEXT_BYTES = 1 << 30
 
 
 def with_context(config: RunConfig, context: int) -> RunConfig:
@@ -157,7 +160,8 @@ def _read_texts(trained: TrainedModel, options: Options, least: int) -> list[Int
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # As texts are prepared: without a byte order mark, and with their own line ends.
+        return read_regular(path, _MOST_TEXT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text: found {path}, wanted text in UTF-8: {error.reason}") from None
 

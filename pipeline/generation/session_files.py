@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.utils import _pytree as pytree
 
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.kernels import PowerState
 from longhaul.modules.language_model import LanguageModel
@@ -75,8 +75,9 @@ def load_session(path: Path, model: LanguageModel, model_origin: str) -> Session
         if _KEY not in header.metadata:
             raise ValueError("found other tensors")
         described = parse_json(_Description, header.metadata[_KEY], _KEY)
-        tensors = load_file(path)
-    except (OSError, ValueError, SafetensorError) as error:
+        with foreign_content(path, "not readable as safetensors"):
+            tensors = load_file(path)
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"--state: found {path}, wanted a saved state: {one_line(error)}"
         ) from None

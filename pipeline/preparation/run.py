@@ -10,6 +10,9 @@ from longhaul.datamodules.preparation.text import cuts_files, prepare_text
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
 
+# A share that differs from the one asked for by less than this part of it needs no explanation.
+_CLOSE = 0.1
+
 
 def prepare_from_longcrawl64(
     source: Path, destination: Path, *, rows: str | None, docs_per_shard: int
@@ -41,20 +44,22 @@ def prepare_from_text(
     document_tokens: int,
     docs_per_shard: int,
     validation_fraction: float,
+    bos: str | None,
+    eos: str | None,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
     Args:
-        sources: files and folders of text; none means the sources of Python's standard library.
+        sources: files and folders of text, or STANDARD_LIBRARY.
         destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
         tokenizer: its name, or the path of a tokenizer.json.
         document_tokens: tokens per document.
         docs_per_shard: documents per shard.
         validation_fraction: share of the text that becomes validation data.
+        bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
     """
-    built, corpus = build_tokenizer(tokenizer), open_corpus(sources)
-    if not sources:
-        print(f"no source is named: {corpus.description}, {len(corpus.files):,} files", flush=True)
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos)
+    corpus = open_corpus(sources, destination)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None) as progress:
@@ -70,13 +75,28 @@ def prepare_from_text(
     _print_summary(manifests, there)
     if validation_fraction:
         train, validation = (manifest.num_tokens for manifest in manifests)
+        share = validation / (train + validation)
         what = "the end of each file" if cuts_files(corpus, validation_fraction) else "whole texts"
         print(
-            f"validation: {validation / (train + validation):.2g} of the tokens, {what} "
+            f"validation: {share:.2g} of the tokens, {what} "
             f"(--validation-fraction {validation_fraction:g})"
         )
+        if abs(share - validation_fraction) > _CLOSE * validation_fraction:
+            print(f"that is not {validation_fraction:g}: {_why(manifests[1], what)}")
     else:
         print("no validation part, as --validation-fraction is 0")
+
+
+def _why(validation: Manifest, what: str) -> str:
+    """Why the validation part has another share of the tokens than was asked for."""
+    if validation.dropped_tokens > _CLOSE * validation.num_tokens:
+        return (
+            f"it drops {validation.dropped_tokens:,} tokens that fill no document; smaller "
+            "--doc-tokens drop fewer"
+        )
+    if what == "whole texts":
+        return "texts differ in length, and are not divided"
+    return "tokens differ in length, and each text ends with one more"
 
 
 def _prepared(folders: Sequence[Path]) -> list[str]:
@@ -90,7 +110,8 @@ def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
     for manifest in manifests:
         before = "was there already, " if manifest.location in there else ""
         dropped = f", {manifest.dropped_tokens:,} dropped" if manifest.dropped_tokens else ""
+        empty = f", {manifest.empty_texts:,} empty texts skipped" if manifest.empty_texts else ""
         print(
             f"{manifest.location}: {before}{manifest.num_tokens:,} tokens{dropped}, "
-            f"{manifest.num_documents:,} documents, {len(manifest.shards):,} shards"
+            f"{manifest.num_documents:,} documents, {len(manifest.shards):,} shards{empty}"
         )

@@ -145,9 +145,9 @@ def recorded_manifest(folder: RunFolder, key: str) -> Manifest | None:
 def _difference(found: Manifest, recorded: Manifest) -> str:
     """What was found and what was wanted; empty if both describe the same data."""
     as_before = f"as in {recorded.location}"
-    for name in _SAME:
-        now, before = getattr(found, name), getattr(recorded, name)
-        if now != before:
+    for key in _SAME:
+        if getattr(found, key) != getattr(recorded, key):
+            (name, now), (_, before) = found.shown(key), recorded.shown(key)
             return f"found {name} {now} in {found.location}, wanted {before} {as_before}"
     if found.shards_sha256 != recorded.shards_sha256:
         return f"found other shards in {found.location}, wanted the same ones {as_before}"

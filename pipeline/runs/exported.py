@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from longhaul.configs.loader import to_dict
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
 from longhaul.datamodules.untrusted import Count, PlainName, one_line, parse_json, read_regular
 from longhaul.modules.language_model import LanguageModelConfig
@@ -43,6 +43,14 @@ class _ExportedConfig:
 @dataclass(frozen=True)
 class _TokenizerSettings:
     tokenizer_class: str
+
+
+@dataclass(frozen=True)
+class _SpecialIds:
+    """The part of config.json that names the tokens around a text."""
+
+    bos_token_id: Count
+    eos_token_id: Count
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,11 @@ def exported_tokenizer(folder: Path) -> Tokenizer:
         settings = parse_json(_TokenizerSettings, read_regular(path, _MOST_BYTES), path)
         if settings.tokenizer_class == "LonghaulTokenizer":
             return LongCrawl64Tokenizer()
-        return build_tokenizer(str(folder / "tokenizer.json"))
+        config = folder / "config.json"
+        ids = parse_json(_SpecialIds, read_regular(config, _MOST_BYTES), config)
+        return build_tokenizer(
+            str(folder / "tokenizer.json"), bos=ids.bos_token_id, eos=ids.eos_token_id
+        )
     except (ValueError, OSError) as error:
         raise ValueError(f"{folder}: found no tokenizer of an export, {one_line(error)}") from error
 
@@ -116,8 +128,9 @@ def exported_weights(folder: Path) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name in sorted(names):
             read_header(folder / name)
-            weights |= load_file(folder / name)
-    except (OSError, ValueError, SafetensorError) as error:
+            with foreign_content(name, "not readable as safetensors"):
+                weights |= load_file(folder / name)
+    except (OSError, ValueError) as error:
         message = one_line(reason(error))
         raise ValueError(f"{folder}: the weights cannot be read, {message}") from error
     return weights

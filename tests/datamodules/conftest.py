@@ -21,7 +21,8 @@ def _one_thread() -> None:
 class CountingDocuments:
     """Document d holds the numbers from d * DOCUMENT_TOKENS on, so a token shows its origin."""
 
-    dropped_tokens = 0
+    version = 1
+    dropped_tokens = empty_texts = 0
 
     def __init__(self, count: int) -> None:
         self.count = count

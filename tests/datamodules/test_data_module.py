@@ -134,7 +134,9 @@ def test_validation_is_limited_to_the_samples_that_exist(make_shards) -> None:
 
 def test_manifests_of_two_tokenizers_are_refused(make_shards) -> None:
     train, other = make_shards(), make_shards(documents=3, name="other")
-    with pytest.raises(ValueError, match=r"data.validation_manifest: tokenizer_sha256 is 193 in"):
+    with pytest.raises(
+        ValueError, match=r"data.validation_manifest: tokenizer is bytes \(sha256 193"
+    ):
         module_of(train.location, validation_manifest=other.location)
 
 

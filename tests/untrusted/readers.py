@@ -1,10 +1,12 @@
 """Valid files of every format that comes from outside, and how each is read."""
 
+import bz2
 import contextlib
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -80,7 +82,8 @@ class Reader:
 class Documents:
     """Six documents of four ids."""
 
-    dropped_tokens = 0
+    version = 1
+    dropped_tokens = empty_texts = 0
 
     def documents(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
         for number in range(cursor[0] if cursor else 0, 6):
@@ -142,7 +145,7 @@ def write_progress(folder: Folder) -> None:
 
 def read_progress(folder: Folder) -> None:
     with (folder / "progress").open("r+b") as file:
-        _read_progress(file, folder, TEMPLATE)
+        _read_progress(file, folder, TEMPLATE, Documents.version)
 
 
 def write_tokenizer(folder: Folder) -> None:
@@ -193,6 +196,10 @@ def write_texts(folder: Folder) -> None:
     lines = "".join(json.dumps({"id": n, "text": f"text {n} é"}) + "\n" for n in range(20))
     (folder / "a.jsonl").write_text(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    (folder / "a.jsonl.bz2").write_bytes(bz2.compress(lines.encode()))
+    (folder / "a.txt.xz").write_bytes(lzma.compress(lines.encode()))
+    with pyarrow.CompressedOutputStream(str(folder / "a.jsonl.zst"), "zstd") as file:
+        file.write(lines.encode())
     (folder / "a.txt").write_text("some text")
     table = pyarrow.table({"id": list(range(20)), "text": [f"text {n}" for n in range(20)]})
     pyarrow.parquet.write_table(table, folder / "a.parquet")
@@ -418,6 +425,9 @@ READERS = {
         {
             "a.jsonl": mutate_lines,
             "a.jsonl.gz": mutate_gzip,
+            "a.jsonl.bz2": mutate_bytes,
+            "a.jsonl.zst": mutate_bytes,
+            "a.txt.xz": mutate_bytes,
             "a.parquet": mutate_bytes,
             "a.txt": mutate_bytes,
         },

@@ -72,6 +72,13 @@ def test_stock_webdataset_reads_the_rows_of_the_store(make_store, tmp_path: Path
     }
 
 
+def test_a_store_whose_name_is_no_text_has_a_manifest(make_store, tmp_path: Path) -> None:
+    path, _ = make_store()
+    odd = path.rename(tmp_path / "a\udcff.zarr")
+    manifest = prepare(odd, tmp_path / "out")
+    assert manifest.source["store"] == "a\N{REPLACEMENT CHARACTER}.zarr"
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [

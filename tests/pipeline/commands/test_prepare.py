@@ -129,18 +129,32 @@ def test_a_finished_preparation_is_left_as_it_is(store: Path, tmp_path: Path, ca
         command(*words)
 
 
-def test_without_a_source_the_standard_library_is_split_in_two(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_no_corpus_is_chosen_that_was_not_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(
+        ValueError, match=rf"found one path, '{out}', .* `longhaul prepare text stdlib {out}` for"
+    ):
+        command("text", out)
+    assert not out.exists()
+
+
+def test_the_standard_library_is_split_in_two(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    (tmp_path / "stdlib").mkdir()
+    monkeypatch.chdir(tmp_path)
     library = tmp_path / "lib"
     library.mkdir()
     for number in range(100):
         (library / f"module_{number}.py").write_text(f"x = {number}\n" * 20)
     (library / "notes.txt").write_text("not Python")
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(library))
-    assert command("text", tmp_path / "out", "--doc-tokens", 32) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("no source is named: the Python standard library, 100 files\n")
+    assert command("text", "stdlib", tmp_path / "out", "--doc-tokens", 32) == 0
+    assert "stdlib is read as Python's standard library, not as what has this" in caplog.text
+    assert "validation: 0.048 of the tokens, whole texts" in capsys.readouterr().out
     manifests = [
         json.loads((tmp_path / "out" / split / "manifest.json").read_text())
         for split in ("train", "validation")
@@ -151,8 +165,18 @@ def test_without_a_source_the_standard_library_is_split_in_two(
     ]
     total = sum(path.stat().st_size + 1 for path in library.glob("*.py"))
     assert sum(tokens) == total
-    assert 0.01 * total < tokens[1] < 0.12 * total
+    assert 0.045 * total < tokens[1] < 0.055 * total
     assert [manifest["tokenizer"] for manifest in manifests] == ["bytes", "bytes"]
+
+
+def test_the_folder_to_write_is_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some words\n" * 100)
+    for _ in range(2):
+        assert command("text", ".", "data/out", "--doc-tokens", 16) == 0
+    assert capsys.readouterr().out.count("was there already") == 2
 
 
 def test_progress_tells_tokens_per_second(
@@ -236,8 +260,9 @@ def test_of_records_whole_texts_are_for_validation(
     assert share != "0.05"
     assert (
         f"validation: {share} of the tokens, whole texts (--validation-fraction 0.05)\n"
-        in capsys.readouterr().out
-    )
+        "that is not 0.05: texts differ in length, and are not divided\n"
+    ) in (printed := capsys.readouterr().out)
+    assert "empty texts skipped" in printed
     assert "validation_from" not in manifest["source"]
 
 

@@ -20,6 +20,7 @@ from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
+    _read,
     read_beginnings,
     read_documents,
     read_losses,
@@ -163,3 +164,16 @@ def test_memory_is_flat_from_16_thousand_tokens_to_262_thousand(
     # Sixteen times the tokens: the text itself and two float64 sums a position, no activations.
     # One layer's activations alone, held for all tokens, would be 200 MB.
     assert grown[1 << 18] - grown[1 << 14] < 64 * 2**20
+
+
+def test_a_text_is_read_as_texts_are_prepared(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\r\ntwo\r".encode())
+    assert _read(path) == "one\r\ntwo\r"
+    path.write_bytes("\ufeffone".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"--text: found .*a.txt, wanted text in UTF-8"):
+        _read(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"a.txt: found a FIFO, wanted a regular file"):
+        _read(path)

@@ -1,0 +1,257 @@
+"""What a file of texts holds, and its texts: a plain text, JSON lines, or the rows of a table."""
+
+import codecs
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from longhaul.datamodules.native import foreign_content
+from longhaul.datamodules.preparation.compression import (
+    Compression,
+    compression_of,
+    opened,
+    reading,
+)
+from longhaul.datamodules.tokenizer import check_characters
+from longhaul.datamodules.untrusted import one_line, open_regular, shown
+
+# Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
+PIECE_CHARACTERS = 1 << 18
+READABLE = (
+    "plain text, JSON lines (.jsonl, .ndjson, .json) or .parquet; text and JSON lines may be "
+    "compressed (.gz, .bz2, .xz, .zst, .lz4)"
+)
+_HEAD_BYTES = 8192
+_PARQUET_ROWS = 64
+# A compressed line may expand to any size.
+_MOST_LINE_BYTES = 64 << 20
+_LINES = (".jsonl", ".jsonlines", ".ndjson", ".json")
+# Files that often hold texts, but whose bytes are no text.
+_UNREAD = (
+    *(".zip", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz", ".z", ".lzma", ".br", ".lzo"),
+    *(".arrow", ".feather", ".ipc", ".orc", ".avro", ".warc", ".wet", ".sqlite", ".msgpack"),
+)
+# Longer ones first: that of UTF-32 begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True)
+class Text:
+    """One text, read while iterating over its pieces."""
+
+    name: str
+    """Path of the file relative to its source, with `#` and a number in a file of records."""
+    pieces: Callable[[], Iterator[str]]
+    """The text in consecutive pieces of about `PIECE_CHARACTERS` at most."""
+    is_file: bool = False
+    """Whether it is a whole file, and not a record of one."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds."""
+
+    kind: Literal["text", "lines", "parquet", "binary"]
+    """`binary` is none of the others."""
+    compression: Compression | None
+    encoding: str = "utf-8"
+    """Of a text."""
+
+
+def content_of(path: Path) -> Content:
+    """What a file holds, by its name and first bytes.
+
+    Raises:
+        ValueError: it holds texts in a way that cannot be read, or is damaged.
+    """
+    with open_regular(path) as file:
+        head = file.read(_HEAD_BYTES)
+    name = path.name.lower()
+    packed = compression_of(name, head)
+    if packed is not None:
+        name = name.removesuffix(packed.ending)
+        with opened(path, packed) as stream, reading(path):
+            head = stream.read(_HEAD_BYTES)
+        if (again := compression_of(name, head)) is not None:
+            raise ValueError(f"{path}: found {again.name} in {packed.name}, wanted one of them")
+    if name.endswith(_UNREAD):
+        raise ValueError(
+            f"{path}: found {Path(name).suffix}, whose texts cannot be read, wanted {READABLE}"
+        )
+    if name.endswith(".parquet") or (head.startswith(b"PAR1") and b"\0" in head):
+        if packed is not None:
+            raise ValueError(f"{path}: found parquet in {packed.name}, wanted .parquet itself")
+        return Content("parquet", None)
+    encoding = next((e for mark, e in _MARKS if head.startswith(mark)), "utf-8")
+    if name.endswith(_LINES):
+        if encoding != "utf-8":
+            raise ValueError(f"{path}: found JSON lines in {encoding.upper()}, wanted UTF-8")
+        _check_lines(path, name, head)
+        return Content("lines", packed)
+    if encoding == "utf-8" and b"\0" in head:
+        return Content("binary", packed)
+    return Content("text", packed, encoding)
+
+
+def _check_lines(path: Path, name: str, head: bytes) -> None:
+    """Raise at a file called .json whose first line is not a whole object."""
+    first = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    if not name.endswith(".json") or not first:
+        return
+    line, *_ = first.splitlines()
+    if first.startswith(b"{") and (line.rstrip().endswith(b"}") or len(line) == len(first)):
+        return
+    if first.startswith(b"{"):
+        found = "an object over several lines"
+    else:
+        found = "an array" if first.startswith(b"[") else "no object"
+    raise ValueError(
+        f"{path}: found {found}, wanted an object with `text` on each line; to read the file as "
+        "plain text give it another ending"
+    )
+
+
+def texts_of(name: str, path: Path) -> Iterator[Text]:
+    """The texts of a file, whose name in the corpus is `name`."""
+    content = content_of(path)
+    if content.kind == "lines":
+        yield from _json_lines(name, path, content.compression)
+    elif content.kind == "parquet":
+        yield from _parquet_rows(name, path)
+    else:
+        yield Text(name, partial(_plain_pieces, path, content), is_file=True)
+
+
+def _plain_pieces(path: Path, content: Content) -> Iterator[str]:
+    # Other encodings than UTF-8 are guessed from two bytes, which may be those of anything.
+    errors = "replace" if content.encoding == "utf-8" else "strict"
+    with opened(path, content.compression) as stream:
+        file = io.TextIOWrapper(stream, content.encoding, errors, newline="")
+        yield from _cut_up(file, path)
+
+
+def _json_lines(name: str, path: Path, compression: Compression | None) -> Iterator[Text]:
+    with opened(path, compression) as file:
+        number = 0
+        while line := _next_line(file, path):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > _MOST_LINE_BYTES:
+                raise ValueError(
+                    f"{where}: found a line of more than {_MOST_LINE_BYTES >> 20} MiB, wanted "
+                    "shorter texts"
+                )
+            if line.strip():
+                # Read even if this line is for the other split: the first bad one is to be named.
+                text = _json_text(line, where)
+                yield Text(f"{name}#{number}", partial(_pieces_of, text, path))
+
+
+def _next_line(file: IO[bytes], path: Path) -> bytes:
+    with reading(path):
+        return file.readline(_MOST_LINE_BYTES + 1)
+
+
+def _json_text(line: bytes, where: str) -> str:
+    try:
+        # Not by a schema of pydantic's, which would not say where a surrogate is.
+        record = json.loads(line)
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read, nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON, {one_line(error)}") from None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: no `text`, wanted an object with a string of that name")
+    check_characters(text, f"{where}: `text`")
+    return text
+
+
+def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
+    # Imported here, because it is slow and only parquet files need it.
+    import pyarrow.parquet
+
+    unreadable = "not readable as parquet"
+    with foreign_content(path, unreadable):
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+        schema = file.schema_arrow
+    with file:
+        if schema.names.count("text") != 1:
+            raise ValueError(f"{path}: columns {shown(schema.names)}, wanted a `text`, once")
+        if not _is_text(schema.field("text").type):
+            kind = one_line(schema.field("text").type)
+            raise ValueError(f"{path}: column `text` is {kind}, wanted strings or bytes of UTF-8")
+        batches = file.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False)
+        number = 0
+        while True:
+            with foreign_content(path, unreadable):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for value in batch.column(0):
+                number += 1
+                with foreign_content(f"{path}: row {number}", "no text in UTF-8"):
+                    text = value.as_py()
+                    text = text.decode() if isinstance(text, bytes) else text
+                yield Text(f"{name}#{number}", partial(_pieces_of, text or "", path))
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of this type of Arrow's holds strings, or bytes, each once or repeated."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    are = (types.is_string, types.is_large_string, types.is_string_view)
+    also = (types.is_binary, types.is_large_binary, types.is_binary_view)
+    return any(is_one(kind) for is_one in (*are, *also))
+
+
+def _pieces_of(text: str, path: Path) -> Iterator[str]:
+    return _cut_up(io.StringIO(text, newline=""), path)
+
+
+def _cut_up(file: IO[str], path: Path) -> Iterator[str]:
+    """The text in pieces, cut only where no tokenizer would merge across the cut.
+
+    A byte order mark at the beginning is no part of the text. Line ends stay as they are.
+    """
+    text = ""
+    is_first = True
+    while block := _next_block(file, path):
+        text += block.removeprefix(_BYTE_ORDER_MARK) if is_first else block
+        is_first = False
+        if len(text) >= PIECE_CHARACTERS:
+            cut = _place_to_cut(text)
+            yield text[:cut]
+            text = text[cut:]
+    if text:
+        yield text
+
+
+def _next_block(file: IO[str], path: Path) -> str:
+    with reading(path):
+        return file.read(PIECE_CHARACTERS)
+
+
+def _place_to_cut(text: str) -> int:
+    """Index of the last space without other white space next to it, or the end if it is far off.
+
+    Byte-pair tokenizers split there before they merge, since a word includes the space before it.
+    """
+    at = text.rfind(" ", 0, len(text) - 1)
+    while at > len(text) // 2:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at
+        at = text.rfind(" ", 0, at)
+    return len(text)
