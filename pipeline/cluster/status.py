@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from longhaul.datamodules.untrusted import read_regular
+from longhaul.datamodules.untrusted import open_regular, read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.terminal.table import print_table
@@ -208,7 +208,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     """The last lines of a journal, with updates and a validation if they are near its end."""
     lines: list[dict[str, Any]] = []
     for size in _TAIL_BYTES if path.is_file() else ():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             begin = max(0, file.seek(0, os.SEEK_END) - size)
             file.seek(begin)
             content = file.read()
@@ -230,7 +230,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 
 def _is_locked(path: Path) -> bool:
     """Whether a process on any node holds the lock. The question itself never holds it."""
-    if not path.exists():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)

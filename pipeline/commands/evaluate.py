@@ -6,6 +6,7 @@ import sys
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS
+from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
@@ -48,6 +49,6 @@ def main(args: argparse.Namespace) -> int:
             named, names, options, data=args.data, devices=args.devices, again=args.again
         )
     except JournalBusyError as error:
-        print(f"longhaul: {error}", file=sys.stderr)
+        print(f"longhaul: {message(error)}", file=sys.stderr)
         return EXIT_BUSY
     return 0

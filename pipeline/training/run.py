@@ -65,6 +65,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
+    folder.check_no_links()
     folder.check_same_run(config)
     finished = _finished(config, folder, is_first=trainer.is_global_zero)
     if folder.config_file.exists():
