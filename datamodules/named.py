@@ -61,12 +61,12 @@ def is_named_store(uri: str, folder: Path) -> bool:
     return is_above and path.suffix in _DATABASES and not path.is_symlink()
 
 
-def remember(locations: Iterable[str | None]) -> None:
+def remember(locations: Iterable[str]) -> None:
     """Remember what the user has named. Without a folder for it, it has to be named each time."""
     places = {
         _place(location)
         for location in locations
-        if location is not None and (is_remote(location) or location.startswith(_SQLITE))
+        if is_remote(location) or location.startswith(_SQLITE)
     }
     new = sorted(places - _remembered())
     if not new:

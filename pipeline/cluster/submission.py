@@ -17,7 +17,7 @@ from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, tra
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.checks import check_run
-from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
+from longhaul.pipeline.runs.folder import RunFolder, load_run
 from longhaul.pipeline.runs.sweep import read_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
@@ -209,7 +209,6 @@ def _write_job_files(config: RunConfig, job: _Job) -> None:
     """Write the files that a job reads, and delete the marks with which an earlier job stopped."""
     folder = job.script.parent
     RunFolder(folder.parent).check_no_links("slurm", "logs", "STOPPED")
-    remember_named(config)
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "logs").mkdir(exist_ok=True)
     for note in (folder / "BAD", folder.parent / "STOPPED"):

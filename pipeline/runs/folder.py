@@ -135,7 +135,6 @@ class RunFolder:
             # Before the config, which it marks as a run's (load_run).
             write_atomically(self.environment_file, environment + "\n")
         write_atomically(self.config_file, to_yaml(movable))
-        remember_named(config)
         for mark in (self.done_file, self.path / "STOPPED"):
             mark.unlink(missing_ok=True)
 
@@ -223,10 +222,13 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
                 f"wanted those of {folder.path}"
             )
     else:
-        return _with_paths(load_run_config(path, overrides), os.path.abspath)
+        config = _with_paths(load_run_config(path, overrides), os.path.abspath)
+        _remember_named(config, None)
+        return config
     config = _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
     typed = {override.partition("=")[0] for override in overrides}
     _check_named(config, folder, typed)
+    _remember_named(config, typed)
     return config
 
 
@@ -242,23 +244,36 @@ def _check_named(config: RunConfig, folder: RunFolder, typed: Collection[str]) -
     Args:
         typed: keys whose values do not come from the run folder.
     """
-    values = flatten(to_dict(config))
-    for key in ("data.manifest", "data.validation_manifest"):
-        check_named_data(key, None if key in typed else values[key], folder)
-    if "tracking.uri" not in typed and not is_named_store(config.tracking.uri, folder.path):
-        _refuse("tracking.uri", config.tracking.uri, folder)
-    locations = (config.data.manifest, config.data.validation_manifest)
-    cache = config.data.cache_dir
-    is_read = any(map(is_remote, filter(None, locations)))
-    if cache and is_read and "data.cache_dir" not in typed and not is_named(_cache(cache)):
-        _refuse("data.cache_dir", cache, folder)
-    for option in () if "slurm.extra" in typed else config.slurm.extra:
-        if not is_named(f"{_OPTION}{option}"):
-            _refuse("slurm.extra", option, folder)
+    data = config.data
+    is_cache_used = any(is_remote(one or "") for one in (data.manifest, data.validation_manifest))
+    for key, places in _places_to_name(config).items():
+        if key in typed or (key == "data.cache_dir" and not is_cache_used):
+            continue
+        for place in places:
+            is_allowed = (
+                is_named_store(place, folder.path) if key == "tracking.uri" else is_named(place)
+            )
+            if not is_allowed:
+                _refuse(key, place, folder)
 
 
-def _cache(folder: str) -> str:
-    return f"{_CACHE}{os.path.realpath(folder)}"
+def _places_to_name(config: RunConfig) -> dict[str, list[str]]:
+    """By key, what a config has that the config of someone else's run may not bring in."""
+    data = config.data
+    cache = [] if data.cache_dir is None else [f"{_CACHE}{os.path.realpath(data.cache_dir)}"]
+    return {
+        "data.manifest": [data.manifest],
+        "data.validation_manifest": [data.validation_manifest] if data.validation_manifest else [],
+        "data.cache_dir": cache,
+        "tracking.uri": [config.tracking.uri],
+        "slurm.extra": [f"{_OPTION}{option}" for option in config.slurm.extra],
+    }
+
+
+def _remember_named(config: RunConfig, typed: Collection[str] | None) -> None:
+    """Remember what the user has named; None for `typed` means that all of it was typed."""
+    places = _places_to_name(config)
+    remember(one for key, some in places.items() if typed is None or key in typed for one in some)
 
 
 def check_named_data(key: str, location: str | None, folder: RunFolder) -> None:
@@ -268,22 +283,11 @@ def check_named_data(key: str, location: str | None, folder: RunFolder) -> None:
 
 
 def _refuse(key: str, found: str, folder: RunFolder) -> None:
+    found = found.removeprefix(_CACHE).removeprefix(_OPTION)
     raise ConfigError(
         f"{key}: found {shown(found)} in the config of {folder.path}, wanted nothing but paths "
         f"there, or what you have named before; to allow it, train with {key}=... on the command "
         "line (docs/safety.md)"
-    )
-
-
-def remember_named(config: RunConfig) -> None:
-    """Remember what a config names that the config of someone else's run may not bring in."""
-    data = config.data
-    remember(
-        [
-            *(data.manifest, data.validation_manifest, config.tracking.uri),
-            *([] if data.cache_dir is None else [_cache(data.cache_dir)]),
-            *(f"{_OPTION}{option}" for option in config.slurm.extra),
-        ]
     )
 
 

@@ -27,6 +27,13 @@ def message(text: object) -> str:
     return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 3]}..."
 
 
+class PlainFormatter(logging.Formatter):
+    """Formats a record in the lines that it has, without other control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record), _KEPT)
+
+
 class MessageFormatter(logging.Formatter):
     """Formats a record as one line of bounded length, without its traceback."""
 

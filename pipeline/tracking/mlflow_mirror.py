@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import inner_path, shown
+from longhaul.datamodules.untrusted import inner_path
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.tracking.metrics_journal import position, read_lines
 from longhaul.pipeline.tracking.mlflow_limits import (
@@ -289,24 +289,29 @@ class MlflowMirror:
                 continue
             below = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
             parts = [part for part in (line["folder"] or "", below) if part not in ("", ".")]
-            self._check_destination("/".join([*parts, file.name]))
+            artifact = "/".join([*parts, file.name])
+            if not self._may_store(artifact):
+                return
             self._client.log_artifact(self.run_id, str(file), "/".join(parts) or None)
 
-    def _check_destination(self, artifact: str) -> None:
-        """Raise ValueError if a database that the user has not named stores artifacts elsewhere.
+    def _may_store(self, artifact: str) -> bool:
+        """Whether a database that the user has not named stores an artifact beside itself.
 
-        The database itself says where the artifacts of a run are, and may be someone else's.
+        The database says where the artifacts of a run are, and may be someone else's.
         """
         if not self.uri.startswith(SQLITE) or is_named(self.uri):
-            return
+            return True
         store = Path(self.uri.removeprefix(SQLITE)).parent.resolve()
         location = self._client.get_run(self.run_id).info.artifact_uri
         destination = Path(local_path(location), artifact).resolve()
-        if is_remote(location) or not destination.is_relative_to(store / "mlruns"):
-            raise ValueError(
-                f"found {shown(location)} as the place of artifacts in {self.uri}, wanted one "
-                f"below {store / 'mlruns'}"
-            )
+        if not is_remote(location) and destination.is_relative_to(store / "mlruns"):
+            return True
+        logger.warning(
+            "%s is not uploaded to %s, which you have not named before and which stores it outside "
+            "%s",
+            *(artifact, self.uri, store / "mlruns"),
+        )
+        return False
 
     def _send_checkpoint(self, line: dict[str, Any]) -> None:
         """Create a logged model with the checkpoint's path; its weights are not uploaded."""

@@ -154,3 +154,41 @@ def test_a_failure_does_not_wait_for_ranks_over_nccl(
     assert main(["nonsense"]) == 2
     assert ended == ([2] if backend == "nccl" else [])
     assert capsys.readouterr().err.startswith("longhaul: command: found 'nonsense'")
+
+
+def test_no_control_character_of_a_name_or_a_file_reaches_the_terminal(
+    tmp_path: Path, capsys: Output
+) -> None:
+    name = "\x1b[2J\x07\u202e\x9b31m"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.yaml").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 0
+    assert main(["config", str(tmp_path / f"{name}.yaml")]) == 2
+    (tmp_path / "a.yaml").write_text('"\\e[2J": 1\nmodel: {attention: {kind: "\\e[2J"}}\n')
+    assert main(["config", str(tmp_path / "a.yaml")]) == 2
+    with pytest.raises(SystemExit):
+        main(["status", f"--{name}"])
+    printed = "".join(capsys.readouterr())
+    assert r"\x1b[2J" in printed
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(printed)
+
+
+def test_a_message_has_a_bounded_length(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "x" * 100_000]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 1300
+
+
+def test_a_config_that_never_ends_or_grows_when_read_is_refused(
+    tmp_path: Path, capsys: Output
+) -> None:
+    large, bomb = tmp_path / "large.yaml", tmp_path / "bomb.yaml"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    bomb.write_text("\n".join(rows))
+    for file, found in ((large, "found more than 1,048,576 bytes"), (bomb, "100000 values")):
+        for command in ("config", "plan", "train"):
+            assert main([command, str(file)]) == 2
+            assert found in capsys.readouterr().err

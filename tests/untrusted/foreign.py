@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Sandbox:
 
     @property
     def writable(self) -> tuple[str, ...]:
-        """Where commands may write: the run, its database, what they are told, scratch."""
+        """What begins the paths that commands may write: the run, its database, scratch."""
         store = self.project / "mlflow.db"
         inside = (self.run, self.project / "mlruns", self.out, self.root / "tmp")
         folders = (
@@ -72,13 +73,23 @@ class Sandbox:
             "/proc/self",
             CACHE,
         )
-        return (*(f"{folder}/" for folder in folders), str(store), str(self.run), "/dev/null")
+        return (*(f"{folder}/" for folder in folders), str(store), "/dev/null")
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Folders that are made where they are missing."""
+        return (str(self.project), *(one.rstrip("/") for one in self.writable))
 
     def begin(self, base: Path) -> None:
         """The project anew, and nothing of the case before."""
         for folder in (self.project, self.out):
             _remove(folder)
         shutil.copytree(base, self.project, symlinks=True)
+        # The database is beside the run, and has been moved with it.
+        with sqlite3.connect(self.project / "mlflow.db") as database:
+            for table, key in (("runs", "artifact_uri"), ("experiments", "artifact_location")):
+                moved = (str(base), str(self.project))
+                database.execute(f"UPDATE {table} SET {key} = replace({key}, ?, ?)", moved)
         self.out.mkdir()
 
     def valuables(self) -> dict[str, Any]:
