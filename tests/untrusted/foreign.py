@@ -5,7 +5,7 @@ import os
 import shutil
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Sandbox:
                 # Compiled C++, which is made once.
                 "XDG_CACHE_HOME": str(CACHE),
                 "MPLCONFIGDIR": str(self.root / "plots"),
+                "MLFLOW_DISABLE_TELEMETRY": "true",
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "OMP_NUM_THREADS": "1",
                 "COLUMNS": "80",
@@ -64,7 +65,7 @@ class Sandbox:
     def writable(self) -> tuple[str, ...]:
         """What begins the paths that commands may write: the run, its database, scratch."""
         store = self.project / "mlflow.db"
-        inside = (self.run, self.project / "mlruns", self.out, self.root / "tmp")
+        inside = (self.project / "runs", self.project / "mlruns", self.out, self.root / "tmp")
         folders = (
             *inside,
             self.root / "plots",
@@ -153,45 +154,53 @@ FORMS: dict[str, Callable[[Path, Sandbox], None]] = {
 }
 
 
-def _replaced(name: str, form: str) -> Change:
+def _replaced(name: Path, form: str) -> Change:
     def change(sandbox: Sandbox) -> None:
-        path = sandbox.run / name
+        path = sandbox.project / name
         _remove(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        FORMS[form](path, sandbox)
+        if form == "link to home":
+            path.symlink_to(sandbox.home)
+        else:
+            FORMS[form](path, sandbox)
 
     return change
 
 
-# Those that are not there in a run that has ended, or are written by an evaluation.
+# Those that are not there in a run that has ended, or are written by an evaluation. What the files
+# STOP, SAVE and PROFILE do is tested with a training that goes on.
 _MORE_FILES = (
-    *("STOP", "SAVE", "PROFILE", "STOPPED", "slurm/jobs.jsonl", "slurm/config.yaml"),
+    *("STOPPED", "slurm/jobs.jsonl", "slurm/config.yaml"),
     *("logs/evaluation.jsonl", "logs/evaluation.jsonl.lock", "logs/run_key.lock"),
     *(f"evaluation/{STEP}/{name}" for name in ("positions.json", "results.json", "positions.csv")),
 )
 _FOLDERS = ("logs", "evaluation", f"evaluation/{STEP}", "checkpoints", "data", "slurm")
 
 
-def replaced_files(base_run: Path) -> Iterator[tuple[str, str, Change]]:
-    """Each file of a run in each hostile form: the file, the form, and what makes it."""
-    own = [str(path.relative_to(base_run)) for path in base_run.rglob("*") if path.is_file()]
+def files_of_run(run: Path) -> list[str]:
+    """The files of a run, and those that it may have."""
+    own = [str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()]
     # One checkpoint will do.
     own = [name for name in own if not name.startswith("checkpoints/") or STEP in name]
-    for name in sorted({*own, *_MORE_FILES}):
+    return sorted({*own, *_MORE_FILES})
+
+
+def replaced_files(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str, Change]]:
+    """Each file in each hostile form: the file, the form, and what makes it.
+
+    Args:
+        folder: below the project.
+        names: of its files.
+    """
+    for name in names:
         for form in FORMS:
-            yield name, form, _replaced(name, form)
+            yield name, form, _replaced(folder / name, form)
+
+
+def linked_folders(run: Path) -> Iterator[tuple[str, str, Change]]:
+    """Each folder of a run as a link to the user's home."""
     for name in _FOLDERS:
-        yield name, "link", _linked_folder(name)
-
-
-def _linked_folder(name: str) -> Change:
-    def change(sandbox: Sandbox) -> None:
-        path = sandbox.run / name
-        _remove(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.symlink_to(sandbox.home)
-
-    return change
+        yield name, "link", _replaced(run / name, "link to home")
 
 
 def _set(key: str, value: Any) -> Change:
