@@ -2,8 +2,8 @@
 
 Names of folders, values in files and messages of other programs may hold sequences that move the
 cursor, change what was printed before, or set the title. All output passes here: messages of the
-command line and of loggers are one line of bounded length each, and whatever else is written to a
-terminal has its control characters shown as escapes.
+command line and of loggers are one line of bounded length each, and whatever else is written has
+its control characters shown as escapes, but for generated texts that go to a file.
 """
 
 import logging
@@ -43,29 +43,30 @@ class MessageFormatter(logging.Formatter):
 
 @contextmanager
 def plain_terminal() -> Iterator[None]:
-    """Context in which stderr, and stdout where it is a terminal, show control characters only.
-
-    A file or a program that reads stdout gets the text as it is.
-    """
+    """Context in which stdout and stderr show control characters as escapes."""
     before = sys.stdout, sys.stderr
-    sys.stderr = cast(TextIO, _Plain(sys.stderr))
-    if sys.stdout.isatty():
-        sys.stdout = cast(TextIO, _Plain(sys.stdout))
+    sys.stdout, sys.stderr = (cast(TextIO, _Plain(stream)) for stream in before)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
+def exact_stdout() -> TextIO:
+    """Stdout for texts that a file or another program gets as they are, and a terminal does not."""
+    stream: Any = sys.stdout
+    return stream.stream if isinstance(stream, _Plain) and not stream.isatty() else sys.stdout
+
+
 class _Plain:
     """A stream that shows control characters as escapes."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(plain(text, _KEPT))
+        self.stream.write(plain(text, _KEPT))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)

@@ -14,6 +14,7 @@ from longhaul.configs import load_run_config
 from longhaul.configs.loader import flatten
 from longhaul.modules.attention import registered_variants
 from longhaul.pipeline.cli import COMMANDS, main
+from longhaul.pipeline.terminal.output import exact_stdout, plain_terminal
 
 Output = pytest.CaptureFixture[str]
 
@@ -192,3 +193,17 @@ def test_a_config_that_never_ends_or_grows_when_read_is_refused(
         for command in ("config", "plan", "train"):
             assert main([command, str(file)]) == 2
             assert found in capsys.readouterr().err
+
+
+def test_what_is_printed_is_plain_and_a_generated_text_is_exact_in_a_file(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal, wanted in ((True, r"a\x1b[2J"), (False, "a\x1b[2J")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda one=is_terminal: one)
+        with plain_terminal():
+            print("a\x1b[2J\x9b\r\n", end="")
+            print("b\x07", file=sys.stderr)
+            print("a\x1b[2J", file=exact_stdout())
+        out, error = capsys.readouterr()
+        assert out == f"a\\x1b[2J\\x9b\r\n{wanted}\n"
+        assert error == "b\\x07\n"

@@ -113,7 +113,7 @@ class Machine:
         text = outcome.text
         if outcome.status is None:
             yield "did not end"
-        elif outcome.status < 0 or outcome.status not in (0, 1, 2, 73, 75):
+        elif outcome.status < 0 or outcome.status not in (0, 1, 2, 69, 73, 75):
             yield f"status {outcome.status}: {text[-300:]!r}"
         if "Traceback (most recent call last)" in text:
             yield f"a traceback: {text[-1500:]}"
