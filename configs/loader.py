@@ -73,15 +73,22 @@ def load_stored_config(path: Path) -> RunConfig:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: found {shown(values)}, wanted a mapping of keys")
     try:
-        for count, (key, value) in enumerate(_leaves(values)):
-            # An alias stands for a value that is written once, but is built at each place.
-            if count > _MOST_STORED_VALUES:
-                raise ConfigError(f"found more than {_MOST_STORED_VALUES} values")
+        _check_size(values)
+        for key, value in _leaves(values):
             if isinstance(value, str) and "${" in value:
                 raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
         return _build(OmegaConf.create(values))
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
+
+
+def _check_size(values: Any) -> None:
+    """Raise ConfigError if there are too many values.
+
+    An alias stands for a value that is written once, but is built at each place.
+    """
+    if any(count > _MOST_STORED_VALUES for count, _ in enumerate(_leaves(values))):
+        raise ConfigError(f"found more than {_MOST_STORED_VALUES} values")
 
 
 def _leaves(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -182,7 +189,8 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> DictConfig:
 def _load(path: Path) -> DictConfig:
     """The mapping in a YAML file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _MOST_STORED_BYTES).decode()
+        _check_size(yaml.safe_load(text))
         raw = OmegaConf.load(io.StringIO(text))
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from error

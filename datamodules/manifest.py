@@ -19,7 +19,14 @@ from longhaul.datamodules.untrusted import (
     parse_json,
     read_regular,
 )
-from longhaul.datamodules.urls import MissingInputError, is_remote, local_path, read_remote, sibling
+from longhaul.datamodules.urls import (
+    MissingInputError,
+    inside,
+    is_remote,
+    local_path,
+    read_remote,
+    sibling,
+)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
@@ -138,13 +145,13 @@ class Manifest:
 def load_manifest(location: str | Path) -> Manifest:
     """Read the manifest at a path or URL, which may also be that of its folder.
 
-    The URL of a shard is the URL of the manifest with `manifest.json` replaced by the name of the
-    shard. So `pipe:aws s3 cp s3://bucket/train/manifest.json -` works as well as https.
+    The URL of a shard is the URL of the manifest with the name of the shard in place of
+    `manifest.json`, at the end of its path, or in a command where it ends a word. So
+    `pipe:aws s3 cp s3://bucket/train/manifest.json -` works as well as https.
     """
     location = str(location)
     if is_remote(location):
-        if MANIFEST_NAME not in location:
-            location = f"{location.rstrip('/')}/{MANIFEST_NAME}"
+        location = inside(location, MANIFEST_NAME)
         text = read_remote(location, _MOST_BYTES)
     else:
         path = local_path(location)

@@ -3,6 +3,10 @@
 A schema is a type that pydantic understands, mostly a dataclass whose fields carry their bounds.
 Values are not converted: "2" is no number, and 2.0 and true are no integers. Whatever a schema does
 not allow is a ValueError of one line: file, field, value found, value wanted.
+
+Below a folder that may be someone else's, no link is followed where something is written
+(`check_no_links`). Text of others is shown without control characters (plain_text.py), and what a
+file may say of commands, hosts and databases is in named.py.
 """
 
 import functools
@@ -15,7 +19,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from longhaul.datamodules.plain_text import plain
 
 T = TypeVar("T")
 
@@ -29,6 +35,19 @@ PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_l
 """The name of a file in the folder of the file that names it; it may go into a shell command."""
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _check_inner(path: str) -> str:
+    parts = path.split("/")
+    if not path or path.startswith("/") or ".." in parts or re.search(r"['`\"\\]", path):
+        raise ValueError(f"found {shown(path)}, wanted a path below the folder, without quotes")
+    if plain(path) != path:
+        raise ValueError(f"found {shown(path)}, wanted a path without control characters")
+    return path
+
+
+InnerPath = Annotated[str, Field(max_length=1000), AfterValidator(_check_inner)]
+"""The path of something below the folder of the file that names it; links are resolved later."""
 
 _SHOWN_CHARACTERS = 60
 _LINE_CHARACTERS = 300
@@ -82,6 +101,64 @@ def read_regular(path: Path, largest: int) -> bytes:
     return content
 
 
+def inner_path(folder: Path, path: str) -> Path:
+    """The real path of what a file of a folder names below that folder.
+
+    Raises ValueError if it lies outside after links are resolved, or is not there.
+    """
+    root, found = folder.resolve(), (folder / path).resolve()
+    if not found.is_relative_to(root) or found == root:
+        raise ValueError(f"{folder}: found {shown(path)}, wanted a path below the folder")
+    if not found.exists():
+        raise ValueError(f"{found} does not exist")
+    return found
+
+
+def check_no_links(folder: Path, *names: str) -> None:
+    """Raise ValueError at a link in a folder in which something is to be written.
+
+    A folder that someone else has made may hold a link to any file of the user's, which would be
+    appended to or emptied. The folder itself may be reached by links.
+
+    Args:
+        folder: where something is to be written; it need not exist.
+        names: of entries of it that are looked at, with all below them; none means all entries.
+    """
+    if not folder.is_dir():
+        return
+    for entry in os.scandir(folder):
+        if names and entry.name not in names:
+            continue
+        if entry.is_symlink():
+            found = shown(os.readlink(entry.path))
+            raise ValueError(f"{entry.path}: found a link to {found}, wanted no link in {folder}")
+        if entry.is_dir():
+            check_no_links(Path(entry.path))
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a regular file for writing, or create it; no link is followed.
+
+    Args:
+        flags: of `os.open`, such as os.O_RDWR | os.O_APPEND.
+
+    Raises OSError if it cannot be opened, or is something else than a regular file.
+    """
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(f"{path}: found a link, wanted a regular file") from error
+        raise
+    try:
+        _check_mode(path, os.fstat(handle).st_mode)
+    except ValueError as error:
+        os.close(handle)
+        raise OSError(str(error)) from None
+    return handle
+
+
 def parse_json(schema: type[T], content: bytes | str, where: object) -> T:
     """The value that JSON text describes; `where` names the text in the message of an error.
 
@@ -118,7 +195,7 @@ def one_line(error: object) -> str:
     text = str(error)
     if isinstance(error, OSError) and error.strerror is not None:
         text = error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
-    text = " ".join(text.split()) or type(error).__name__
+    text = plain(" ".join(text.split())) or type(error).__name__
     return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 3]}..."
 
 

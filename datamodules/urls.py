@@ -39,8 +39,42 @@ def local_path(location: str) -> Path:
 def sibling(location: str, own_name: str, name: str) -> str:
     """The location of the file `name` in the same folder as the file `own_name` at `location`."""
     if is_remote(location):
-        return location.replace(own_name, name)
+        return name.join(_around(location, own_name))
     return str(local_path(location).parent / name)
+
+
+def inside(location: str, name: str) -> str:
+    """The remote location itself if it names the file `name`, else that of the file in it.
+
+    Raises ValueError if it is a command that does not name the file.
+    """
+    if len(_around(location, name)) > 1:
+        return location
+    if location.startswith("pipe:"):
+        raise ValueError(f"{location}: found no {name} in the command, wanted one that reads it")
+    path, rest = _without_query(location)
+    return f"{path.rstrip('/')}/{name}{rest}"
+
+
+def _around(location: str, name: str) -> list[str]:
+    """The pieces of a remote location around the file's name, one piece if it is not named.
+
+    A URL names it at the end of its path, or else in its query. A command names it in its words.
+    """
+    word = re.compile(rf"(?:(?<=%2[Ff])|(?<![\w.-])){re.escape(name)}(?![\w./-])")
+    if location.startswith("pipe:"):
+        return word.split(location)
+    path, rest = _without_query(location)
+    if path.endswith(f"/{name}"):
+        return [path.removesuffix(name), rest]
+    first, *others = word.split(rest)
+    return [path + first, *others]
+
+
+def _without_query(url: str) -> tuple[str, str]:
+    """A URL without its query and fragment, and these."""
+    path = re.split("[?#]", url, maxsplit=1)[0]
+    return path, url[len(path) :]
 
 
 def read_remote(url: str, largest: int) -> bytes:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import longhaul
+from longhaul.pipeline.terminal.output import MessageFormatter, message, plain_terminal
 
 # A command's module is imported only when it runs: torch and mlflow take seconds to import, and
 # `longhaul --help` or a preparation on a login node should not wait for them.
@@ -62,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
-            status = _status(list(sys.argv[1:] if argv is None else argv))
+            with plain_terminal():
+                status = _status(list(sys.argv[1:] if argv is None else argv))
         finally:
             sys.stdout.flush()  # At the exit of Python, a failure could not be caught any more.
     except BrokenPipeError:
@@ -86,7 +88,9 @@ def _is_connected_over_nccl() -> bool:
 
 def _status(arguments: list[str]) -> int:
     """The exit status of a command, after a line that explains a failure."""
-    logging.basicConfig(format="longhaul: %(message)s", level=logging.INFO)
+    handler = logging.StreamHandler()
+    handler.setFormatter(MessageFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     try:
         return _run(arguments)
     except BrokenPipeError:
@@ -140,8 +144,7 @@ def _explained(error: OSError) -> str:
 
 
 def _fail(error: BaseException | str, status: int) -> int:
-    message = " ".join(str(error).split()) or type(error).__name__
-    print(f"longhaul: {message}", file=sys.stderr)
+    print(f"longhaul: {message(error) or type(error).__name__}", file=sys.stderr)
     return status
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Processes that tests start leave out imports that nothing uses.
 _PATHS = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
+
+# What the user names is remembered in a folder of their own, and must not be there after tests.
+_STATE = tempfile.TemporaryDirectory(prefix="longhaul-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 _FIRST = ("slurm", "pipeline")
 

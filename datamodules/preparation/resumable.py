@@ -14,7 +14,13 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
 from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
-from longhaul.datamodules.untrusted import Count, one_line, parse_json, shown
+from longhaul.datamodules.untrusted import (
+    Count,
+    check_no_links,
+    one_line,
+    parse_json,
+    shown,
+)
 
 PROGRESS_NAME = ".progress.jsonl"
 
@@ -92,6 +98,7 @@ def prepare_shards(
         progress(finished.num_tokens)
         return finished
     check_destination(folder, {PROGRESS_NAME})
+    check_no_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
         _lock(file, folder)

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from longhaul.datamodules.untrusted import read_regular
+from longhaul.datamodules.untrusted import one_line, open_regular, read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.terminal.table import print_table
@@ -99,7 +99,7 @@ def _row(
     running = [each for each in alive if jobs[each].state != "PENDING"]
     job_id = next(iter([*running, *alive, *reversed(ids)]), "-")
     try:
-        return [name, job_id, *_describe(folder, jobs.get(job_id))]
+        return [name, job_id, *map(one_line, _describe(folder, jobs.get(job_id)))]
     except _UNREADABLE as error:
         text = f"cannot be read: {type(error).__name__}"
         return [name, job_id, text, *["-"] * (len(_COLUMNS) - 3)]
@@ -127,7 +127,8 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
 
 def _experiment(folder: Path) -> str | None:
     try:
-        return str(_config(folder)["tracking"]["experiment"])
+        found = _config(folder)["tracking"]["experiment"]
+        return found if isinstance(found, str) else None
     except _UNREADABLE:
         return None
 
@@ -208,7 +209,7 @@ def _tail(path: Path) -> list[dict[str, Any]]:
     """The last lines of a journal, with updates and a validation if they are near its end."""
     lines: list[dict[str, Any]] = []
     for size in _TAIL_BYTES if path.is_file() else ():
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             begin = max(0, file.seek(0, os.SEEK_END) - size)
             file.seek(begin)
             content = file.read()
@@ -230,7 +231,7 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
 
 def _is_locked(path: Path) -> bool:
     """Whether a process on any node holds the lock. The question itself never holds it."""
-    if not path.exists():
+    if not path.is_file():
         return False
     with path.open("rb") as file:
         asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)

@@ -208,6 +208,7 @@ def _config_file(job: _Job) -> Path:
 def _write_job_files(config: RunConfig, job: _Job) -> None:
     """Write the files that a job reads, and delete the marks with which an earlier job stopped."""
     folder = job.script.parent
+    RunFolder(folder.parent).check_no_links("slurm", "logs", "STOPPED")
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "logs").mkdir(exist_ok=True)
     for note in (folder / "BAD", folder.parent / "STOPPED"):

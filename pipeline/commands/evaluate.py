@@ -9,6 +9,7 @@ from pathlib import Path
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS
+from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 logger = logging.getLogger(__name__)
@@ -66,12 +67,12 @@ def main(args: argparse.Namespace) -> int:
             )
         except (ValueError, OSError, RuntimeError) as error:
             if len(models) == 1 and isinstance(error, JournalBusyError):
-                print(f"longhaul: {error}", file=sys.stderr)
+                print(f"longhaul: {message(error)}", file=sys.stderr)
                 return EXIT_BUSY
             if len(models) == 1 or isinstance(error, BrokenPipeError):
                 raise
-            named, message = str(model.run_or_checkpoint), str(error)
-            logger.error("%s", message if message.startswith(named) else f"{named}: {message}")
+            named, told = str(model.run_or_checkpoint), str(error)
+            logger.error("%s", told if told.startswith(named) else f"{named}: {told}")
             failed.append(named)
     if failed:
         which = ", ".join(failed)

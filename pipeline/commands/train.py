@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from longhaul.pipeline.commands.arguments import add_sweep_argument
+from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
@@ -34,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         return train(config)
     except JournalBusyError as error:
-        print(f"longhaul: {error}", file=sys.stderr)
+        print(f"longhaul: {message(error)}", file=sys.stderr)
         return EXIT_BUSY
     except OutOfGpuMemory as error:
         raise with_advice(error, config) from error

@@ -1,6 +1,7 @@
 """Measures a checkpoint on held-out text, or on synthetic tasks."""
 
 import dataclasses
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,14 @@ import torch
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.named import is_named_store
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
 from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
-from longhaul.pipeline.runs.folder import stored_config
+from longhaul.pipeline.runs.folder import check_named_data, stored_config
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
     NamedModel,
@@ -23,7 +25,13 @@ from longhaul.pipeline.runs.trained_model import (
     find_checkpoint,
     load_trained_model,
 )
+from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 from longhaul.pipeline.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
+
+# What an evaluation writes into a run folder.
+_WRITTEN = ("evaluation", "logs", "mlflow_run_id")
 
 
 def check_options(names: Sequence[str], options: Options, devices: int) -> None:
@@ -66,8 +74,12 @@ def evaluate_checkpoint(
         RuntimeError: one of the other processes failed.
     """
     folder, _ = find_checkpoint(named.run_or_checkpoint)
+    folder.check_no_links(*_WRITTEN)
     config = stored_config(folder)
-    if data is not None:
+    if data is None:
+        for key in ("manifest", "validation_manifest"):
+            check_named_data(f"data.{key}", getattr(config.data, key), folder)
+    else:
         config = with_moved_data(folder, config, data)
     # Not every task reads them. They must not be other data than those of the run.
     check_same_data(folder, config.data, config.data, may_be_gone=True)
@@ -208,8 +220,15 @@ def _log(
         run_name=trained.config.name,
         is_training=False,
     )
-    if tracker is None:
+    is_sent = tracker is not None or is_named_store(tracking.uri, folder.path)
+    if tracker is None and is_sent:
         own.start()
+    elif not is_sent:
+        logger.warning(
+            "the config of %s names MLflow at %s, which you have not named before: nothing is sent "
+            "there, and the numbers are kept in %s; MLFLOW_TRACKING_URI names it",
+            *(folder.path, without_secrets(tracking.uri), folder.path / "logs/evaluation.jsonl"),
+        )
     own.log_checkpoint(trained.checkpoint, trained.step, result.values)
     for file in (summary, *result.files):
         own.log_artifact(file, f"evaluation/{label(trained, options)}")

@@ -14,6 +14,7 @@ from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.generation.options import GenerationOptions
 from longhaul.pipeline.generation.session_files import load_session, origin, save_session
 from longhaul.pipeline.runs.trained_model import TrainedModel
+from longhaul.pipeline.terminal.output import exact_stdout
 
 
 def check_state_dtype(model: LanguageModel) -> None:
@@ -103,7 +104,7 @@ class _Printer:
     def add(self, index: int, text: str) -> None:
         self._waiting[index] += text
         if index == self._turn:
-            print(self._waiting[index], end="", flush=True)
+            print(self._waiting[index], end="", flush=True, file=exact_stdout())
             self._waiting[index] = ""
 
     def end(self, index: int) -> None:

@@ -13,7 +13,7 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
 from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.folder import RunFolder, check_named_data
 from longhaul.pipeline.system.files import write_atomically
 
 # The folder in RUN/data of each key of the config that names a manifest.
@@ -43,7 +43,10 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
 def training_manifest(folder: RunFolder, config: RunConfig) -> Manifest:
     """The manifest of the data that a run was trained on, beside which its tokenizer is."""
     recorded = recorded_manifest(folder, "manifest")
-    return load_manifest(config.data.manifest) if recorded is None else recorded
+    if recorded is None:
+        check_named_data("data.manifest", config.data.manifest, folder)
+        return load_manifest(config.data.manifest)
+    return recorded
 
 
 def check_same_data(
@@ -117,6 +120,8 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
         cause = f"found no {MANIFEST_NAME} in {location}, wanted the shards of {folder.path}"
         raise ValueError(f"--data: {differences[-1] if differences else cause}")
     own = config.data
+    for key in _COPIES.keys() - moved.keys():
+        check_named_data(f"data.{key}", getattr(own, key), folder)
     data = dataclasses.replace(
         own,
         manifest=moved.get("manifest", own.manifest),

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from longhaul.configs import (
@@ -14,7 +14,8 @@ from longhaul.configs import (
     to_yaml,
 )
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.untrusted import parse_json, read_regular
+from longhaul.datamodules.named import is_named, is_named_store, remember
+from longhaul.datamodules.untrusted import check_no_links, parse_json, read_regular, shown
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.checkpoints.store import newest_step
 from longhaul.pipeline.runs.done import Finished, read_done
@@ -49,6 +50,10 @@ _PLACES = (
     "trainer.start_from",
     "tracking.uri",
 )
+
+# What begins what is neither a command nor a host, in the list of what the user has named.
+_CACHE = "cache-folder:///"
+_OPTION = "sbatch-option:///"
 
 
 class RunFolder:
@@ -133,6 +138,14 @@ class RunFolder:
         for mark in (self.done_file, self.path / "STOPPED"):
             mark.unlink(missing_ok=True)
 
+    def check_no_links(self, *names: str) -> None:
+        """Raise ValueError at a link, which nothing that is written here may follow.
+
+        Args:
+            names: of the files and folders that are looked at; none means all.
+        """
+        check_no_links(self.path, *names)
+
     def finished(self) -> Finished | None:
         """How the run finished, None if it has not."""
         return read_done(self.done_file)
@@ -196,10 +209,86 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = Path(os.path.abspath(path))
     folder = RunFolder(file.parent)
     places: list[str] = []
-    if file == folder.config_file and folder.environment_file.is_file():
+    if file == folder.config_file and _is_run(folder):
         values = flatten(to_dict(stored_config(folder)))
         places = [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
-    return _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
+    elif file.parent.name == "slurm" and file.with_name("train.sbatch").exists():
+        # Of a run that was submitted: `submit` has written it with absolute paths.
+        folder = RunFolder(file.parent.parent)
+        stored = load_stored_config(file)
+        if os.path.realpath(RunFolder.of(stored).path) != os.path.realpath(folder.path):
+            raise ConfigError(
+                f"root: found {shown(stored.root)} with the name {shown(stored.name)} in {file}, "
+                f"wanted those of {folder.path}"
+            )
+    else:
+        config = _with_paths(load_run_config(path, overrides), os.path.abspath)
+        _remember_named(config, None)
+        return config
+    config = _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
+    typed = {override.partition("=")[0] for override in overrides}
+    _check_named(config, folder, typed)
+    _remember_named(config, typed)
+    return config
+
+
+def _is_run(folder: RunFolder) -> bool:
+    """Whether a config lies in the folder of a run; other configs are the user's own words."""
+    marks = (folder.environment_file, folder.done_file, folder.log_file.with_name("metrics.jsonl"))
+    return any(map(os.path.lexists, marks)) or any(folder.checkpoints.glob("step-*"))
+
+
+def _check_named(config: RunConfig, folder: RunFolder, typed: Collection[str]) -> None:
+    """Raise ConfigError at what the config of a run folder may not say (datamodules/named.py).
+
+    Args:
+        typed: keys whose values do not come from the run folder.
+    """
+    data = config.data
+    is_cache_used = any(is_remote(one or "") for one in (data.manifest, data.validation_manifest))
+    for key, places in _places_to_name(config).items():
+        if key in typed or (key == "data.cache_dir" and not is_cache_used):
+            continue
+        for place in places:
+            is_allowed = (
+                is_named_store(place, folder.path) if key == "tracking.uri" else is_named(place)
+            )
+            if not is_allowed:
+                _refuse(key, place, folder)
+
+
+def _places_to_name(config: RunConfig) -> dict[str, list[str]]:
+    """By key, what a config has that the config of someone else's run may not bring in."""
+    data = config.data
+    cache = [] if data.cache_dir is None else [f"{_CACHE}{os.path.realpath(data.cache_dir)}"]
+    return {
+        "data.manifest": [data.manifest],
+        "data.validation_manifest": [data.validation_manifest] if data.validation_manifest else [],
+        "data.cache_dir": cache,
+        "tracking.uri": [config.tracking.uri],
+        "slurm.extra": [f"{_OPTION}{option}" for option in config.slurm.extra],
+    }
+
+
+def _remember_named(config: RunConfig, typed: Collection[str] | None) -> None:
+    """Remember what the user has named; None for `typed` means that all of it was typed."""
+    places = _places_to_name(config)
+    remember(one for key, some in places.items() if typed is None or key in typed for one in some)
+
+
+def check_named_data(key: str, location: str | None, folder: RunFolder) -> None:
+    """Raise ConfigError if the config of a run names data that need a command or another host."""
+    if location is not None and not is_named(location):
+        _refuse(key, location, folder)
+
+
+def _refuse(key: str, found: str, folder: RunFolder) -> None:
+    found = found.removeprefix(_CACHE).removeprefix(_OPTION)
+    raise ConfigError(
+        f"{key}: found {shown(found)} in the config of {folder.path}, wanted nothing but paths "
+        f"there, or what you have named before; to allow it, train with {key}=... on the command "
+        "line (docs/safety.md)"
+    )
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from longhaul.datamodules.untrusted import one_line
+from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
@@ -209,7 +210,7 @@ def _run_in_child(
     except ValueError:
         os._exit(2)
     except (OSError, RuntimeError) as error:
-        print(f"longhaul: rank {rank}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"longhaul: rank {rank}: {message(error)}", file=sys.stderr)
         os._exit(1)
 
 

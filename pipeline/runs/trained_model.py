@@ -11,6 +11,7 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError
@@ -147,7 +148,7 @@ def _load(
     model.to(device).eval()
     step = saved.state(TrainingState).progress.step
     manifest = training_manifest(folder, config)
-    checksums = (checkpoint / CHECKSUMS).read_bytes()
+    checksums = read_regular(checkpoint / CHECKSUMS, 16 << 20)
     return TrainedModel(
         model, config, folder, checkpoint, step, device, scaling, manifest, checksums, ranks
     )

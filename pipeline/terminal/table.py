@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from longhaul.datamodules.plain_text import plain
+
 
 def print_table(
     rows: Sequence[Sequence[str]], *, align: Callable[[str, int], str] = str.rjust
@@ -12,6 +14,7 @@ def print_table(
         rows: all of the same length.
         align: of all columns but the first, which is left-aligned.
     """
+    rows = [[plain(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [first.ljust(widths[0]), *map(align, others, widths[1:])]

@@ -26,7 +26,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import Count, parse_json
+from longhaul.datamodules.untrusted import (
+    Count,
+    InnerPath,
+    check_regular,
+    open_to_write,
+    parse_json,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,19 +75,29 @@ class _Texts(_Event):
 
 
 @dataclass(frozen=True)
+class _Dataset:
+    name: str
+    digest: str
+    source_type: str
+    source: str
+    profile: str
+    context: str
+
+
+@dataclass(frozen=True)
 class _Datasets(_Event):
-    datasets: list[dict[str, str]]
+    datasets: list[_Dataset]
 
 
 @dataclass(frozen=True)
 class _Artifact(_Event):
-    path: str
-    folder: str | None
+    path: InnerPath
+    folder: str | None  # checked by MLflow
 
 
 @dataclass(frozen=True)
 class _Checkpoint(_Event):
-    path: str
+    path: InnerPath
     step: Count
     values: _Values
 
@@ -119,7 +135,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock_handle = _lock_file(path.with_name(f"{path.name}.lock"))
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
             _cut_incomplete_line(self._file)
         except JournalError:
             raise
@@ -218,6 +234,7 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     left for the next call. A line in the middle that is not valid JSON was damaged by the disk: it
     is skipped with a warning, since the rest is still good.
     """
+    check_regular(path)
     with path.open("rb") as file:
         file.seek(offset)
         # Not all at once: a long run's journal has tens of megabytes, and several times that when
@@ -270,7 +287,7 @@ def _lock_file(path: Path) -> int:
     which may outlive a killed trainer by seconds. And closing another file descriptor of the
     journal does not release it. A requeued job waits for the lock, other processes do not.
     """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    handle = open_to_write(path, os.O_RDWR)
     seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
     deadline = time.monotonic() + seconds
     has_warned = False

@@ -18,11 +18,15 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 import json
 import logging
 import math
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longhaul.datamodules.named import is_named
+from longhaul.datamodules.untrusted import inner_path
+from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.tracking.metrics_journal import position, read_lines
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
@@ -33,7 +37,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     short_error,
     truncate,
 )
-from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
+from longhaul.pipeline.tracking.mlflow_run import SQLITE, check_active, open_run, stored_run_id
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -302,13 +306,40 @@ class MlflowMirror:
         self._client.log_batch(self.run_id, tags=tags)
 
     def _send_artifact(self, line: dict[str, Any]) -> None:
-        path = self.run_dir / line["path"]
-        if not path.exists():
-            logger.warning("%s no longer exists and cannot be uploaded to MLflow", path)
-        elif path.is_dir():
-            self._client.log_artifacts(self.run_id, str(path), line["folder"] or None)
-        else:
-            self._client.log_artifact(self.run_id, str(path), line["folder"] or None)
+        """Upload a file, or the files of a folder, that lie below the run folder."""
+        try:
+            path = inner_path(self.run_dir, line["path"])
+        except ValueError as error:
+            logger.warning("%s, so it cannot be uploaded to MLflow", error)
+            return
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if not stat.S_ISREG(file.lstat().st_mode):  # a link may lead anywhere
+                continue
+            below = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
+            parts = [part for part in (line["folder"] or "", below) if part not in ("", ".")]
+            artifact = "/".join([*parts, file.name])
+            if not self._may_store(artifact):
+                return
+            self._client.log_artifact(self.run_id, str(file), "/".join(parts) or None)
+
+    def _may_store(self, artifact: str) -> bool:
+        """Whether a database that the user has not named stores an artifact beside itself.
+
+        The database says where the artifacts of a run are, and may be someone else's.
+        """
+        if not self.uri.startswith(SQLITE) or is_named(self.uri):
+            return True
+        store = Path(self.uri.removeprefix(SQLITE)).parent.resolve()
+        location = self._client.get_run(self.run_id).info.artifact_uri
+        destination = Path(local_path(location), artifact).resolve()
+        if not is_remote(location) and destination.is_relative_to(store / "mlruns"):
+            return True
+        logger.warning(
+            "%s is not uploaded to %s, which you have not named before and which stores it outside "
+            "%s",
+            *(artifact, self.uri, store / "mlruns"),
+        )
+        return False
 
     def _send_checkpoint(self, line: dict[str, Any]) -> None:
         """Create a logged model with the checkpoint's path; its weights are not uploaded."""

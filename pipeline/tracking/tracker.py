@@ -138,7 +138,7 @@ class Tracker:
         """Upload a file or folder to MLflow, with the contents that it has at the time of upload.
 
         Args:
-            path: preferably inside the run folder, so that the folder may be moved.
+            path: inside the run folder.
             folder: destination among the run's artifacts; empty for the top level.
         """
         self._journal.add("artifact", path=self._relative(path), folder=folder)
@@ -195,9 +195,7 @@ class Tracker:
         return num_unsent == 0
 
     def _relative(self, path: Path) -> str:
-        absolute = path.absolute()
-        inside = absolute.is_relative_to(self._run_dir)
-        return str(absolute.relative_to(self._run_dir) if inside else absolute)
+        return str(path.absolute().relative_to(self._run_dir))
 
     def _upload_repeatedly(self) -> None:
         """The thread: upload and wait in turn, with longer waits while MLflow is unavailable."""

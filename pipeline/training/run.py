@@ -32,6 +32,7 @@ from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.terminal.output import PlainFormatter
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG
@@ -66,6 +67,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
+    folder.check_no_links()
     folder.check_same_run(config)
     finished = _finished(config, folder, is_first=trainer.is_global_zero)
     if folder.config_file.exists():
@@ -345,7 +347,7 @@ class _LogFile(logging.FileHandler):
 def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     """Within the context, log to a file as well, and the traceback of a failure after the start."""
     handler = _LogFile(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = logging.getLogger(), LOG
     for one in loggers:
         one.addHandler(handler)

@@ -2,22 +2,60 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field
+
+from longhaul.datamodules.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.verification.machine import Machine
 
 FORMAT = 1
 _MOST_ATTEMPTS = 2
+_MOST_BYTES = 256 << 20
+_LARGEST = 1e100
+# Times, rates and sizes, which are compared with others.
+_MEASURED = re.compile(r"(^|_)(ms|tflops|peak_bytes|allowed_bytes)(_graph)?$")
 _HARMLESS = ("passed", "skipped", "unavailable")
 _STATUSES = (*_HARMLESS, "failed", "crashed", "timed out", "begun")
 
 # What a machine must have in common with the one that began the file.
 _SAME = ("device", "name", "devices", "driver", "versions", "code")
+
+
+@dataclass(frozen=True)
+class _Begun:
+    attempts: Annotated[int, Field(ge=1, le=1000)]
+
+
+@dataclass(frozen=True)
+class _Skipped:
+    reason: str
+
+
+def _check_numbers(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    for name, value in (result or {}).items():
+        if not _MEASURED.search(name) or value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < _LARGEST:
+            raise ValueError(f"result.{name}: found {shown(value)}, wanted a number, 0 or more")
+    return result
+
+
+@dataclass(frozen=True)
+class _Ended:
+    seconds: float | None = None
+    faults: list[str] = field(default_factory=list)
+    result: Annotated[dict[str, Any] | None, AfterValidator(_check_numbers)] = None
+
+
+_SCHEMAS = {"begun": _Begun, "skipped": _Skipped}
 
 
 class Record:
@@ -70,8 +108,9 @@ class Record:
         return self.results.get(key, {}).get("status") not in (None, "begun")
 
     @property
-    def num_ended(self) -> int:
-        return sum(one["status"] != "begun" for one in self.results.values())
+    def num_run(self) -> int:
+        """Checks that have run to an end."""
+        return sum(one["status"] not in ("begun", "skipped") for one in self.results.values())
 
     @property
     def has_passed(self) -> bool:
@@ -146,11 +185,13 @@ def read_record(path: Path) -> dict[str, Any]:
     Raises ValueError, naming the file, if it is something else.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        text = read_regular(path, _MOST_BYTES)
+        content: dict[str, Any] = json.loads(text)
     except OSError as error:
         raise ValueError(f"--json: {error}, wanted a file of `longhaul verify`") from error
-    except ValueError as error:
-        raise ValueError(f"--json: found {path} damaged ({error}), wanted it whole") from error
+    except (ValueError, RecursionError) as error:
+        reason = one_line(error)
+        raise ValueError(f"--json: found {path} damaged ({reason}), wanted it whole") from error
     kinds = {"machine": dict, "pieces": list, "results": dict, "targets": list}
     is_known = isinstance(content, dict) and content.get("format") == FORMAT
     if not is_known or not all(isinstance(content.get(key), kinds[key]) for key in kinds):
@@ -161,4 +202,7 @@ def read_record(path: Path) -> dict[str, Any]:
     statuses = {one.get("status") if isinstance(one, dict) else None for one in results}
     if unknown or not statuses <= set(_STATUSES):
         raise ValueError(f"--json: found {path} with unknown entries, wanted those of this version")
+    for key, one in content["results"].items():
+        schema = _SCHEMAS.get(one["status"], _Ended)
+        parse_json(schema, json.dumps(one), f"--json: {path}: results: {shown(key)}")
     return content

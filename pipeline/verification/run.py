@@ -93,13 +93,18 @@ def run_checks(
         if not record.has(check.key) and (reason := check.needs.unmet(machine)):
             record.skip(check.key, reason)
     left = [check for check in checks if not record.has(check.key)]
-    print(f"{machine.name}: {len(checks)} checks, of which {len(left)} are to run", flush=True)
+    skipped = sum(one["status"] == "skipped" for one in record.results.values())
+    print(
+        f"{machine.name}: {len(checks)} checks, of which {len(left)} are to run; {skipped} cannot "
+        "run here",
+        flush=True,
+    )
     try:
         with tempfile.TemporaryDirectory(
             prefix="longhaul-verify-", ignore_cleanup_errors=True
         ) as name:
             place = Place(machine.device, Path(name))
-            _Run(record, machine, place, len(checks)).run(left, deadline)
+            _Run(record, machine, place, len(checks) - skipped).run(left, deadline)
     finally:
         record.take_back()
     record.finish(targets(record.results))

@@ -12,9 +12,9 @@ _WIDEST_FAULT = 300  # characters
 
 
 def print_line(record: Record, key: str, total: int) -> None:
-    """How a check ended."""
+    """How a check ended. `total` is how many run on this machine."""
     one = record.results[key]
-    line = f"{record.num_ended} of {total}: {one['status']}, {one['seconds']:g} s, {key}"
+    line = f"{record.num_run} of {total}: {one['status']}, {one['seconds']:g} s, {key}"
     print("; ".join([line, *map(_short, one["faults"][:1])]), flush=True)
 
 
@@ -22,10 +22,13 @@ def print_summary(record: Record, keys: Sequence[str]) -> None:
     """Counts by part, what is wrong, what was skipped and why, times, targets."""
     results = {key: record.results.get(key, {"status": "left"}) for key in keys}
     print()
+    counts = Counter(map(_status, results.values()))
+    found = ", ".join(f"{counts[status]} {status}" for status in _STATUSES if counts[status])
+    print(f"{len(results)} checks: {found}")
     _print_counts(results)
     for key, one in results.items():
         if one["status"] in ("failed", "crashed", "timed out", "unavailable"):
-            for fault in one["faults"][:3]:
+            for fault in one.get("faults", [])[:3]:
                 print(f"{one['status']}: {key}: {_short(fault)}")
     reasons: defaultdict[str, list[str]] = defaultdict(list)
     for key, one in results.items():
@@ -41,11 +44,14 @@ def print_summary(record: Record, keys: Sequence[str]) -> None:
 def _print_counts(results: dict[str, Any]) -> None:
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for key, one in results.items():
-        status = "left" if one["status"] == "begun" else one["status"]
-        counts[key.partition(":")[0]][status] += 1
+        counts[key.partition(":")[0]][_status(one)] += 1
     rows = [["", *_STATUSES]]
     rows += [[part, *(str(found[one]) for one in _STATUSES)] for part, found in counts.items()]
     print_table(rows)
+
+
+def _status(one: dict[str, Any]) -> str:
+    return "left" if one["status"] == "begun" else str(one["status"])
 
 
 def _print_times(results: dict[str, Any]) -> None:

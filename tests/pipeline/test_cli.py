@@ -14,6 +14,7 @@ from longhaul.configs import load_run_config
 from longhaul.configs.loader import flatten
 from longhaul.modules.attention import registered_variants
 from longhaul.pipeline.cli import COMMANDS, main
+from longhaul.pipeline.terminal.output import exact_stdout, plain_terminal
 
 Output = pytest.CaptureFixture[str]
 
@@ -170,3 +171,55 @@ def test_text_that_the_terminal_cannot_show_ends_no_command() -> None:
         env=environment,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"\\u65e5\n", b"")
+
+
+def test_no_control_character_of_a_name_or_a_file_reaches_the_terminal(
+    tmp_path: Path, capsys: Output
+) -> None:
+    name = "\x1b[2J\x07\u202e\x9b31m"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.yaml").write_text("{}")
+    assert main(["status", str(tmp_path)]) == 0
+    assert main(["config", str(tmp_path / f"{name}.yaml")]) == 2
+    (tmp_path / "a.yaml").write_text('"\\e[2J": 1\nmodel: {attention: {kind: "\\e[2J"}}\n')
+    assert main(["config", str(tmp_path / "a.yaml")]) == 2
+    with pytest.raises(SystemExit):
+        main(["status", f"--{name}"])
+    printed = "".join(capsys.readouterr())
+    assert r"\x1b[2J" in printed
+    assert not {"\x1b", "\x07", "\u202e", "\x9b"} & set(printed)
+
+
+def test_a_message_has_a_bounded_length(tmp_path: Path, capsys: Output) -> None:
+    assert main(["config", "x" * 100_000]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert len(line) < 1300
+
+
+def test_a_config_that_never_ends_or_grows_when_read_is_refused(
+    tmp_path: Path, capsys: Output
+) -> None:
+    large, bomb = tmp_path / "large.yaml", tmp_path / "bomb.yaml"
+    with large.open("wb") as file:
+        file.truncate(1 << 40)
+    rows = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    rows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    bomb.write_text("\n".join(rows))
+    for file, found in ((large, "found more than 1,048,576 bytes"), (bomb, "100000 values")):
+        for command in ("config", "plan", "train"):
+            assert main([command, str(file)]) == 2
+            assert found in capsys.readouterr().err
+
+
+def test_what_is_printed_is_plain_and_a_generated_text_is_exact_in_a_file(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_terminal, wanted in ((True, r"a\x1b[2J"), (False, "a\x1b[2J")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda one=is_terminal: one)
+        with plain_terminal():
+            print("a\x1b[2J\x9b\r\n", end="")
+            print("b\x07", file=sys.stderr)
+            print("a\x1b[2J", file=exact_stdout())
+        out, error = capsys.readouterr()
+        assert out == f"a\\x1b[2J\\x9b\r\n{wanted}\n"
+        assert error == "b\\x07\n"

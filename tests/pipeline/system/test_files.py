@@ -23,3 +23,15 @@ def test_a_full_disk_leaves_the_old_file_alone_and_names_it(
         write_atomically(file, "after")
     assert [path.name for path in tmp_path.iterdir()] == ["DONE"]
     assert file.read_text() == "before"
+
+
+def test_no_link_in_the_place_of_the_temporary_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    file = tmp_path / "run" / "DONE"
+    file.parent.mkdir()
+    file.symlink_to(tmp_path / "precious")
+    file.with_name(f".DONE.{os.getpid()}").symlink_to(tmp_path / "precious")
+    write_atomically(file, "after")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert file.read_text() == "after"
+    assert not file.is_symlink()

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from longhaul.pipeline.tracking import metrics_journal as journal_module
-from longhaul.pipeline.tracking.metrics_journal import Journal, JournalError, read_lines
+from longhaul.pipeline.tracking.metrics_journal import (
+    Journal,
+    JournalError,
+    parse_line,
+    read_lines,
+)
 
 
 def _path(folder: Path) -> Path:
@@ -285,3 +290,31 @@ def test_a_journal_is_not_written_after_it_was_closed(tmp_path: Path) -> None:
 def test_a_kind_is_a_plain_word(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind: found 'a@b', wanted"):
         Journal(_path(tmp_path)).append("a@b", 1, {})
+
+
+@pytest.mark.parametrize("name", ["evaluation.jsonl", "evaluation.jsonl.lock"])
+@pytest.mark.parametrize("form", ["link", "link to nothing", "FIFO", "folder"])
+def test_nothing_but_a_file_is_written_in_the_place_of_a_journal(
+    tmp_path: Path, name: str, form: str
+) -> None:
+    (tmp_path / "precious").write_text("no line")
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    if form == "FIFO":
+        os.mkfifo(logs / name)
+    elif form == "folder":
+        (logs / name).mkdir()
+    else:
+        (logs / name).symlink_to(tmp_path / ("precious" if form == "link" else "new"))
+    with pytest.raises(JournalError, match=r"evaluation\.jsonl"):
+        Journal(logs / "evaluation.jsonl")
+    assert (tmp_path / "precious").read_text() == "no line"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", "a'b", "a\x1b", "a\0"])
+def test_a_line_that_names_what_lies_outside_the_run_is_damaged(path: str) -> None:
+    for event in ({"kind": "artifact", "folder": ""}, {"kind": "checkpoint", "step": 1}):
+        line = {**event, "number": 1, "time_ms": 1, "values": {}, "path": path}
+        with pytest.raises(ValueError, match=r"a line: path: found .* wanted a path"):
+            parse_line(json.dumps(line).encode())

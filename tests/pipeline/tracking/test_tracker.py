@@ -456,3 +456,42 @@ def test_a_second_training_process_is_refused(run_dir: Path, store: str) -> None
     finally:
         process.kill()
         process.wait()
+
+
+def test_only_what_lies_below_the_run_folder_is_sent(
+    store: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "elsewhere" / "secret.txt"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    (run_dir / "own.txt").write_text("own")
+    (run_dir / "folder" / "below").mkdir(parents=True)
+    (run_dir / "folder" / "below" / "own.txt").write_text("own")
+    (run_dir / "link.txt").symlink_to(secret)
+    (run_dir / "linked").symlink_to(secret.parent)
+    (run_dir / "folder" / "link.txt").symlink_to(secret)
+    (run_dir / "folder" / "linked").symlink_to(secret.parent)
+    tracker = started_tracker(run_dir, store)
+    for name in ("own.txt", "folder", "link.txt", "linked", "linked/secret.txt"):
+        tracker.log_artifact(run_dir / name, "sent")
+    assert tracker.finish("FINISHED", timeout_s=60)
+    sent = Path(mlflow_run(store, run_dir).info.artifact_uri) / "sent"
+    found = {str(path.relative_to(sent)) for path in sent.rglob("*") if path.is_file()}
+    assert found == {"own.txt", "below/own.txt"}
+    assert sum("wanted a path below the folder" in line for line in caplog.messages) == 3
+
+
+def test_a_database_that_nobody_named_stores_artifacts_beside_itself_alone(
+    store: str, run_dir: Path, tmp_path: Path
+) -> None:
+    (run_dir / "a.csv").write_text("1")
+    tracker = started_tracker(run_dir, store)
+    assert tracker.finish("FINISHED", timeout_s=60)
+    (tmp_path / "home").mkdir(exist_ok=True)
+    with sqlite3.connect(store.removeprefix("sqlite:///")) as database:
+        database.execute("UPDATE runs SET artifact_uri = ?", (str(tmp_path / "home"),))
+    evaluation = Tracker(run_dir, uri=store, experiment="tests", run_name="run", is_training=False)
+    evaluation.log_artifact(run_dir / "a.csv")
+    evaluation.start()
+    evaluation.finish(None, timeout_s=10)
+    assert not list((tmp_path / "home").iterdir())

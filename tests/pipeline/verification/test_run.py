@@ -1,6 +1,7 @@
 """A pretended GPU: all checks in the promised order, in pieces, whatever becomes of one of them."""
 
 import json
+import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -232,3 +233,51 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
     path.write_text('{"passed": true}')
     with pytest.raises(ValueError, match="wanted one of `longhaul verify`"):
         run(path, machine=GPUS)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"status": "begun"},
+        {"status": "begun", "attempts": "2"},
+        {"status": "begun", "attempts": 10**30},
+        {"status": "skipped"},
+        {"status": "failed", "faults": "all"},
+        {"status": "failed", "faults": [1]},
+        {"status": "passed", "result": []},
+        {"status": "passed", "seconds": "long"},
+        {"status": "passed", "result": {"forward_backward_ms": "fast"}},
+        {"status": "passed", "result": {"peak_bytes": [1]}},
+    ],
+)
+def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: dict[str, Any]) -> None:
+    path = tmp_path / "verify.json"
+    assert run(path) == 0
+    content = json.loads(path.read_text())
+    content["results"] = {"timings: \x1b[2J": entry}
+    path.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"^--json: .*verify.json: results: 'timings: \\x1b"
+    ) as one:
+        run(path)
+    assert "\n" not in str(one.value)
+
+
+def test_a_record_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "verify.json")
+    with pytest.raises(ValueError, match="found a FIFO"):
+        run(tmp_path / "verify.json")
+
+
+def test_counts_say_what_passed_what_failed_and_what_cannot_run(
+    tmp_path: Path, begun: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = Needs(programs=("no-such-program",))
+    checks = [check("a", pretended.passes), check("b", pretended.passes)]
+    checks += [check(name, pretended.passes, needs=away) for name in "cde"]
+    assert run(tmp_path / "verify.json", *checks) == 0
+    printed = capsys.readouterr().out
+    assert "5 checks, of which 2 are to run; 3 cannot run here" in printed
+    assert "1 of 2: passed" in printed
+    assert "2 of 2: passed" in printed
+    assert "5 checks: 2 passed, 3 skipped" in printed
