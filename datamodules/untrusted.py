@@ -82,6 +82,29 @@ def read_regular(path: Path, largest: int) -> bytes:
     return content
 
 
+def open_to_write(path: Path, flags: int) -> int:
+    """Open a regular file for writing, or create it; no link is followed.
+
+    Args:
+        flags: of `os.open`, such as os.O_RDWR | os.O_APPEND.
+
+    Raises OSError if it cannot be opened, or is something else than a regular file.
+    """
+    flags |= os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise OSError(f"{path}: found a link, wanted a regular file") from error
+        raise
+    try:
+        _check_mode(path, os.fstat(handle).st_mode)
+    except ValueError as error:
+        os.close(handle)
+        raise OSError(str(error)) from None
+    return handle
+
+
 def parse_json(schema: type[T], content: bytes | str, where: object) -> T:
     """The value that JSON text describes; `where` names the text in the message of an error.
 

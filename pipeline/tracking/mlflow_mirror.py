@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longhaul.pipeline.tracking.metrics_journal import position, read_lines
+from longhaul.pipeline.tracking.metrics_journal import Journal, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
@@ -66,7 +66,7 @@ class MlflowMirror:
     def __init__(
         self,
         run_dir: Path,
-        journal: Path,
+        journal: Journal,
         *,
         uri: str,
         experiment: str,
@@ -93,7 +93,7 @@ class MlflowMirror:
             self._connect()
         sent = 0
         while True:
-            lines, end = read_lines(self.journal, self._offset)
+            lines, end = self.journal.read(self._offset)
             if end == self._offset:
                 return sent
             self._last_status = max(
@@ -116,7 +116,7 @@ class MlflowMirror:
         """Number of lines of the journal that have not been sent, as far as this process knows."""
         count, offset = 0, self._offset
         while True:
-            lines, end = read_lines(self.journal, offset)
+            lines, end = self.journal.read(offset)
             if end == offset:
                 return count
             count += len(self._unsent(lines))
@@ -129,7 +129,7 @@ class MlflowMirror:
 
     def _connect(self) -> None:
         """Find or create the run, and read from its tags which lines it already has."""
-        lines, _ = read_lines(self.journal)
+        lines, _ = self.journal.read()
         client, run = open_run(
             self.run_dir,
             uri=self.uri,
@@ -165,7 +165,7 @@ class MlflowMirror:
                 "MLflow refused line %s %d of %s, which is kept in that file only: %s",
                 group[0]["kind"],
                 position(group[0]),
-                self.journal,
+                self.journal.path,
                 short_error(error),
             )
             self._store_position(group)
@@ -347,7 +347,7 @@ class MlflowMirror:
 
     @property
     def _position_tag(self) -> str:
-        return f"{UPLOADED_TAG}{self.journal.stem}"
+        return f"{UPLOADED_TAG}{self.journal.path.stem}"
 
     def _positions(self, group: Sequence[dict[str, Any]]) -> dict[str, int]:
         """The last position of each kind of line when this group has been sent too."""

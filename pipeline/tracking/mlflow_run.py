@@ -31,6 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longhaul.datamodules.untrusted import open_to_write, read_regular
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_limits import short_error
 
@@ -58,6 +59,8 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
 }
 
+_MOST_ID_BYTES = 1 << 16
+
 _lock_between_threads = threading.Lock()
 
 
@@ -77,7 +80,7 @@ def _exclusive(path: Path) -> Iterator[None]:
     it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_between_threads, path.open("w") as file:
+    with _lock_between_threads, open(open_to_write(path, os.O_WRONLY), "wb") as file:
         # Some network file systems have no locks.
         with suppress(OSError):
             fcntl.lockf(file, fcntl.LOCK_EX)
@@ -169,7 +172,11 @@ def check_active(run: "Run") -> None:
 def stored_run_id(run_dir: Path) -> str | None:
     """The id in `RUN/mlflow_run_id`, None if MLflow has never been reached."""
     path = run_dir / "mlflow_run_id"
-    return path.read_text().strip() if path.exists() else None
+    if not path.exists():
+        return None
+    run_id = read_regular(path, _MOST_ID_BYTES).decode(errors="replace").strip()
+    # It becomes part of MLflow's addresses.
+    return run_id if re.fullmatch(r"[A-Za-z0-9_-]{1,256}", run_id) else None
 
 
 def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "Run | None":
@@ -228,7 +235,9 @@ def _run_key(run_dir: Path) -> str:
     path, folder = run_dir / "logs" / "run_key", str(run_dir.absolute())
     key = uuid.uuid4().hex
     if path.exists():
-        known, _, known_folder = path.read_text().strip().partition("\n")
+        content = read_regular(path, _MOST_ID_BYTES).decode(errors="replace").replace("\0", "")
+        known, _, known_folder = content.strip().partition("\n")
+        known = re.sub(r"[^0-9a-f]", "", known)[:32] or key
         if known_folder == folder:
             return known
         if _is_copy(path, Path(known_folder) / "logs" / "run_key"):

@@ -15,6 +15,7 @@ from types import FrameType
 import torch
 
 from longhaul.configs import ConfigError, RunConfig, to_yaml
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
@@ -135,7 +136,7 @@ def _start(
         out = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            out = stack.enter_context(log.open("ab"))
+            out = stack.enter_context(open(open_to_write(log, os.O_WRONLY | os.O_APPEND), "ab"))
         popen = subprocess.Popen(
             command,
             env={**os.environ, **environment},
