@@ -152,7 +152,7 @@ class CheckpointStore:
             future.result()
         except (Exception, CheckpointException) as error:
             if self._is_first:
-                shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
+                _remove(self.folder / f"{_SAVING}{target.name}")
             raise CheckpointError(
                 f"checkpoint of step {step_of(target)} could not be saved in {self.folder}: "
                 f"{first_cause(error)}; older checkpoints are untouched"
@@ -254,9 +254,7 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for prefix in (_SAVING, _REMOVING):
             for path in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
-                with suppress(OSError):  # what is no folder, such as a link to one
-                    path.unlink()
+                _remove(path)
 
     def _set_aside(self, path: Path, error: Exception) -> None:
         aside = path.with_name(f"{path.name}.damaged")
@@ -313,6 +311,15 @@ def _checkpoint_folders(folder: Path) -> list[Path]:
     found = (path for path in folder.iterdir() if path.is_dir())
     matches = [(m, p) for p in found if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(matches, key=lambda pair: int(pair[0][1]))]
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else has its name: rmtree would wait for a FIFO's writer."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _stager(*, is_pinned: bool) -> DefaultStager:

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longhaul.datamodules.untrusted import check_regular
 from longhaul.pipeline.tracking.metrics_journal import Journal, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
@@ -51,6 +52,9 @@ UPLOADED_TAG = "longhaul.uploaded."  # and the journal's name; a single tag, sin
 NOTE_TAG = "mlflow.note.content"  # the text that MLflow's pages call the description
 
 _REMOVED_NOTE = "The files of this checkpoint were removed, as checkpoint.keep_last says."
+
+# A config, an environment, tables and figures are small.
+_MOST_ARTIFACT_BYTES = 256 << 20
 
 # For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
 # work.
@@ -277,6 +281,8 @@ class MlflowMirror:
         path = self.run_dir / line["path"]
         if not path.exists():
             logger.warning("%s no longer exists and cannot be uploaded to MLflow", path)
+        elif reason := _unfit(path):
+            logger.warning("%s: %s; it is not uploaded to MLflow", path, reason)
         elif path.is_dir():
             self._client.log_artifacts(self.run_id, str(path), line["folder"] or None)
         else:
@@ -360,6 +366,20 @@ class MlflowMirror:
 
     def _store_position(self, group: Sequence[dict[str, Any]]) -> None:
         self._client.log_batch(self.run_id, tags=[self._position(group)])
+
+
+def _unfit(path: Path) -> str:
+    """Why a file or folder is not uploaded: it may have been replaced by something of a user's."""
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_dir():
+            continue
+        try:
+            check_regular(file)
+        except ValueError as error:
+            return str(error)
+        if (size := file.stat().st_size) > _MOST_ARTIFACT_BYTES:
+            return f"found {size:,} bytes, wanted {_MOST_ARTIFACT_BYTES:,} at most"
+    return ""
 
 
 def _parsed_positions(text: str) -> dict[str, int]:
