@@ -1,6 +1,8 @@
 """What a user drops into the folder of a running training never ends it."""
 
 import json
+import re
+import runpy
 from pathlib import Path
 from typing import Any
 
