@@ -13,6 +13,8 @@ from typing import TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
+from longhaul.datamodules.untrusted import open_to_write
+
 _BLOCK_BYTES = 1 << 20
 _ATTEMPTS = 3
 
@@ -158,6 +160,6 @@ def _retrying(url: str, action: Callable[[], Result]) -> Result:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
+    with open(open_to_write(path, os.O_WRONLY), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

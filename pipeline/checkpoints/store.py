@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from longhaul.pipeline.checkpoints.integrity import (
+    CHECKSUMS,
     CheckpointError,
     first_cause,
     reason,
@@ -150,7 +152,7 @@ class CheckpointStore:
             future.result()
         except (Exception, CheckpointException) as error:
             if self._is_first:
-                shutil.rmtree(self.folder / f"{_SAVING}{target.name}", ignore_errors=True)
+                _remove(self.folder / f"{_SAVING}{target.name}")
             raise CheckpointError(
                 f"checkpoint of step {step_of(target)} could not be saved in {self.folder}: "
                 f"{first_cause(error)}; older checkpoints are untouched"
@@ -193,7 +195,7 @@ class CheckpointStore:
                 return path, verify(path)
             except CheckpointError as error:
                 self._set_aside(path, error)
-        if any(self.folder.glob("*.damaged*")):
+        if not holds_none(self.folder):
             raise CheckpointError(
                 f"{self.folder}: found only damaged checkpoints, wanted an intact one; to start "
                 "over, give the run another name or remove its folder"
@@ -207,11 +209,11 @@ class CheckpointStore:
         the one that would be written. It is not replaced, because a crash between removing the old
         one and renaming the new one would leave neither.
         """
-        if not target.exists():
+        if not os.path.lexists(target):
             return False
         try:
             verify(target)
-        except CheckpointError as error:
+        except (CheckpointError, ValueError) as error:
             self._set_aside(target, error)
             return False
         return True
@@ -228,12 +230,16 @@ class CheckpointStore:
         self, temporary: Path, target: Path, state: Mapping[str, Any], files: Mapping[str, Any]
     ) -> None:
         write_state_and_checksums(temporary, state, files)
+        if os.path.lexists(target):  # put there during the save
+            self._set_aside(target, CheckpointError(f"{target} was not there before its save"))
         os.rename(temporary, target)
         flush(self.folder)
-        self._prune()
+        self._prune(target)
 
-    def _prune(self) -> None:
-        for path in _checkpoint_folders(self.folder)[: -self.keep_last]:
+    def _prune(self, newest: Path) -> None:
+        # What has a later step is not this run's, and counts for nothing: it may hold no weights.
+        known = [p for p in _checkpoint_folders(self.folder) if step_of(p) <= step_of(newest)]
+        for path in known[: -self.keep_last]:
             if self.keep_every and step_of(path) % self.keep_every == 0:
                 continue
             # Renamed first, so that a crash during the removal does not leave a folder that looks
@@ -248,12 +254,12 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for prefix in (_SAVING, _REMOVING):
             for path in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
-    def _set_aside(self, path: Path, error: CheckpointError) -> None:
+    def _set_aside(self, path: Path, error: Exception) -> None:
         aside = path.with_name(f"{path.name}.damaged")
         number = 1
-        while aside.exists():
+        while os.path.lexists(aside):
             number += 1
             aside = path.with_name(f"{path.name}.damaged-{number}")
         try:
@@ -283,8 +289,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def newest_step(folder: Path) -> int:
-    """Step of the newest checkpoint in a folder, intact or not; 0 without one."""
-    return max(map(step_of, _checkpoint_folders(folder)), default=0)
+    """Step of the newest complete checkpoint in a folder, intact or not; 0 without one."""
+    complete = (path for path in _checkpoint_folders(folder) if (path / CHECKSUMS).exists())
+    return max(map(step_of, complete), default=0)
+
+
+def holds_none(folder: Path) -> bool:
+    """Whether a folder holds no checkpoint, nor one that was set aside as damaged."""
+    return not _checkpoint_folders(folder) and not any(folder.glob("step-*.damaged*"))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -293,11 +305,21 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _checkpoint_folders(folder: Path) -> list[Path]:
-    """Checkpoint folders by step, oldest first."""
+    """Checkpoint folders by step, oldest first; what is no folder is none."""
     if not folder.is_dir():
         return []
-    matches = [(m, p) for p in folder.iterdir() if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
+    found = (path for path in folder.iterdir() if path.is_dir())
+    matches = [(m, p) for p in found if (m := _CHECKPOINT_NAME.fullmatch(p.name))]
     return [path for _, path in sorted(matches, key=lambda pair: int(pair[0][1]))]
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or whatever else has its name: rmtree would wait for a FIFO's writer."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _stager(*, is_pinned: bool) -> DefaultStager:

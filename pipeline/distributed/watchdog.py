@@ -240,7 +240,7 @@ class Watchdog:
     def _exchange_heartbeats(self) -> None:
         step, activity = self._activity
         # The time makes each heartbeat differ from the one before it.
-        heartbeat = [step, activity, self._current_line(), time.time()]
+        heartbeat = [step, activity, self._current_line(), time.monotonic()]
         self._store.set(f"longhaul/rank{self._rank}", json.dumps(heartbeat))
         if self._store.check([_ABORT_KEY]):
             self._end(self._store.get(_ABORT_KEY).decode())

@@ -1,9 +1,11 @@
 """What to change in a run that found no memory left on a GPU."""
 
 import multiprocessing
+import os
 from contextlib import suppress
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.pipeline.planning.fit import smallest_change
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
@@ -16,8 +18,10 @@ _SECONDS_TO_PLAN = 20.0
 def with_advice(error: OutOfGpuMemory, config: RunConfig) -> RuntimeError:
     """The error with the smallest change that would fit, which the run's log gets as well."""
     line = f"{error}; {_advice(config, error.memory_bytes)}"
-    with suppress(OSError), open(RunFolder.of(config).log_file, "a") as log:
-        log.write(f"{line}\n")
+    with suppress(OSError):
+        log = open_to_write(RunFolder.of(config).log_file, os.O_WRONLY | os.O_APPEND)
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
     return RuntimeError(line)
 
 

@@ -29,10 +29,11 @@ from pydantic import Field
 from longhaul.datamodules.untrusted import (
     Count,
     InnerPath,
-    check_regular,
+    open_regular,
     open_to_write,
     parse_json,
 )
+from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -132,20 +133,24 @@ class Journal:
         """
         self.path = path
         self._lock = threading.Lock()
+        self._lock_path = path.with_name(f"{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock_handle = _lock_file(path.with_name(f"{path.name}.lock"))
+            # A requeued job waits for the lock, other processes do not.
+            seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
+            self._lock_handle = _lock_file(self._lock_path, seconds)
             self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
             _cut_incomplete_line(self._file)
         except JournalError:
             raise
         except OSError as error:
             raise JournalError(f"{path} cannot be opened: {error.strerror or error}") from error
+        self._is_away = False  # and this was told
         self._last: dict[str, dict[str, Any]] = {}
         offset, end = -1, 0
         while offset != end:
             offset = end
-            lines, end = read_lines(path, offset)
+            lines, end = self.read(offset)
             self._last.update((line["kind"], line) for line in lines)
 
     def append(self, kind: str, step: int, values: Mapping[str, float]) -> bool:
@@ -174,17 +179,31 @@ class Journal:
         """Flush everything written so far to disk.
 
         Called before a checkpoint gets its final name and before lines are uploaded, so that a
-        crash cannot lose a step that a checkpoint contains or that MLflow already has.
+        crash cannot lose a step that a checkpoint contains or that MLflow already has. A journal
+        that someone has removed or replaced is written again.
+
+        Raises:
+            JournalError: it cannot be flushed; or its lock was removed, and another process has it.
         """
         with self._lock:
             if self._file < 0:
                 return
-            handle = os.dup(self._file)
+            self._put_back()
+            handle = self._dup()
         # Outside the lock, so that `append` does not wait for the disk.
         try:
             os.fsync(handle)
         except OSError as error:
             raise self._unwritten(error) from error
+        finally:
+            os.close(handle)
+
+    def read(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+        """As `read_lines`, but of the file that this process writes, whatever has its name."""
+        with self._lock:
+            handle = self._dup()
+        try:
+            return _read_lines(handle, self.path, offset)
         finally:
             os.close(handle)
 
@@ -194,13 +213,50 @@ class Journal:
             if self._file < 0:
                 return
             try:
+                self._put_back()
                 os.fsync(self._file)
+            except JournalError:
+                raise
             except OSError as error:
                 raise self._unwritten(error) from error
             finally:
                 os.close(self._file)
                 os.close(self._lock_handle)
                 self._file = -1
+
+    def _dup(self) -> int:
+        if self._file < 0:
+            raise JournalError(f"{self.path} is closed")
+        return os.dup(self._file)
+
+    def _put_back(self) -> None:
+        """Take the lock again, and write the journal again, if either is not where it was."""
+        if not _is_at(self._lock_path, self._lock_handle):
+            try:
+                held, self._lock_handle = self._lock_handle, _lock_file(self._lock_path, 0.0)
+                os.close(held)
+            except JournalBusyError:
+                raise
+            except OSError as error:  # a folder has its name, say
+                logger.debug("%s cannot be locked again: %s", self._lock_path, error)
+        if _is_at(self.path, self._file):
+            return
+        try:
+            size = os.fstat(self._file).st_size
+            content = os.pread(self._file, size, 0)
+            if len(content) < size:
+                raise OSError(f"found {len(content)} of {size} bytes")
+            write_atomically(self.path, content)
+            handle = open_to_write(self.path, os.O_RDWR | os.O_APPEND)
+        except OSError as error:
+            if not self._is_away:
+                logger.warning("%s was removed or replaced; %s", self.path, error)
+            self._is_away = True
+        else:
+            # Under the same number, which another thread may be using.
+            os.dup2(handle, self._file, inheritable=False)
+            os.close(handle)
+            logger.warning("%s was removed or replaced; it is written again", self.path)
 
     def _unwritten(self, error: OSError) -> JournalError:
         return JournalError(f"{self.path} cannot be written: {error.strerror or error}")
@@ -234,12 +290,19 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     left for the next call. A line in the middle that is not valid JSON was damaged by the disk: it
     is skipped with a warning, since the rest is still good.
     """
-    check_regular(path)
-    with path.open("rb") as file:
-        file.seek(offset)
-        # Not all at once: a long run's journal has tens of megabytes, and several times that when
-        # parsed.
-        content = file.read(_READ_BYTES) + file.readline()
+    with open_regular(path) as file:
+        return _read_lines(file.fileno(), path, offset)
+
+
+def _read_lines(handle: int, path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    # Not all at once: a long run's journal has tens of megabytes, and several times that when
+    # parsed.
+    content = os.pread(handle, _READ_BYTES, offset)
+    while content and b"\n" not in content:
+        more = os.pread(handle, _READ_BYTES, offset + len(content))
+        if not more:
+            break
+        content += more
     end = content.rfind(b"\n") + 1
     return list(_parse(content[:end], path)), offset + end
 
@@ -280,15 +343,14 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def _lock_file(path: Path) -> int:
+def _lock_file(path: Path, seconds: float) -> int:
     """Lock a file until its handle, which is returned, is closed or the process ends.
 
     This is a POSIX lock on a file of its own. Unlike flock, data loader workers do not inherit it,
     which may outlive a killed trainer by seconds. And closing another file descriptor of the
-    journal does not release it. A requeued job waits for the lock, other processes do not.
+    journal does not release it. Another process that has it is waited for so many seconds.
     """
     handle = open_to_write(path, os.O_RDWR)
-    seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
     deadline = time.monotonic() + seconds
     has_warned = False
     while True:
@@ -313,6 +375,14 @@ def _lock_file(path: Path) -> int:
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return handle
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether a path is still that of an open file."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(handle))
+    except OSError:
+        return False
 
 
 def _cut_incomplete_line(handle: int) -> None:

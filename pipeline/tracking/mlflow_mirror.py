@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import inner_path
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.tracking.metrics_journal import position, read_lines
+from longhaul.pipeline.tracking.metrics_journal import Journal, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
@@ -58,6 +58,9 @@ NOTE_TAG = "mlflow.note.content"  # the text that MLflow's pages call the descri
 
 _REMOVED_NOTE = "The files of this checkpoint were removed, as checkpoint.keep_last says."
 
+# A config, an environment, tables and figures are small.
+_MOST_ARTIFACT_BYTES = 256 << 20
+
 # For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
 # work.
 _MAX_ATTEMPTS = 5
@@ -72,7 +75,7 @@ class MlflowMirror:
     def __init__(
         self,
         run_dir: Path,
-        journal: Path,
+        journal: Journal,
         *,
         uri: str,
         experiment: str,
@@ -102,7 +105,7 @@ class MlflowMirror:
             self._connect()
         sent = 0
         while True:
-            lines, end = read_lines(self.journal, self._offset)
+            lines, end = self.journal.read(self._offset)
             if end == self._offset:
                 return sent
             self._last_status = max(
@@ -127,7 +130,7 @@ class MlflowMirror:
         """Number of lines of the journal that have not been sent, as far as this process knows."""
         count, offset = 0, self._offset
         while True:
-            lines, end = read_lines(self.journal, offset)
+            lines, end = self.journal.read(offset)
             if end == offset:
                 return count
             count += len(self._unsent(lines))
@@ -140,7 +143,7 @@ class MlflowMirror:
 
     def _connect(self) -> None:
         """Find or create the run, and read from its tags which lines it already has."""
-        lines, _ = read_lines(self.journal)
+        lines, _ = self.journal.read()
         client, run = open_run(
             self.run_dir,
             uri=self.uri,
@@ -177,7 +180,7 @@ class MlflowMirror:
                 "MLflow refused line %s %d of %s, which is kept in that file only: %s",
                 group[0]["kind"],
                 position(group[0]),
-                self.journal,
+                self.journal.path,
                 short_error(error),
             )
             self._store_position(group)
@@ -313,7 +316,14 @@ class MlflowMirror:
             logger.warning("%s, so it cannot be uploaded to MLflow", error)
             return
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not stat.S_ISREG(file.lstat().st_mode):  # a link may lead anywhere
+            status = file.lstat()
+            if not stat.S_ISREG(status.st_mode):  # a link may lead anywhere
+                continue
+            if status.st_size > _MOST_ARTIFACT_BYTES:
+                logger.warning(
+                    "%s is not uploaded to MLflow: found %d bytes, wanted %d at most",
+                    *(file, status.st_size, _MOST_ARTIFACT_BYTES),
+                )
                 continue
             below = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
             parts = [part for part in (line["folder"] or "", below) if part not in ("", ".")]
@@ -406,7 +416,7 @@ class MlflowMirror:
 
     @property
     def _position_tag(self) -> str:
-        return f"{UPLOADED_TAG}{self.journal.stem}"
+        return f"{UPLOADED_TAG}{self.journal.path.stem}"
 
     def _positions(self, group: Sequence[dict[str, Any]]) -> dict[str, int]:
         """The last position of each kind of line when this group has been sent too."""

@@ -77,7 +77,7 @@ class Tracker:
         self._journal = Journal(self._run_dir / "logs" / f"{name}.jsonl")
         self._mirror = MlflowMirror(
             self._run_dir,
-            self._journal.path,
+            self._journal,
             uri=uri,
             experiment=experiment,
             run_name=run_name,
@@ -117,8 +117,11 @@ class Tracker:
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run's id, None if MLflow has never been reached."""
-        return self._mirror.known_run_id()
+        """The MLflow run's id, None if MLflow has never been reached, as far as can be read."""
+        try:
+            return self._mirror.known_run_id()
+        except (OSError, ValueError):  # the upload tells of it
+            return None
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Record a step's values. A step that the kind has from before a restart is ignored.
@@ -179,8 +182,8 @@ class Tracker:
         self._thread.join(timeout_s)
         if status == "FINISHED" and self._failure is None:
             self._thread.join(SLOW_UPLOAD_S)  # on a busy machine the import alone can take long
-        self._journal.close()
         num_unsent = self._mirror.num_unsent()
+        self._journal.close()
         if num_unsent:
             logger.warning(
                 "%d lines of %s are not in MLflow at %s (%s); once it takes them again, %s",

@@ -1,5 +1,6 @@
 """Trains the runs of a sweep on this machine, one after another or several at a time."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from types import FrameType
 import torch
 
 from longhaul.configs import ConfigError, RunConfig, to_yaml
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
@@ -25,6 +27,9 @@ from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_INTERRUPTED = 130  # as any command ends after Ctrl-C
 _SECONDS_BETWEEN_LOOKS = 0.2
+# Loaded before it is needed, since a forked process should do as little as it can.
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 
 
 def train_sweep(sweep: Sweep, *, parallel: int) -> int:
@@ -135,7 +140,7 @@ def _start(
         out = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            out = stack.enter_context(log.open("ab"))
+            out = stack.enter_context(open(open_to_write(log, os.O_WRONLY | os.O_APPEND), "ab"))
         popen = subprocess.Popen(
             command,
             env={**os.environ, **environment},
@@ -143,8 +148,18 @@ def _start(
             stdout=out,
             stderr=None if out is None else subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
     return _Process(config.name, popen, environment, log)
+
+
+def _end_with_parent() -> None:
+    """Let this process, which is about to become a run, be sent SIGTERM when the sweep is killed.
+
+    Otherwise it would go on unseen, and the same command would find its folder in use.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

@@ -1,13 +1,16 @@
 """What is left in a run's logs/ of a rank that hangs, or whose GPU has no memory left."""
 
 import faulthandler
+import os
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.pipeline.distributed.gpu_environment import FLIGHT_RECORD
 from longhaul.pipeline.terminal.numbers import in_bytes
 
@@ -29,7 +32,7 @@ def leave_stacks(logs: Path, rank: int) -> None:
 
     It never raises: it is called when a process is about to be ended.
     """
-    with suppress(OSError), open(logs / f"stacks-rank-{rank}.txt", "w") as file:
+    with suppress(OSError), _new_file(logs / f"stacks-rank-{rank}.txt") as file:
         faulthandler.dump_traceback(file)
     # Builds of torch without NCCL do not have it.
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
@@ -37,13 +40,20 @@ def leave_stacks(logs: Path, rank: int) -> None:
         return
 
     def record() -> None:
+        # By this name torchfrtrace reads it.
         with suppress(OSError, RuntimeError):
-            # By this name torchfrtrace reads it.
-            (logs / f"{FLIGHT_RECORD}{rank}").write_bytes(dump())
+            content = dump()
+            with _new_file(logs / f"{FLIGHT_RECORD}{rank}") as file:
+                file.write(content)
 
     thread = threading.Thread(target=record, daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_RECORD)
+
+
+def _new_file(path: Path) -> BinaryIO:
+    """A file that replaces the one of this name, if that is a regular file."""
+    return open(open_to_write(path, os.O_WRONLY | os.O_TRUNC), "wb")
 
 
 class OutOfGpuMemory(RuntimeError):
@@ -65,7 +75,9 @@ def explain(error: Exception, config: RunConfig, logs: Path, rank: int) -> Excep
     if not (is_of_memory and torch.cuda.is_available()):
         return error
     with suppress(OSError, *_UNSUPPORTED):
-        torch.cuda.memory._dump_snapshot(str(logs / f"memory-rank-{rank}.pickle"))
+        file = logs / f"memory-rank-{rank}.pickle"
+        _new_file(file).close()  # fails if something else has its name
+        torch.cuda.memory._dump_snapshot(str(file))
     found = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return OutOfGpuMemory(
         f"trainer.micro_batch: found {config.trainer.micro_batch}, for which the {in_bytes(found)} "

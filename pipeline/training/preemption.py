@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from types import FrameType
 from typing import Any, cast
 
 import psutil
+
+from longhaul.datamodules.untrusted import one_line, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,58 @@ _SECONDS_TO_CONNECT = 5.0
 # Number of updates that an empty file PROFILE asks for, and the largest number that it may ask for:
 # a trace is kept in memory until it is complete.
 _DEFAULT_TRACED_UPDATES, _MAX_TRACED_UPDATES = 3, 100
+# So much of a request is read.
+_MOST_REQUEST_BYTES = 64
+
+
+class _RequestFile:
+    """A file that a user makes in the run folder to ask for something.
+
+    Whatever has its name, it never ends the training, nor is it waited for: what is no file, or
+    cannot be removed when the request is met, is told of once and ignored.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._ignored: tuple[int, int] | None = None  # inode and time of what was told of
+
+    def read(self) -> str | None:
+        """The beginning of its text, None if there is no such request."""
+        try:
+            status = self.path.lstat()
+        except OSError:  # usually because there is nothing
+            return None
+        found = status.st_ino, status.st_ctime_ns
+        if found == self._ignored:
+            return None
+        try:
+            if stat.S_ISLNK(status.st_mode):
+                raise ValueError(f"{self.path}: found a link, wanted a regular file")
+            with open_regular(self.path) as file:
+                return file.read(_MOST_REQUEST_BYTES).decode(errors="replace").strip()
+        except PermissionError:  # another user's file is a request all the same
+            return ""
+        except FileNotFoundError:  # removed just now
+            return None
+        except (OSError, ValueError) as error:
+            self._ignored = found
+            logger.warning("%s; it is ignored", one_line(error))
+            return None
+
+    def remove(self, rename_to: str | None = None) -> None:
+        """Remove it, or give it another name, because the request is met."""
+        try:
+            status = self.path.lstat()
+            if rename_to is None:
+                self.path.unlink()
+            else:
+                self.path.rename(self.path.with_name(rename_to))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._ignored = status.st_ino, status.st_ctime_ns
+            what = "removed" if rename_to is None else f"renamed to {rename_to}"
+            logger.warning("%s cannot be %s: %s; it is ignored", self.path, what, error.strerror)
 
 
 class StopRequests:
@@ -46,8 +101,9 @@ class StopRequests:
             folder: the run folder, in which a user makes the files STOP, SAVE and PROFILE.
             deadline_s: how long a stop may take, in seconds; then the process ends.
         """
-        self._files = {name: folder / name for name in ("STOP", "SAVE")}
-        self._profile_file = folder / "PROFILE"
+        self._stop, self._save, self._profile = (
+            _RequestFile(folder / name) for name in ("STOP", "SAVE", "PROFILE")
+        )
         self._deadline_s = deadline_s
         self._received: signal.Signals | None = None
         self._received_at = 0.0
@@ -104,27 +160,28 @@ class StopRequests:
     @property
     def wants_stop(self) -> bool:
         """Whether this rank received a signal, or the file STOP exists."""
-        return self.has_signal or self._files["STOP"].exists()
+        return self.has_signal or self._stop.read() is not None
 
     @property
     def wants_save(self) -> bool:
         """Whether the file SAVE exists."""
-        return self._files["SAVE"].exists()
+        return self._save.read() is not None
 
     @property
     def updates_to_trace(self) -> int:
         """Number of updates that the file PROFILE asks to trace; 0 if it is missing or invalid."""
-        try:
-            text = self._profile_file.read_text(errors="replace").strip()
-        except OSError:  # usually because there is no such file
+        text = self._profile.read()
+        if text is None:
             return 0
         if not text:
             return _DEFAULT_TRACED_UPDATES
-        if text.isdecimal() and 1 <= int(text) <= _MAX_TRACED_UPDATES:
+        # Long texts are no numbers: Python refuses to convert those of more than 4,300 digits.
+        is_number = text.isdecimal() and len(text) < _MOST_REQUEST_BYTES
+        if is_number and 1 <= int(text) <= _MAX_TRACED_UPDATES:
             return int(text)
         logger.warning(
             "%s: found %.40r, wanted nothing or a number of updates, 1 to %d; it is removed",
-            self._profile_file,
+            self._profile.path,
             text,
             _MAX_TRACED_UPDATES,
         )
@@ -133,16 +190,15 @@ class StopRequests:
 
     def clear_profile(self) -> None:
         """Remove the file PROFILE, because its trace has started."""
-        self._profile_file.unlink(missing_ok=True)
+        self._profile.remove()
 
     def clear_stop_and_save(self) -> None:
         """Remove SAVE and rename STOP to STOPPED, because their checkpoint is saved or in progress.
 
         The sbatch script does not requeue a run whose folder holds STOPPED.
         """
-        self._files["SAVE"].unlink(missing_ok=True)
-        with suppress(FileNotFoundError):
-            self._files["STOP"].rename(self._files["STOP"].with_name("STOPPED"))
+        self._save.remove()
+        self._stop.remove(rename_to="STOPPED")
 
     def _listen(self) -> None:
         # This process may itself have been started with the signals blocked.

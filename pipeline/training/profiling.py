@@ -112,6 +112,7 @@ class UpdateProfiler:
         temporary = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # a FIFO would be waited for, a link followed
             recorded.export_chrome_trace(str(temporary))
             os.replace(temporary, file)
         except OSError as error:

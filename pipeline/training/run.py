@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer, seed_everything
@@ -14,9 +15,15 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step, step_of
+from longhaul.pipeline.checkpoints.store import (
+    holds_none,
+    newest_checkpoint,
+    newest_step,
+    step_of,
+)
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 from longhaul.pipeline.distributed.gpu_environment import gpu_environment
 from longhaul.pipeline.distributed.launch import (
@@ -202,8 +209,7 @@ def _build_initial_module(config: RunConfig, folder: RunFolder) -> tuple[Pretrai
     """The module that training starts with, and where trainer.start_from's weights were read."""
     module = build_module(config)
     # A run that has a checkpoint of its own, even a damaged one, is resumed by TrainingCallback.
-    is_new = not any(folder.checkpoints.glob("step-*"))
-    if config.trainer.start_from is None or not is_new:
+    if config.trainer.start_from is None or not holds_none(folder.checkpoints):
         return module, None
     # Ranks may find different checkpoints here, if the run that writes them is still in progress.
     # The strategy then gives all ranks the weights of rank 0.
@@ -329,6 +335,9 @@ class _LogFile(logging.FileHandler):
         super().__init__(path, delay=True)
         self._path = path
         self._has_failed = False
+
+    def _open(self) -> TextIOWrapper:
+        return open(open_to_write(self._path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Say once that the file cannot be written."""

@@ -6,10 +6,12 @@ slow rank is the one that waits least.
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, median_low
 
+from longhaul.datamodules.untrusted import open_to_write
 from longhaul.pipeline.training.profiling import Communication
 
 logger = logging.getLogger(__name__)
@@ -71,11 +73,11 @@ class StragglerReport:
             "peak_bytes": [int(value) for value in peak_bytes],
         }
         try:
-            with open(self._file, "a") as file:
+            with open(open_to_write(self._file, os.O_WRONLY | os.O_APPEND), "a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             # A failing report must not end the training that it observes.
-            logger.warning("%s could not be written: %s", self._file, error)
+            logger.warning("%s could not be written: %s", self._file, error.strerror or error)
         # The lower median, because with two ranks the mean is never far from the slower one.
         median_work = median_low(work)
         slowest = max(range(len(work)), key=work.__getitem__)

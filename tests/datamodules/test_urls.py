@@ -1,6 +1,7 @@
 import contextlib
 import functools
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_a_damaged_copy_is_fetched_again(make_shards, served, tmp_path) -> None:
     (copy,) = (tmp_path / "cache").glob("*.tar")
     copy.write_bytes(copy.read_bytes()[:-5])
     assert last_token(store_of(f"{served[0]}/shards", tmp_path / "cache")) == 127
+
+
+@pytest.mark.parametrize("form", ["FIFO", "link"])
+def test_a_lock_in_the_cache_is_neither_waited_for_nor_followed(
+    make_shards, served, tmp_path, form
+) -> None:
+    make_shards(documents=2)
+    store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
+    (lock,) = (tmp_path / "cache").glob("*.lock")
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    lock.unlink()
+    os.mkfifo(lock) if form == "FIFO" else lock.symlink_to(precious)
+    with pytest.raises(ShardError, match=r"\.lock"):
+        store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
+    assert precious.read_text() == "precious"
 
 
 def test_a_file_damaged_at_its_source_is_not_cached(

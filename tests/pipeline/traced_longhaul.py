@@ -1,10 +1,11 @@
 """`longhaul` with a trace: what each training step was given goes to trace.jsonl, at once.
 
 Not a test; started by tests as a process, so that they can kill it. While rank 0 validates there is
-a file `validating`.
+a file `validating`, and while it evaluates, a file `evaluating`.
 LONGHAUL_FAULT=RANK:STEP:FAULT makes a rank `sleep` in the update after a step, for ever, `raise`
 there, be `slow`, or have a `nan` in a gradient or a `spike` in its loss; STEP- is every update from
 there on.
+LONGHAUL_CLOCK=STEP:SECONDS sets the clock so much on in the update after a step, or back.
 LONGHAUL_UNSAMPLED=1 keeps the profiler from looking at updates.
 """
 
@@ -30,8 +31,11 @@ def trace(file: Path) -> None:
     from longhaul.modules.pretraining import Pretraining
 
     original = Pretraining.training_step
+    step, _, seconds = os.environ.get("LONGHAUL_CLOCK", f"{1 << 60}:0").partition(":")
+    clock = Clock(int(step), int(seconds))
 
     def training_step(self: Pretraining, batch: dict[str, Any], batch_idx: int) -> None:
+        clock.update(self.progress.step)
         line = {
             "step": self.progress.step,
             "index": batch["index"].tolist(),
@@ -70,20 +74,35 @@ def trace(file: Path) -> None:
         profiling._is_sampled = lambda number: False
 
 
-def mark_validation(file: Path) -> None:
+def mark(name: str, file: Path) -> None:
+    """Let a file be there while rank 0 is in a function that the training calls."""
     from longhaul.pipeline.training import callback
 
-    original = callback.measure_positions
+    original = getattr(callback, name)
 
-    def measure_positions(*arguments: Any) -> Any:
+    def marked(*arguments: Any) -> Any:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             return original(*arguments)
         file.touch()
-        measured = original(*arguments)
+        result = original(*arguments)
         file.unlink()
-        return measured
+        return result
 
-    callback.measure_positions = measure_positions
+    setattr(callback, name, marked)
+
+
+class Clock:
+    """The time of day, as if somebody had set it at an update."""
+
+    def __init__(self, step: int, seconds: int) -> None:
+        self._step, self._seconds, self._offset = step, seconds, 0
+        real, real_ns = time.time, time.time_ns
+        time.time = lambda: real() + self._offset
+        time.time_ns = lambda: real_ns() + self._offset * 10**9
+
+    def update(self, step: int) -> None:
+        if step >= self._step:
+            self._offset = self._seconds
 
 
 def fail_in_a_task(rank: str, name: str) -> None:
@@ -100,7 +119,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "train":
         trace(Path("trace.jsonl"))
-        mark_validation(Path("validating"))
+        mark("measure_positions", Path("validating"))
+        mark("evaluate", Path("evaluating"))
         if failing := os.environ.get("LONGHAUL_FAILING_TASK"):
             fail_in_a_task(*failing.split(":"))
     from longhaul.pipeline.cli import main

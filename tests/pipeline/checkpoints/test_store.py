@@ -18,7 +18,12 @@ from longhaul.pipeline.checkpoints import store as store_module
 from longhaul.pipeline.checkpoints import writer
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.checkpoints.store import CheckpointStore, newest_checkpoint
+from longhaul.pipeline.checkpoints.store import (
+    CheckpointStore,
+    holds_none,
+    newest_checkpoint,
+    newest_step,
+)
 
 
 def _tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -237,6 +242,67 @@ def test_old_checkpoints_go_and_every_nth_stays(tmp_path: Path) -> None:
     for step in range(1, 11):
         _save(store, step)
     assert _names(store) == [f"step-{step:09d}" for step in (4, 8, 9, 10)]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, os.mkfifo])
+def test_what_has_the_name_of_a_later_step_costs_no_checkpoint(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    store = _store(tmp_path, keep_last=1)
+    _save(store, 1)
+    make(store.folder / "step-999999999")
+    path = _save(store, 2)
+    assert _names(store) == ["step-000000002", "step-999999999"]
+    assert newest_step(store.folder) == 2
+    assert _newest(store) == path
+
+
+@pytest.mark.parametrize("name", ["step-000000002", ".saving-step-000000002", ".removing-a"])
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere")],
+    ids=["folder", "file", "FIFO", "link"],
+)
+def test_a_save_goes_on_whatever_has_its_names(
+    tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    store = _store(tmp_path)
+    _save(store, 1)
+    make(store.folder / name)
+    _assert_equal(_load(_save(store, 2)), _load(store.path_of(1)))
+    assert {*_names(store)} <= {"step-000000001", "step-000000002", "step-000000002.damaged"}
+
+
+def test_a_checkpoint_of_another_format_is_set_aside_where_one_is_saved(tmp_path: Path) -> None:
+    store = _store(tmp_path)
+    store.path_of(1).mkdir(parents=True)
+    (store.path_of(1) / "checksums.json").write_text('{"format": 99}')
+    _save(store, 1)
+    assert _names(store) == ["step-000000001", "step-000000001.damaged"]
+
+
+def test_what_appears_during_a_save_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = _store(tmp_path)
+    write = store_module.write_state_and_checksums
+
+    def drop(*arguments: Any) -> None:
+        write(*arguments)
+        store.path_of(1).touch()
+
+    monkeypatch.setattr(store_module, "write_state_and_checksums", drop)
+    _load(_save(store, 1))
+    assert _names(store) == ["step-000000001", "step-000000001.damaged"]
+
+
+def test_notes_in_the_folder_are_no_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "step-notes.txt").touch()
+    assert holds_none(folder)
+    (folder / "step-000000001.damaged").mkdir()
+    assert not holds_none(folder)
 
 
 def test_steps_beyond_nine_digits_are_newer_than_shorter_ones(tmp_path: Path) -> None:

@@ -318,3 +318,73 @@ def test_a_line_that_names_what_lies_outside_the_run_is_damaged(path: str) -> No
         line = {**event, "number": 1, "time_ms": 1, "values": {}, "path": path}
         with pytest.raises(ValueError, match=r"a line: path: found .* wanted a path"):
             parse_line(json.dumps(line).encode())
+
+
+@pytest.mark.parametrize(
+    "replace", [Path.touch, os.mkfifo, lambda path: path.symlink_to("nowhere"), lambda path: None]
+)
+def test_a_journal_that_is_replaced_while_it_is_written_is_written_again(
+    tmp_path: Path, replace: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(_path(tmp_path))
+    journal.append("train", 1, {"x": 1.0})
+    journal.path.unlink()
+    replace(journal.path)
+    journal.append("train", 2, {"x": 2.0})
+    assert [line["step"] for line in journal.read()[0]] == [1, 2]
+    journal.sync()
+    journal.append("train", 3, {"x": 3.0})
+    journal.close()
+    assert [line["step"] for line in read_lines(journal.path)[0]] == [1, 2, 3]
+    assert caplog.messages == [f"{journal.path} was removed or replaced; it is written again"]
+
+
+def test_a_journal_whose_place_a_folder_takes_is_told_of_once_and_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(_path(tmp_path))
+    journal.path.unlink()
+    journal.path.mkdir()
+    for step in (1, 2):
+        journal.append("train", step, {"x": 1.0})
+        journal.sync()
+    (message,) = caplog.messages
+    assert message.endswith("metrics.jsonl cannot be written: Is a directory")
+    journal.path.rmdir()
+    journal.close()
+    assert [line["step"] for line in read_lines(journal.path)[0]] == [1, 2]
+
+
+LOCKED = """
+import sys
+from pathlib import Path
+from longhaul.pipeline.tracking.metrics_journal import Journal, JournalError
+try:
+    Journal(Path(sys.argv[1]))
+except JournalError as error:
+    print(error)
+else:
+    print("open")
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_that_is_removed_is_taken_again_unless_another_has_it(tmp_path: Path) -> None:
+    journal = Journal(_path(tmp_path))
+    lock = journal.path.with_name("metrics.jsonl.lock")
+
+    def other() -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", LOCKED, str(journal.path)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    lock.unlink()
+    journal.sync()
+    with other() as process:
+        assert f"another process (pid {os.getpid()}" in process.communicate()[0]
+    lock.unlink()
+    with other() as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(JournalError, match=rf"another process \(pid {process.pid} "):
+            journal.sync()
+        process.communicate()

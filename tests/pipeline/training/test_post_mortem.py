@@ -2,6 +2,7 @@
 
 import multiprocessing
 import multiprocessing.pool
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,9 @@ def test_nothing_keeps_a_rank_from_ending(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", fail, raising=False)
     post_mortem.leave_stacks(tmp_path, 0)
     post_mortem.leave_stacks(tmp_path / "away", 0)
+    os.mkfifo(tmp_path / "stacks-rank-1.txt")
+    post_mortem.leave_stacks(tmp_path, 1)  # does not wait for a reader
+    (tmp_path / "stacks-rank-1.txt").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["stacks-rank-0.txt"]
 
 

@@ -4,8 +4,10 @@ import gzip
 import json
 import logging
 import math
+import os
 import random
 import re
+import shutil
 import socket
 from collections import Counter
 from pathlib import Path
@@ -148,7 +150,8 @@ def test_a_run_that_fails_in_a_trace_writes_what_there_is(
 
 
 @pytest.mark.parametrize(
-    ("content", "wanted"), [("", 3), ("7\n", 7), ("0", 0), ("101", 0), ("three", 0), ("-2", 0)]
+    ("content", "wanted"),
+    [("", 3), ("7\n", 7), ("0", 0), ("101", 0), ("three", 0), ("-2", 0), ("9" * 5000, 0)],
 )
 def test_a_bad_request_is_said_and_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str, wanted: int
@@ -159,8 +162,58 @@ def test_a_bad_request_is_said_and_removed(
     file.write_text(content)
     assert requests.updates_to_trace == wanted
     assert file.exists() == bool(wanted)
-    said = f"found {content!r}, wanted nothing or a number of updates, 1 to 100"
+    said = f"found {content!r:.40}, wanted nothing or a number of updates, 1 to 100"
     assert (said in caplog.text) == (not wanted)
+
+
+@pytest.mark.parametrize("name", ["STOP", "SAVE", "PROFILE"])
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (os.mkfifo, "a FIFO"),
+        (Path.mkdir, "a folder"),
+        (lambda path: path.symlink_to(path.parent), "a link"),
+        (lambda path: path.symlink_to("nowhere"), "a link"),
+    ],
+)
+def test_what_is_no_file_is_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, make: Any, found: str
+) -> None:
+    requests = StopRequests(tmp_path, deadline_s=1)
+    file = tmp_path / name
+    make(file)
+    for _ in range(2):
+        asked = requests.wants_stop, requests.wants_save, requests.updates_to_trace
+        assert asked == (False, False, 0)
+    assert caplog.messages == [f"{file}: found {found}, wanted a regular file; it is ignored"]
+    # The same name is a request later, even where the file system gives the same inode again.
+    shutil.rmtree(file) if found == "a folder" else file.unlink()
+    file.touch()
+    asked = requests.wants_stop, requests.wants_save, requests.updates_to_trace
+    assert asked == (name == "STOP", name == "SAVE", 3 * (name == "PROFILE"))
+
+
+def test_a_request_that_cannot_be_removed_is_met_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    requests = StopRequests(tmp_path, deadline_s=1)
+    for name in ("STOP", "SAVE", "PROFILE"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert requests.wants_stop
+    assert requests.wants_save
+    requests.clear_stop_and_save()
+    requests.clear_profile()
+    assert (requests.wants_stop, requests.wants_save, requests.updates_to_trace) == (0, 0, 0)
+    assert [one.partition("cannot be ")[2] for one in caplog.messages] == [
+        "removed: Operation not permitted; it is ignored",
+        "renamed to STOPPED: Operation not permitted; it is ignored",
+        "removed: Operation not permitted; it is ignored",
+    ]
 
 
 def test_covered_counts_every_moment_once() -> None:
@@ -233,3 +286,13 @@ def test_a_rank_that_stays_slow_is_named_now_and_then(
     lines = (tmp_path / "ranks.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [5, 6, *range(100, 1700, 100)]
     assert json.loads(lines[0])["work"] == [1.2, 0.9, 1.0]
+
+
+def test_a_report_whose_place_a_fifo_takes_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.mkfifo(tmp_path / "ranks.jsonl")
+    report = StragglerReport(tmp_path / "ranks.jsonl", ["a"])
+    report.add(1, [1.0], [Communication(0.5, 0.5)], [0.0], [1.0])
+    (message,) = caplog.messages
+    assert "ranks.jsonl could not be written: " in message
