@@ -41,7 +41,7 @@ _WRITTEN = {
 @functools.cache
 def run_fields() -> Fields:
     """The keys of RunConfig and of the dataclasses below it."""
-    return _fields_of(_root() / "configs" / "schema.py", "RunConfig")
+    return _fields_of(_root() / "configs" / "run_config.py", "RunConfig")
 
 
 def fields_of_kind(kind: str) -> Fields:

@@ -14,7 +14,7 @@ from longhaul.configs.values import ConfigError, attentions, checked, read_value
 from longhaul.datamodules.untrusted import one_line, read_regular, shown
 
 if TYPE_CHECKING:
-    from longhaul.configs.schema import RunConfig
+    from longhaul.configs.run_config import RunConfig
     from longhaul.modules.attention import AttentionConfig
 
 _MOST_STORED_BYTES = 1 << 20
@@ -139,7 +139,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _build(values: dict[str, Any]) -> "RunConfig":
     """The run of values whose keys and types are checked."""
     # Imported here, because they load torch: what is wrong with the values is said before.
-    from longhaul.configs.schema import RunConfig
+    from longhaul.configs.run_config import RunConfig
 
     try:
         variants = {

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +29,26 @@ from longhaul.configs.fields import (
     run_fields,
 )
 from longhaul.configs.presets import find_preset, nearest_preset
+from longhaul.configs.schema import (
+    CheckpointConfig,
+    EvaluationConfig,
+    SlurmConfig,
+    TrackingConfig,
+    TrainerConfig,
+)
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.untrusted import one_line, shown
 
 _LARGEST_NUMBER = 1 << 62
+# The parts that can be built without torch.
+_PARTS: dict[str, Callable[..., object]] = {
+    "data": DataConfig,
+    "trainer": TrainerConfig,
+    "checkpoint": CheckpointConfig,
+    "evaluation": EvaluationConfig,
+    "tracking": TrackingConfig,
+    "slurm": SlurmConfig,
+}
 _PATHS = ("root", "data.manifest", "data.validation_manifest", "data.cache_dir")
 _PATHS += ("trainer.start_from", "tracking.uri")
 
@@ -63,7 +80,7 @@ def read_values(
 ) -> Values:
     """The values that a YAML file and `key.sub=value` strings describe; see `load_run_config`.
 
-    Keys and types are checked, not yet what the values may be together.
+    All is checked that can be without torch: keys, types, and the parts but `model` and `optim`.
 
     Raises:
         ConfigError: one line with the key, the value found and the value wanted.
@@ -92,14 +109,21 @@ def checked(raw: DictConfig) -> dict[str, Any]:
         if "kind" not in options:
             raise ConfigError(f"{path}.kind: missing, wanted one of {', '.join(known_kinds())}")
     _check(values, run_fields(), "")
+    for name, build in _PARTS.items():
+        try:
+            build(**values.get(name, {}))
+        except TypeError:
+            pass  # A key without a default is missing, which is found when all is built.
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return values
 
 
 class _Loader(yaml.SafeLoader):
     """Reads numbers as YAML 1.2 does, refuses what 1.1 and 1.2 read as different numbers.
 
-    010 is 8 in YAML 1.1 and 10 in 1.2; 1:30 is 90 in 1.1 and text in 1.2. Both stay text here, which
-    is refused where a number is wanted.
+    010 is 8 in YAML 1.1 and 10 in 1.2; 1:30 is 90 in 1.1 and text in 1.2. Both stay text here,
+    which is refused where a number is wanted.
     """
 
     yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
@@ -169,9 +193,13 @@ def _keep_texts(node: yaml.Node, wanted: Any) -> None:
     elif isinstance(node, yaml.SequenceNode):
         for one in node.value:
             _keep_texts(one, Leaf((str,)) if wanted is TEXTS else None)
-    elif isinstance(node, yaml.ScalarNode) and isinstance(wanted, Leaf) and str in wanted.types:
-        if node.style is None and node.tag != "tag:yaml.org,2002:null":
-            node.tag = "tag:yaml.org,2002:str"
+    elif isinstance(wanted, Leaf) and str in wanted.types and _is_plain(node):
+        node.tag = "tag:yaml.org,2002:str"
+
+
+def _is_plain(node: yaml.Node) -> bool:
+    """Whether the node has neither quotes nor a tag, and is not null."""
+    return getattr(node, "style", "") is None and node.tag != "tag:yaml.org,2002:null"
 
 
 def _options(kind: str) -> Fields:

@@ -2,11 +2,13 @@
 
 import argparse
 import difflib
+import functools
 import importlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import longhaul
@@ -47,7 +49,29 @@ class _Parser(argparse.ArgumentParser):
         if settings.get("nargs") == "*" and not names[0].startswith("-"):
             # Without a default, argparse would list it among the missing arguments.
             settings.setdefault("default", [])
+        if settings.get("type") is int:
+            settings["type"] = functools.partial(_count, names[0])
+        if settings.get("type") is Path:
+            settings["type"] = _path
         return super().add_argument(*names, **settings)
+
+
+def _count(option: str, text: str) -> int:
+    """The number in the text of an option, such as 4k."""
+    try:
+        return int(text)
+    except ValueError:
+        from longhaul.configs.counts import parse_count  # more than help should wait for
+
+    try:
+        return parse_count(text, option)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option}: ")) from None
+
+
+def _path(text: str) -> Path:
+    """A shell leaves ~ in the middle of a word, as in --json=~/verify.json."""
+    return Path(text).expanduser()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ import sys
 
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
-from longhaul.pipeline.evaluation.registry import TASKS
+from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
@@ -40,9 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    names, options = args.tasks.split(","), task_options(args)
+    check_tasks(names, "--tasks")
+    named = named_model(args)
+    # After the options are checked, since this import takes seconds.
     from longhaul.pipeline.evaluation.run import evaluate_checkpoint
 
-    named, names, options = named_model(args), args.tasks.split(","), task_options(args)
     try:
         evaluate_checkpoint(
             named, names, options, data=args.data, devices=args.devices, again=args.again

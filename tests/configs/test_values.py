@@ -73,7 +73,8 @@ def test_plain_words_are_written_without_quotes() -> None:
 def test_text_in_a_file_is_what_stands_there(typed: str, tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(
-        f"inherits: [run/demo.yaml]\nname: {typed}\nslurm: {{account: {typed}, extra: [-{typed}]}}\n"
+        f"inherits: [run/demo.yaml]\nname: {typed}\n"
+        f"slurm: {{account: {typed}, extra: [-{typed}]}}\n"
     )
     tree = read_values(file).tree
     assert tree["name"] == tree["slurm"]["account"] == typed
