@@ -11,8 +11,8 @@ LENGTHS += ("stride", "chunk_size")
 """Keys and options that are the length of one sequence, where k is 1,024 and M is 1,048,576."""
 
 _UNITS = "kmbt"  # thousand, million, billion, trillion; G is another name of B
-_WITH_UNIT = re.compile(r"(\d[\d_]*(?:\.\d+)?) ?([kmbgt])(i?)", re.IGNORECASE)
-_NUMBER = re.compile(r"\d[\d_]*(?:\.\d*)?(?:e\+?\d{1,2})?", re.IGNORECASE)
+_WITH_UNIT = re.compile(r"(\d[\d_]*(?:\.\d+)?) ?([kmbgt])(i?)", re.ASCII | re.IGNORECASE)
+_NUMBER = re.compile(r"\d[\d_]*(?:\.\d*)?(?:e\+?\d{1,2})?", re.ASCII | re.IGNORECASE)
 _told: set[str] = set()
 
 

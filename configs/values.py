@@ -198,8 +198,9 @@ def _keep_texts(node: yaml.Node, wanted: Any) -> None:
 
 
 def _is_plain(node: yaml.Node) -> bool:
-    """Whether the node has neither quotes nor a tag, and is not null."""
-    return getattr(node, "style", "") is None and node.tag != "tag:yaml.org,2002:null"
+    """Whether the node is something else than text only because it is written without quotes."""
+    others = ("int", "float", "bool", "merge")
+    return getattr(node, "style", "") is None and node.tag.rpartition(":")[2] in others
 
 
 def _options(kind: str) -> Fields:

@@ -55,11 +55,9 @@ def submit(
     if dry_run:
         print(job.text, end="")
         return
-    folder = RunFolder.of(config)
-    finished = folder.finished()
-    if finished is not None and finished.tokens >= config.trainer.max_tokens:
-        print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+    if _is_finished(config):
         return
+    folder = RunFolder.of(config)
     options = _dependency_on(after)
     with _removed_if_refused([job]):
         _write_job_files(config, job)
@@ -93,12 +91,16 @@ def submit_sweep(
     runs = read_sweep(path, overrides, sweep)
     folder, configs = runs.folder, runs.configs
     _check(configs, after, dry_run)
+    if not dry_run:
+        configs = tuple(config for config in configs if not _is_finished(config))
+        if not configs:
+            return
     jobs = [_training_job(config) for config in configs]
     text = sweep_script(configs, folder, [job.script for job in jobs], throttle)
     if dry_run:
         print(text, end="")
         return
-    configs = runs.below_parent().configs
+    configs = dataclasses.replace(runs, configs=configs).below_parent().configs
     array, options = _Job("sweep", folder / "slurm" / "sweep.sbatch", text), _dependency_on(after)
     # Not the sweep's own folder, which names its parent run in MLflow.
     with _removed_if_refused(jobs):
@@ -114,6 +116,16 @@ def submit_sweep(
         _queue_evaluation(config, f"afterok:{job_id}_{index}")
     print(f"logs: {folder}/logs/job-{job_id}_*.log")
     print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
+
+
+def _is_finished(config: RunConfig) -> bool:
+    """Whether a run has trained all its tokens, which is then said."""
+    folder = RunFolder.of(config)
+    finished = folder.finished()
+    if finished is None or finished.tokens < config.trainer.max_tokens:
+        return False
+    print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+    return True
 
 
 def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> None:

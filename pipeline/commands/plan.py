@@ -37,7 +37,9 @@ def main(args: argparse.Namespace) -> int:
     contexts = parse_contexts(args.contexts)
     if args.config is not None:
         check_config(
-            args.config, args.overrides, [[f"model.attention.kind={kind}"] for kind in kinds or ()]
+            args.config,
+            args.overrides,
+            [[f"model.attention.kind={kind}"] for kind in kinds] if kinds else ((),),
         )
     from longhaul.pipeline.planning.tables import print_plan, print_states
 

@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Sequence
 
 from longhaul.configs import ConfigError
+from longhaul.configs.fields import run_fields
 
 # Made from the values of the others, or shared by all runs.
 _FIXED_KEYS = ("name", "root", "tracking.parent_run_id")
 
 
 def combinations(axes: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of each run of a sweep, sorted by their keys.
+    """The overrides of each run of a sweep, in the order in which a config has their keys.
 
     The order of the axes decides in which order the runs are trained, and nothing else.
 
@@ -23,9 +24,17 @@ def combinations(axes: Sequence[str]) -> list[tuple[str, ...]]:
     """
     values = [_values(axis) for axis in axes]
     return [
-        tuple(sorted(itertools.chain(*each), key=lambda one: one.partition("=")[0]))
-        for each in itertools.product(*values)
+        tuple(sorted(itertools.chain(*each), key=_place)) for each in itertools.product(*values)
     ]
+
+
+def _place(override: str) -> tuple[int, str, bool, str]:
+    """Sorts by the part of the config, then by name, with a kind before its options."""
+    key = override.partition("=")[0]
+    part, _, _ = key.partition(".")
+    parts = list(run_fields())
+    above, _, last = key.rpartition(".")
+    return parts.index(part) if part in parts else len(parts), above, last != "kind", last
 
 
 def _values(axis: str) -> list[list[str]]:

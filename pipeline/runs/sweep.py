@@ -37,8 +37,8 @@ class Sweep:
 def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Sweep:
     """The sweep of a config over axes, which `combinations` describes; nothing is written.
 
-    The values of a run become part of its name, sorted by their keys, so that the same axes give
-    the same runs in whatever order they are named.
+    The values of a run become part of its name, in the order of a config's keys, so that the
+    same axes give the same runs in whatever order they are named.
 
     Raises:
         ConfigError: an axis or a config is wrong, or two runs would be equal or have the same name.
