@@ -11,6 +11,10 @@ _MOST_SECONDS = 100_000_000  # three years; a lock cannot wait for more than 292
 # The largest seed of NumPy; sbatch's formats of times, but for minutes alone, and of sizes.
 _MOST_SEED = (1 << 32) - 1
 _TIME = re.compile(r"\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED", re.ASCII)
+_MODULE = re.compile(r"[\w.][\w.+/@:=~-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.ASCII)
+_IMAGE = re.compile(r"[^\s-]\S*")
+_MOUNT = re.compile(r"[^\s,:-][^\s,:]*:[^\s,:]+(:[a-z+]+)?")
 _MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
@@ -264,6 +268,18 @@ class SlurmConfig:
     memory: str | None = None
     """Memory per node in the format of sbatch --mem, such as 64G; or null."""
 
+    modules: list[str] = field(default_factory=list)
+    """Modules that the job loads first, in this order, such as cuda/12.4."""
+
+    environment: list[str] = field(default_factory=list)
+    """Environment variables of the job, each NAME=VALUE; scripts keep them, so no secrets."""
+
+    container: str | None = None
+    """Image for srun --container-image (pyxis), whose `python` has longhaul; null: no container."""
+
+    container_mounts: list[str] = field(default_factory=list)
+    """Folders for srun --container-mounts, each SRC:DST; the runs and the data among them."""
+
     exclusive: bool = False
     """Do not share the nodes with other jobs."""
 
@@ -288,6 +304,17 @@ class SlurmConfig:
             raise ValueError(f"slurm.time: found {self.time!r}, wanted days too, as in 0-12:00:00")
         if self.memory is not None and not _MEMORY.fullmatch(self.memory):
             raise ValueError(f"slurm.memory: found {self.memory!r}, wanted a size, such as 64G")
+        for key, entries, pattern, wanted in (
+            ("modules", self.modules, _MODULE, "the name of a module, such as cuda/12.4"),
+            ("environment", self.environment, _VARIABLE, "NAME=VALUE on one line"),
+            ("container", filter(None, [self.container]), _IMAGE, "the name or path of an image"),
+            ("container_mounts", self.container_mounts, _MOUNT, "SRC:DST, or SRC:DST:ro"),
+        ):
+            for entry in entries:
+                if not (pattern.fullmatch(entry) and entry.isprintable()):
+                    raise ValueError(f"slurm.{key}: found {entry!r}, wanted {wanted}")
+        if self.container_mounts and self.container is None:
+            raise ValueError("slurm.container: found null with container_mounts, wanted an image")
         for step in self.then:
             _one_of("slurm.then", step, ("evaluate", "export"))
         for option in self.extra:

@@ -133,7 +133,7 @@ def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> No
     if not dry_run and shutil.which("sbatch") is None:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
     for config in configs:
-        _check_can_run(config)
+        _check_can_run(config, dry_run)
     if not dry_run:
         _check_not_queued(configs, after)
 
@@ -160,14 +160,17 @@ def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
         raise
 
 
-def _check_can_run(config: RunConfig) -> None:
+def _check_can_run(config: RunConfig, dry_run: bool) -> None:
     folder = RunFolder.of(config)
     if {"%", "\\"} & set(str(folder.path)):
         raise ConfigError(
             f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
             "replaces in names of logs"
         )
-    check_run(config)
+    if dry_run:  # It prints the script anywhere, where the data are not too.
+        folder.check_same_run(config)
+    else:
+        check_run(config)
     # Some clusters know GPUs by an option of their own, such as --gres=gpu:8.
     asks_for_gpus = any(
         re.match(r"--gpus|--gres=.*gpu|-G", option) for option in config.slurm.extra
