@@ -2,12 +2,16 @@
 
 import argparse
 import difflib
+import errno
 import functools
 import importlib
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +159,18 @@ def _explained(error: OSError) -> str:
     """The message of an error; one of the system's own is a number and a name in brackets."""
     if error.strerror is None:
         return str(error)
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return f"{error.strerror}: {_space_left()}"
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+def _space_left() -> str:
+    """Where a file may have been written, as nothing names it, and what is free there."""
+    free = []
+    for folder in ("/dev/shm", tempfile.gettempdir(), os.getcwd()):
+        with suppress(OSError):
+            free.append(f"{shutil.disk_usage(folder).free:,} bytes are free in {folder}")
+    return ", ".join(free)
 
 
 def _fail(error: BaseException | str, status: int) -> int:

@@ -1,9 +1,11 @@
 """The `longhaul` command itself: help, version, and how it refuses what it does not know."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -154,3 +156,20 @@ def test_a_failure_does_not_wait_for_ranks_over_nccl(
     assert main(["nonsense"]) == 2
     assert ended == ([2] if backend == "nccl" else [])
     assert capsys.readouterr().err.startswith("longhaul: command: found 'nonsense'")
+
+
+def test_a_full_device_without_a_path_says_where_space_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=len(folder)))
+
+    def full(arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("longhaul.pipeline.cli._run", full)
+    assert main(["train"]) == 1
+    expected = "longhaul: No space left on device: 8 bytes are free in /dev/shm, "
+    told = capsys.readouterr().err
+    assert told.startswith(expected)
+    assert told.endswith(f"{len(str(tmp_path))} bytes are free in {tmp_path}\n")
