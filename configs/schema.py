@@ -301,7 +301,8 @@ class SlurmConfig:
             _positive("slurm", self, "cpus_per_task")
         # Minutes alone may be what another reader of YAML has made of 12:00:00: 43200.
         if self.time is not None and not _TIME.fullmatch(self.time):
-            raise ValueError(f"slurm.time: found {self.time!r}, wanted days too, as in 0-12:00:00")
+            found = f"the number {self.time}" if self.time.isdigit() else repr(self.time)
+            raise ValueError(f"slurm.time: found {found}, wanted days too, as in 0-12:00:00")
         if self.memory is not None and not _MEMORY.fullmatch(self.memory):
             raise ValueError(f"slurm.memory: found {self.memory!r}, wanted a size, such as 64G")
         for key, entries, pattern, wanted in (

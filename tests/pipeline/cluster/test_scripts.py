@@ -77,7 +77,7 @@ def test_a_job_has_its_modules_variables_and_container(tmp_path: Path) -> None:
     [
         ("slurm.memory=64 gigabytes", "slurm.memory: found '64 gigabytes', wanted a size, such as"),
         ("slurm.time=soon", "slurm.time: found 'soon', wanted days too, as in 0-12:00:00"),
-        ("slurm.time=43200", "slurm.time: found '43200', wanted days too"),
+        ("slurm.time=43200", "slurm.time: found the number 43200, wanted days too"),
         ("slurm.time=1-", "slurm.time: found '1-', wanted days too"),
         ("slurm.modules=[cuda 12]", "slurm.modules: found 'cuda 12', wanted the name of a module"),
         ("slurm.modules=[-f]", "slurm.modules: found '-f', wanted the name of a module"),
