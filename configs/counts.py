@@ -6,8 +6,10 @@ from fractions import Fraction
 
 logger = logging.getLogger(__name__)
 
-LENGTHS = ("context", "contexts", "lengths", "doc_tokens", "document_tokens", "longest_document")
-LENGTHS += ("stride", "chunk_size")
+LENGTHS = {
+    *("context", "contexts", "lengths", "stride", "chunk_size"),
+    *("doc_tokens", "document_tokens", "longest_document"),
+}
 """Keys and options that are the length of one sequence, where k is 1,024 and M is 1,048,576."""
 
 _UNITS = "kmbt"  # thousand, million, billion, trillion; G is another name of B

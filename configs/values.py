@@ -28,7 +28,7 @@ from longhaul.configs.fields import (
     known_kinds,
     run_fields,
 )
-from longhaul.configs.presets import find_preset, nearest_preset
+from longhaul.configs.presets import find_preset, nearest_preset, preset_name
 from longhaul.configs.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -49,8 +49,10 @@ _PARTS: dict[str, Callable[..., object]] = {
     "tracking": TrackingConfig,
     "slurm": SlurmConfig,
 }
-_PATHS = ("root", "data.manifest", "data.validation_manifest", "data.cache_dir")
-_PATHS += ("trainer.start_from", "tracking.uri")
+_PATHS = {
+    *("root", "data.manifest", "data.validation_manifest", "data.cache_dir"),
+    *("trainer.start_from", "tracking.uri"),
+}
 
 
 class ConfigError(ValueError):
@@ -249,7 +251,7 @@ def _placed(error: Exception, sources: Sequence[Source]) -> ConfigError:
         for part in key[1].split("."):  # type: ignore[index]
             found = found.get(part, MISSING) if isinstance(found, dict) else MISSING
         if found != MISSING:
-            return ConfigError(str(error) if file is None else f"{file}: {error}")
+            return ConfigError(str(error) if file is None else f"{preset_name(file)}: {error}")
     return ConfigError(str(error))
 
 

@@ -143,6 +143,8 @@ def test_the_file_of_a_refused_key_is_named(tmp_path: Path) -> None:
         load_run_config(parent, ["model.widht=1"])
     with pytest.raises(ConfigError, match=f"^{parent}: optim.beta1: found 2"):
         load_run_config(parent, ["optim.beta2=0.8"])
+    with pytest.raises(ConfigError, match=r"^run/demo.yaml: optim.tokens_per_update: found 8192"):
+        load_run_config("run/demo.yaml", ["trainer.micro_batch=3"])
     with pytest.raises(ConfigError, match=r"^optim.beta1: found 3"):
         load_run_config(parent, ["optim.beta1=3"])
 
