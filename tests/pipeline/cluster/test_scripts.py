@@ -113,3 +113,17 @@ def test_a_dry_run_prints_the_script_where_the_data_are_not(
     assert main([*command, "--dry-run", "--seeds", "2"]) == 0
     assert "#SBATCH --array=0-1%4\n" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["data.manifest=nowhere", "--seeds=2"])
+def test_what_is_queued_needs_its_data(
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    assert main(["submit", "run/demo.yaml", "trainer.accelerator=cpu", option]) == 2
+    assert capsys.readouterr().err.startswith("longhaul: data.manifest: ")
+    assert list(tmp_path.iterdir()) == []
