@@ -8,7 +8,6 @@ import difflib
 import json
 import os
 import re
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,15 +127,6 @@ class _Loader(yaml.SafeLoader):
     which is refused where a number is wanted.
     """
 
-    yaml_implicit_resolvers: typing.ClassVar[dict[str, Any]] = {
-        first: [
-            (tag, pattern)
-            for tag, pattern in resolvers
-            if tag.rpartition(":")[2] in ("bool", "null", "merge")
-        ]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Raise at a key that is there twice, of which YAML would take the last."""
         known = set()
@@ -152,6 +142,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.rpartition(":")[2] in ("bool", "null", "merge")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int",
     re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"),
