@@ -77,7 +77,7 @@ def test_what_is_mistyped_is_refused_before_heavy_imports(tmp_path: Path) -> Non
         input=json.dumps(commands),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     answers = [line for line in result.stdout.splitlines() if line.startswith("loaded")]
     assert dict(enumerate(answers)) == dict.fromkeys(range(len(commands)), "loaded 2"), result
