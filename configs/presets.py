@@ -29,6 +29,11 @@ def find_preset(name: Path) -> Path | None:
     return file if is_inside and file.is_file() else None
 
 
+def preset_name(file: Path) -> Path:
+    """The name of a preset by its file; a file that is no preset stays as it is."""
+    return file.relative_to(_folder()) if file.is_relative_to(_folder()) else file
+
+
 def nearest_preset(name: str) -> str | None:
     """The preset whose name or last part of the name is most like this one, if any is."""
     known = [*presets()]

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from longhaul.configs.schema import RunConfig
+from longhaul.configs.run_config import RunConfig
 from longhaul.modules.attention import AttentionConfig, attention_config
 
 

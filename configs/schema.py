@@ -1,15 +1,21 @@
-"""The configuration of a run as a tree of frozen dataclasses, checked when it is built."""
+"""The parts of a run's configuration that only the pipeline reads, checked when they are built.
 
+They are here and not next to the pipeline's code, because configs must not import pipeline. What
+is imported here is quick to import, so that values are checked before torch is.
+"""
+
+import re
 from dataclasses import dataclass, field
 
-from longhaul.datamodules.config import DataConfig
-from longhaul.modules.language_model import LanguageModelConfig
-from longhaul.modules.optim import OptimConfig
-
 _MOST_SECONDS = 100_000_000  # three years; a lock cannot wait for more than 292
-
-# The configs for code in pipeline/ are here and not next to that code, because configs must not
-# import pipeline.
+# The largest seed of NumPy; sbatch's formats of times, but for minutes alone, and of sizes.
+_MOST_SEED = (1 << 32) - 1
+_TIME = re.compile(r"\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED", re.ASCII)
+_MODULE = re.compile(r"[\w.][\w.+/@:=~-]*", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.ASCII)
+_IMAGE = re.compile(r"[^\s-]\S*")
+_MOUNT = re.compile(r"[^\s,:-][^\s,:]*:[^\s,:]+(:[a-z+]+)?")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class TrainerConfig:
     """32-true | bf16-mixed: products in bf16; deepspeed: weights too, beside a float32 copy."""
 
     seed: int = 0
-    """Seed of the initial weights and of the order of samples."""
+    """Seed of the initial weights and of the order of samples, 0 to 2^32 - 1."""
 
     train_only: str | None = None
     """initial_state: train the learned initial states and freeze all else; null: train all."""
@@ -109,6 +115,8 @@ class TrainerConfig:
                 raise ValueError(
                     f"trainer.{name}: found {getattr(self, name)}, wanted {most} at most"
                 )
+        if not 0 <= self.seed <= _MOST_SEED:
+            raise ValueError(f"trainer.seed: found {self.seed}, wanted 0 to {_MOST_SEED}")
         self._check_ranks()
         self._check_strategy()
 
@@ -260,6 +268,18 @@ class SlurmConfig:
     memory: str | None = None
     """Memory per node in the format of sbatch --mem, such as 64G; or null."""
 
+    modules: list[str] = field(default_factory=list)
+    """Modules that the job loads first, in this order, such as cuda/12.4."""
+
+    environment: list[str] = field(default_factory=list)
+    """Environment variables of the job, each NAME=VALUE; scripts keep them, so no secrets."""
+
+    container: str | None = None
+    """Image for srun --container-image (pyxis), whose `python` has longhaul; null: no container."""
+
+    container_mounts: list[str] = field(default_factory=list)
+    """Folders for srun --container-mounts, each SRC:DST; the runs and the data among them."""
+
     exclusive: bool = False
     """Do not share the nodes with other jobs."""
 
@@ -279,11 +299,23 @@ class SlurmConfig:
         _positive("slurm", self, "max_restarts")
         if self.cpus_per_task is not None:
             _positive("slurm", self, "cpus_per_task")
-        if self.time is not None and self.time.isdigit():
-            # YAML reads 12:00:00 in a file as the number 43200, which Slurm would take as minutes.
-            raise ValueError(
-                f"slurm.time: found the number {self.time}, wanted days too, as in 0-12:00:00"
-            )
+        # Minutes alone may be what another reader of YAML has made of 12:00:00: 43200.
+        if self.time is not None and not _TIME.fullmatch(self.time):
+            found = f"the number {self.time}" if self.time.isdigit() else repr(self.time)
+            raise ValueError(f"slurm.time: found {found}, wanted days too, as in 0-12:00:00")
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            raise ValueError(f"slurm.memory: found {self.memory!r}, wanted a size, such as 64G")
+        for key, entries, pattern, wanted in (
+            ("modules", self.modules, _MODULE, "the name of a module, such as cuda/12.4"),
+            ("environment", self.environment, _VARIABLE, "NAME=VALUE on one line"),
+            ("container", filter(None, [self.container]), _IMAGE, "the name or path of an image"),
+            ("container_mounts", self.container_mounts, _MOUNT, "SRC:DST, or SRC:DST:ro"),
+        ):
+            for entry in entries:
+                if not (pattern.fullmatch(entry) and entry.isprintable()):
+                    raise ValueError(f"slurm.{key}: found {entry!r}, wanted {wanted}")
+        if self.container_mounts and self.container is None:
+            raise ValueError("slurm.container: found null with container_mounts, wanted an image")
         for step in self.then:
             _one_of("slurm.then", step, ("evaluate", "export"))
         for option in self.extra:
@@ -291,116 +323,6 @@ class SlurmConfig:
                 raise ValueError(
                     f"slurm.extra: found {option!r}, wanted --option or --option=value"
                 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """Everything that defines a run."""
-
-    name: str
-    """Name of the run in MLflow and of its folder under `root`, without `/` or line breaks."""
-
-    model: LanguageModelConfig
-    """Attention variant and shape of the model."""
-
-    data: DataConfig
-    """Shards to read, and the context."""
-
-    optim: OptimConfig
-    """Optimiser, learning rate, and tokens per update."""
-
-    trainer: TrainerConfig
-    """Token budget, devices, parallelism and precision."""
-
-    root: str = "runs"
-    """Folder that contains the folders of runs."""
-
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """When to save checkpoints, and which of them to keep."""
-
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    """Evaluation tasks during training."""
-
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Where MLflow stores the run."""
-
-    slurm: SlurmConfig = field(default_factory=SlurmConfig)
-    """What a job requests from Slurm."""
-
-    def __post_init__(self) -> None:
-        if not self.name or self.name in (".", "..") or "/" in self.name:
-            raise ValueError(f"name: found {self.name!r}, wanted the name of one folder")
-        for key in ("name", "root"):  # scripts and Slurm read them line by line
-            if any(ord(character) < 32 for character in getattr(self, key)):
-                raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
-        self._check_divisibility()
-        if self.data.context % self.trainer.context_parallel:
-            raise ValueError(
-                f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
-                f"divisor of data.context = {self.data.context}"
-            )
-        for asking, is_asked in (
-            ("slurm.then evaluate", "evaluate" in self.slurm.then),
-            ("evaluation.tasks", bool(self.evaluation.tasks)),
-        ):
-            if is_asked and self.data.validation_manifest is None:
-                raise ValueError(
-                    f"data.validation_manifest: missing with {asking}, wanted shards to evaluate on"
-                )
-        if self.trainer.train_only is not None and self.trainer.start_from is None:
-            raise ValueError(
-                "trainer.start_from: missing with trainer.train_only, which would freeze random "
-                "weights; wanted a run or checkpoint"
-            )
-        if self.trainer.train_only is not None and not self._has_learned_initial_state():
-            raise ValueError(
-                "trainer.train_only: found 'initial_state' with model.attention.initial_state "
-                "'zero' in every layer, wanted null, or model.attention.initial_state learned"
-            )
-
-    @property
-    def samples_per_update(self) -> int:
-        return self.optim.tokens_per_update // self.data.context
-
-    @property
-    def accumulation(self) -> int:
-        """Number of micro-batches of a rank per update."""
-        return self.samples_per_update // (self.trainer.micro_batch * self.trainer.data_ranks)
-
-    @property
-    def num_updates(self) -> int:
-        """Number of updates in the budget, which the last may exceed by less than one update."""
-        return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
-
-    def _has_learned_initial_state(self) -> bool:
-        attentions = map(self.model.attention_of, range(self.model.layers))
-        return any(getattr(one, "initial_state", "zero") == "learned" for one in attentions)
-
-    def _check_divisibility(self) -> None:
-        tokens, context = self.optim.tokens_per_update, self.data.context
-        ranks, micro = self.trainer.data_ranks, self.trainer.micro_batch
-        unit = context * ranks * micro
-        if tokens % unit == 0:
-            return
-        below, above = tokens // unit * unit, (tokens // unit + 1) * unit
-        choices = f"{below} or {above}" if below else f"{above}"
-        # Documents usually have a power of two of tokens, which another context cannot divide.
-        power = 1 << (context.bit_length() - 1)
-        if tokens % context and power != context and tokens % (power * ranks * micro) == 0:
-            raise ValueError(
-                f"data.context: found {context} with optim.tokens_per_update {tokens}, which is no "
-                f"multiple of {unit} (data.context x trainer.micro_batch {micro} x {ranks} ranks); "
-                f"wanted data.context {power}, or optim.tokens_per_update {choices} "
-                f"if {context} divides the documents"
-            )
-        message = (
-            f"optim.tokens_per_update: found {tokens}, wanted a multiple of {unit} (data.context "
-            f"{context} x trainer.micro_batch {micro} x {ranks} ranks); change it to {choices}"
-        )
-        fitting = [size for size in range(micro, 0, -1) if tokens % (context * ranks * size) == 0]
-        if fitting:
-            message += f", or trainer.micro_batch to {fitting[0]}"
-        raise ValueError(message)
 
 
 def _one_of(path: str, found: str, wanted: tuple[str, ...]) -> None:

@@ -2,12 +2,19 @@
 
 import argparse
 import difflib
+import errno
+import functools
 import importlib
 import io
 import logging
 import os
+import resource
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import longhaul
@@ -35,6 +42,9 @@ COMMANDS = {
 # By these names torch takes settings of a GPU's memory, which count from the first tensor there on.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+# A run has shards, pipes of data workers, sockets, and the files of its database open.
+_FEWEST_FILES = 128
+
 
 class _Parser(argparse.ArgumentParser):
     """Refuses abbreviations of options, as do the parsers of its sub-commands.
@@ -49,7 +59,29 @@ class _Parser(argparse.ArgumentParser):
         if settings.get("nargs") == "*" and not names[0].startswith("-"):
             # Without a default, argparse would list it among the missing arguments.
             settings.setdefault("default", [])
+        if settings.get("type") is int:
+            settings["type"] = functools.partial(_count, names[0])
+        if settings.get("type") is Path:
+            settings["type"] = _path
         return super().add_argument(*names, **settings)
+
+
+def _count(option: str, text: str) -> int:
+    """The number in the text of an option, such as 4k."""
+    try:
+        return int(text)
+    except ValueError:
+        from longhaul.configs.counts import parse_count  # more than help should wait for
+
+    try:
+        return parse_count(text, option)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"{option}: ")) from None
+
+
+def _path(text: str) -> Path:
+    """A shell leaves ~ in the middle of a word, as in --json=~/verify.json."""
+    return Path(text).expanduser()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -128,7 +160,18 @@ def _run(arguments: list[str]) -> int:
     module.add_arguments(parser)
     # Intermixed, because values such as model.width=64 may come before or after options.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-    return int(module.main(parse(rest)))
+    parsed = parse(rest)
+    _check_open_files()
+    return int(module.main(parsed))
+
+
+def _check_open_files() -> None:
+    """Refuse a limit under which threads and helper processes would fail, each in its own words."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _FEWEST_FILES:
+        raise RuntimeError(
+            f"found a limit of {limit} open files, wanted {_FEWEST_FILES} or more: ulimit -n"
+        )
 
 
 def _summary() -> str:
@@ -140,7 +183,18 @@ def _explained(error: OSError) -> str:
     """The message of an error; one of the system's own is a number and a name in brackets."""
     if error.strerror is None:
         return str(error)
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return f"{error.strerror}: {_space_left()}"
     return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+def _space_left() -> str:
+    """Where a file may have been written, as nothing names it, and what is free there."""
+    free = []
+    for folder in ("/dev/shm", tempfile.gettempdir(), os.getcwd()):
+        with suppress(OSError):
+            free.append(f"{shutil.disk_usage(folder).free:,} bytes are free in {folder}")
+    return ", ".join(free)
 
 
 def _fail(error: BaseException | str, status: int) -> int:

@@ -24,6 +24,7 @@ from longhaul.configs import load_run_config
 from longhaul.modules.attention import attention_config, base, build_attention
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline import cli
+from longhaul.pipeline.runs.axes import combinations
 
 CHECKOUT = Path(__file__).parent.parent
 DOCS = CHECKOUT / "docs"
@@ -109,7 +110,7 @@ def test_commands_parse_and_their_configs_load(
             config, *overrides = overrides
     if config is None:
         return
-    overrides += [axis.split(",")[0] for axis in getattr(arguments, "sweep", [])]
+    overrides += combinations(getattr(arguments, "sweep", []))[0]
     load_run_config(config, overrides)
     kinds = getattr(arguments, "kinds", None)
     for kind in kinds.split(",") if isinstance(kinds, str) else []:

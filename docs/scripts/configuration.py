@@ -27,8 +27,15 @@ longhaul train run/demo.yaml name=wide model.width=384
   one line that names the key, what was found and what was wanted, and status 2.
 - Where another kind of attention is chosen over an inherited one, options that it has are kept, and
   the others are dropped.
-- `null` stands for "absent". Strings need quotes only where YAML would read something else.
-- Whole numbers may have underscores or an exponent: `trainer.max_tokens=1_000_000`, or `1e6`.
+- `null` stands for "absent". A key that is text takes what stands there, also `1e3`, `no` or
+  `12:00:00`; quotes are needed around `null` as a name, around blanks at an end, and in files
+  around what has a meaning in YAML, such as `#`.
+- `~` at the beginning of a path is the home folder.
+- Whole numbers, here and in the options of all commands, may have underscores, an exponent or a
+  unit: `1_000_000`, `1e6`, `1M`. `k`, `M`, `B` (or `G`) and `T` are powers of 1,000; `Ki`, `Mi`,
+  `Gi` and `Ti` are powers of 1,024. Only in the length of a sequence (`data.context`,
+  `--contexts`, `--doc-tokens` and their like) `k` and `M` are powers of 1,024 too:
+  `data.context=4k` is 4,096, as everybody means it. The log says what was understood.
 - `longhaul config CONFIG key.sub=value` prints the whole config; `longhaul config --keys`,
   `--kinds` and `--presets` list what there is.
 - A run folder keeps the whole config, with all defaults written out, in `config.yaml`.

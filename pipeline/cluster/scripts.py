@@ -26,7 +26,7 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
     slurm = config.slurm
     settings = {
         "RUN": str(run),
-        "PYTHON": sys.executable,
+        **_place_settings(config),
         "MAX_RESTARTS": str(slurm.max_restarts),
         "REQUEUE": "yes" if slurm.requeue else "no",
     }
@@ -36,7 +36,7 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
             *_common_options(config, config.name, run, "%j"),
             *_rank_options(config),
         ],
-        settings,
+        [*_assigned(settings), *_preparations(config)],
         [str(config_file)],
     )
 
@@ -62,7 +62,7 @@ def sweep_script(
     return _script(
         "sweep",
         [*first, f"--array=0-{len(configs) - 1}%{throttle}"],
-        {},
+        [],
         [str(script) for script in scripts],
     )
 
@@ -79,8 +79,36 @@ def evaluate_script(config: RunConfig, run: Path) -> str:
     ]
     if config.slurm.gpu is not None:
         options.append(f"--gpus={_gpu_option(config.slurm.gpu, 1)}")
-    settings = {"RUN": str(run), "PYTHON": sys.executable, "THEN": " ".join(config.slurm.then)}
-    return _script("evaluate", options, settings, [])
+    settings = {
+        "RUN": str(run),
+        **_place_settings(config),
+        "THEN": " ".join(config.slurm.then),
+    }
+    return _script("evaluate", options, [*_assigned(settings), *_preparations(config)], [])
+
+
+def _place_settings(config: RunConfig) -> dict[str, str]:
+    """Which Python runs longhaul, and in which container."""
+    slurm = config.slurm
+    return {
+        # That of this machine is not in the image.
+        "PYTHON": sys.executable if slurm.container is None else "python",
+        "CONTAINER": slurm.container or "",
+        "CONTAINER_MOUNTS": ",".join(slurm.container_mounts),
+    }
+
+
+def _assigned(settings: Mapping[str, str]) -> list[str]:
+    return [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+
+
+def _preparations(config: RunConfig) -> list[str]:
+    """What a job does first: it loads modules and exports variables, in that order."""
+    lines = [f"module load {shlex.quote(name)} || exit 69" for name in config.slurm.modules]
+    for entry in config.slurm.environment:
+        name, _, value = entry.partition("=")
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return lines
 
 
 def _common_options(config: RunConfig, name: str, folder: Path, job: str) -> list[str]:
@@ -153,13 +181,13 @@ def _gpu_option(kind: str, count: int) -> str:
 
 
 def _script(
-    template: str, options: Sequence[str], settings: Mapping[str, str], arguments: Sequence[str]
+    template: str, options: Sequence[str], settings: Sequence[str], arguments: Sequence[str]
 ) -> str:
     text = (resources.files("longhaul.slurm") / f"{template}.sbatch").read_text()
     _, end, body = text.partition(_SETTINGS_END)
     assert end, f"{template}.sbatch has no line {_SETTINGS_END!r}"
     lines = ["#!/bin/bash", *(f"#SBATCH {_sbatch_escaped(option)}" for option in options)]
-    lines += [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+    lines += settings
     if arguments:
         lines.append(f"set -- {shlex.join(arguments)}")
     return "\n".join(lines) + f"\n{end}{body}"

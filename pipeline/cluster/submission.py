@@ -55,11 +55,9 @@ def submit(
     if dry_run:
         print(job.text, end="")
         return
-    folder = RunFolder.of(config)
-    finished = folder.finished()
-    if finished is not None and finished.tokens >= config.trainer.max_tokens:
-        print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+    if _is_finished(config):
         return
+    folder = RunFolder.of(config)
     options = _dependency_on(after)
     with _removed_if_refused([job]):
         _write_job_files(config, job)
@@ -93,12 +91,16 @@ def submit_sweep(
     runs = read_sweep(path, overrides, sweep)
     folder, configs = runs.folder, runs.configs
     _check(configs, after, dry_run)
+    if not dry_run:
+        configs = tuple(config for config in configs if not _is_finished(config))
+        if not configs:
+            return
     jobs = [_training_job(config) for config in configs]
     text = sweep_script(configs, folder, [job.script for job in jobs], throttle)
     if dry_run:
         print(text, end="")
         return
-    configs = runs.below_parent().configs
+    configs = dataclasses.replace(runs, configs=configs).below_parent().configs
     array, options = _Job("sweep", folder / "slurm" / "sweep.sbatch", text), _dependency_on(after)
     # Not the sweep's own folder, which names its parent run in MLflow.
     with _removed_if_refused(jobs):
@@ -116,12 +118,22 @@ def submit_sweep(
     print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
 
 
+def _is_finished(config: RunConfig) -> bool:
+    """Whether a run has trained all its tokens, which is then said."""
+    folder = RunFolder.of(config)
+    finished = folder.finished()
+    if finished is None or finished.tokens < config.trainer.max_tokens:
+        return False
+    print(f"run {folder.path} is finished: {finished.tokens:,} tokens")
+    return True
+
+
 def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> None:
     """Raise where the configs could not be queued, or their runs would fail."""
     if not dry_run and shutil.which("sbatch") is None:
         raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
     for config in configs:
-        _check_can_run(config)
+        _check_can_run(config, dry_run)
     if not dry_run:
         _check_not_queued(configs, after)
 
@@ -148,14 +160,17 @@ def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
         raise
 
 
-def _check_can_run(config: RunConfig) -> None:
+def _check_can_run(config: RunConfig, dry_run: bool) -> None:
     folder = RunFolder.of(config)
     if {"%", "\\"} & set(str(folder.path)):
         raise ConfigError(
             f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
             "replaces in names of logs"
         )
-    check_run(config)
+    if dry_run:  # It prints the script anywhere, where the data are not too.
+        folder.check_same_run(config)
+    else:
+        check_run(config)
     # Some clusters know GPUs by an option of their own, such as --gres=gpu:8.
     asks_for_gpus = any(
         re.match(r"--gpus|--gres=.*gpu|-G", option) for option in config.slurm.extra

@@ -2,6 +2,8 @@
 
 import argparse
 
+from longhaul.pipeline.commands.arguments import check_config
+
 _CONFIG = "run/demo.yaml"
 
 
@@ -47,10 +49,18 @@ def main(args: argparse.Namespace) -> int:
 
         data.run()
     else:
-        from longhaul.pipeline.benchmarks import kinds
-
         path, overrides = _CONFIG, args.config_and_overrides
         if overrides and "=" not in overrides[0]:
             path, *overrides = overrides
+        check_config(path, overrides, [_of_kind(text) for text in args.kinds or ("",)])
+        from longhaul.pipeline.benchmarks import kinds
+
         kinds.run(path, overrides, args.kinds, args.updates)
     return 0
+
+
+def _of_kind(text: str) -> list[str]:
+    """The overrides that a row such as cartan:generator=product stands for."""
+    kind, _, options = text.partition(":")
+    given = [f"kind={kind}" if kind else "", *options.split(",")]
+    return [f"model.attention.{one}" for one in given if one]

@@ -2,12 +2,12 @@
 
 import argparse
 
+from longhaul.pipeline.commands.arguments import add_config_arguments
 from longhaul.pipeline.terminal.table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
+    add_config_arguments(parser, is_required=False)
     what = parser.add_mutually_exclusive_group()
     for name in ("keys", "kinds", "presets"):
         what.add_argument(

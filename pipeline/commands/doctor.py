@@ -2,13 +2,16 @@
 
 import argparse
 
+from longhaul.pipeline.commands.arguments import add_config_arguments, check_config
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="a run whose needs are checked as well")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
+    add_config_arguments(parser, is_required=False)
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.config is not None:
+        check_config(args.config, args.overrides)
     from longhaul.pipeline.doctor.diagnosis import diagnose
     from longhaul.pipeline.runs.folder import load_run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
-from longhaul.pipeline.evaluation.registry import TASKS
+from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     names = args.tasks.split(",")
+    check_tasks(names, "--tasks")
     options = task_options(args, names)
     for run in args.run:
         if re.fullmatch(r"\d+[a-zA-Z]?", run) and not Path(run).exists():

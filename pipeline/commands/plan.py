@@ -2,12 +2,11 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import parse_contexts
+from longhaul.pipeline.commands.arguments import add_config_arguments, check_config, parse_contexts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
+    add_config_arguments(parser, is_required=False)
     parser.add_argument(
         "--kinds", help="kinds to compare in place of model.attention.kind, such as softmax,sympow"
     )
@@ -34,6 +33,14 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError("--states: found it with a config or other options, wanted it alone")
     if args.config is None and not args.states:
         raise ValueError("config: found none, wanted CONFIG, or --states")
+    kinds = None if args.kinds is None else args.kinds.split(",")
+    contexts = parse_contexts(args.contexts)
+    if args.config is not None:
+        check_config(
+            args.config,
+            args.overrides,
+            [[f"model.attention.kind={kind}"] for kind in kinds] if kinds else ((),),
+        )
     from longhaul.pipeline.planning.tables import print_plan, print_states
 
     if args.states:
@@ -42,8 +49,8 @@ def main(args: argparse.Namespace) -> int:
     print_plan(
         args.config,
         args.overrides,
-        kinds=None if args.kinds is None else args.kinds.split(","),
-        contexts=parse_contexts(args.contexts),
+        kinds=kinds,
+        contexts=contexts,
         gpus=args.gpus,
         device=args.device,
     )

@@ -2,13 +2,16 @@
 
 import argparse
 
-from longhaul.pipeline.commands.arguments import add_sweep_argument
+from longhaul.pipeline.commands.arguments import (
+    add_config_arguments,
+    add_sweep_arguments,
+    sweep_axes,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
-    add_sweep_argument(parser)
+    add_config_arguments(parser)
+    add_sweep_arguments(parser)
     parser.add_argument(
         "--throttle",
         type=int,
@@ -31,14 +34,15 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--chain: found {args.chain}, wanted 0 or more")
     if args.throttle < 1:
         raise ValueError(f"--throttle: found {args.throttle}, wanted 1 or more")
-    if args.sweep and args.chain:
-        raise ValueError("--chain: found with --sweep, wanted one of them")
+    axes = sweep_axes(args)
+    if axes and args.chain:
+        raise ValueError("--chain: found with --sweep or --seeds, wanted one of them")
     from longhaul.pipeline.cluster.submission import submit, submit_sweep
 
     config = (args.config, args.overrides)
     queueing = {"after": args.after, "dry_run": args.dry_run}
-    if args.sweep:
-        submit_sweep(*config, args.sweep, throttle=args.throttle, **queueing)
+    if axes:
+        submit_sweep(*config, axes, throttle=args.throttle, **queueing)
     else:
         submit(*config, chain=args.chain, **queueing)
     return 0

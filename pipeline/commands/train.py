@@ -2,28 +2,33 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from longhaul.pipeline.commands.arguments import add_sweep_argument
+from longhaul.pipeline.commands.arguments import (
+    add_config_arguments,
+    add_sweep_arguments,
+    sweep_axes,
+)
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="a YAML file, or a preset such as run/demo.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="overrides the file")
-    add_sweep_argument(parser)
+    add_config_arguments(parser)
+    add_sweep_arguments(parser)
     parser.add_argument(
         "--parallel",
         type=int,
         default=1,
         metavar="N",
-        help="with --sweep: most runs at the same time; default %(default)s",
+        help="with --sweep or --seeds: most runs at the same time; default %(default)s",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.sweep or args.parallel != 1:
-        return _train_sweep(args)
+    axes = sweep_axes(args)
+    if axes or args.parallel != 1:
+        return _train_sweep(args, axes)
     from longhaul.pipeline.planning.capacity import check_capacity
     from longhaul.pipeline.planning.out_of_memory import with_advice
     from longhaul.pipeline.runs.folder import load_run
@@ -41,8 +46,8 @@ def main(args: argparse.Namespace) -> int:
         raise with_advice(error, config) from error
 
 
-def _train_sweep(args: argparse.Namespace) -> int:
-    if not args.sweep:
+def _train_sweep(args: argparse.Namespace, axes: Sequence[str]) -> int:
+    if not axes:
         raise ValueError(f"--parallel: found {args.parallel} without --sweep, wanted both or none")
     if args.parallel < 1:
         raise ValueError(f"--parallel: found {args.parallel}, wanted 1 or more")
@@ -50,7 +55,7 @@ def _train_sweep(args: argparse.Namespace) -> int:
     from longhaul.pipeline.runs.sweep import read_sweep
     from longhaul.pipeline.training.local_sweep import train_sweep
 
-    sweep = read_sweep(args.config, args.overrides, args.sweep)
+    sweep = read_sweep(args.config, args.overrides, axes)
     # Each run checks itself too, but only when its turn comes, after hours of the runs before.
     for config in sweep.configs:
         check_capacity(config)

@@ -24,7 +24,12 @@ from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.terminal.progress import shows_bars
 from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
-from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.tracking.mlflow_run import (
+    ENVIRONMENT,
+    absolute_uri,
+    check_answers,
+    load_mlflow,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run as MlflowRun
@@ -131,6 +136,7 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
     uri = _checked_uri(uri)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    check_answers(uri, "--uri")
     load_mlflow(uri)
     runs, unread = [], []
     with _unreachable_as_runtime_error(uri):

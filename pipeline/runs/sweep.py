@@ -1,16 +1,13 @@
 """A sweep: one run for each combination of values, all below one parent run in MLflow."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.pipeline.runs.axes import combinations
 from longhaul.pipeline.runs.folder import RunFolder, load_run
 from longhaul.pipeline.tracking.mlflow_run import create_parent
-
-# Made from the values of the others, or shared by all runs.
-_FIXED_KEYS = ("name", "root", "tracking.parent_run_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,27 +35,17 @@ class Sweep:
 
 
 def read_sweep(path: str, overrides: Sequence[str], axes: Sequence[str]) -> Sweep:
-    """The sweep of a config over axes such as `key.sub=A,B`; nothing is written.
+    """The sweep of a config over axes, which `combinations` describes; nothing is written.
 
-    The values of a run become part of its name, so that the same axes give the same runs.
+    The values of a run become part of its name, in the order of a config's keys, so that the
+    same axes give the same runs in whatever order they are named.
 
     Raises:
         ConfigError: an axis or a config is wrong, or two runs would be equal or have the same name.
     """
-    values: list[list[str]] = []
-    for axis in axes:
-        key, equals, listed = axis.partition("=")
-        if not (key and equals and listed):
-            raise ConfigError(f"--sweep: found {axis!r}, wanted key.sub=A,B")
-        if key in _FIXED_KEYS:
-            raise ConfigError(
-                f"--sweep: found {axis!r}, wanted another key: all runs of a sweep are in one root "
-                "below one parent, and named after their values"
-            )
-        values.append([f"{key}={value}" for value in listed.split(",")])
     base = load_run(path, overrides)
     configs: dict[str, RunConfig] = {}
-    for combination in itertools.product(*values):
+    for combination in combinations(axes):
         pairs = [one.split("=", 1) for one in combination]
         parts = [f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, value in pairs]
         name = "-".join([base.name, *parts])

@@ -29,9 +29,15 @@ def clean_name(name: str) -> str:
 
 
 def short_error(error: BaseException) -> str:
-    """The beginning of an error message, without the SQL statements that SQLAlchemy adds."""
+    """The beginning of an error message, without the SQL statements that SQLAlchemy adds.
+
+    Of a request that failed it is the reason, which comes after the address in each of its layers.
+    """
     text = " ".join(str(error).split()).partition(" [SQL: ")[0]
     text = re.sub(r"^\(raised as a result of [^)]*\) ", "", text)
+    if (cause := re.search(r"\(Caused by \w+\((.*)\)\)", text)) is not None:
+        # The object that could not connect stands before the reason.
+        text = re.sub(r"^[\"']?(<[^>]*>|\w+\([^)]*\))[:,] ", "", cause[1]).strip("\"'")
     return f"{type(error).__name__}: {text[:200]}"
 
 

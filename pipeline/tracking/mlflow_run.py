@@ -23,6 +23,7 @@ import importlib
 import logging
 import os
 import re
+import socket
 import threading
 import time
 import uuid
@@ -30,10 +31,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from longhaul.datamodules.untrusted import open_to_write, read_regular
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.mlflow_limits import short_error
+from longhaul.pipeline.tracking.mlflow_limits import is_refusal, short_error, without_secrets
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -60,6 +63,7 @@ ENVIRONMENT = {
 }
 
 _MOST_ID_BYTES = 1 << 16
+_SECONDS_TO_ANSWER = 5.0
 
 _lock_between_threads = threading.Lock()
 
@@ -144,10 +148,11 @@ def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
     """Create a parent run for the runs of a sweep, once per folder, and return its id.
 
     Raises:
-        RuntimeError: MLflow cannot be reached.
+        RuntimeError: MLflow cannot be reached, or refuses, or what it has is deleted.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    check_answers(uri, "tracking.uri")
     load_mlflow(uri)
     try:
         start_ms = time.time_ns() // 1_000_000
@@ -156,11 +161,30 @@ def create_parent(folder: Path, uri: str, experiment: str, name: str) -> str:
         )
         # Otherwise MLflow would show it as running for ever.
         client.set_terminated(run.info.run_id)
+    except RuntimeError:
+        raise
     except Exception as error:
-        raise RuntimeError(
-            f"tracking.uri: {uri} cannot be reached: {short_error(error)}"
-        ) from error
+        what = "refuses" if is_refusal(error) else "cannot be reached"
+        message = f"tracking.uri: {uri} {what}: {short_error(error)}"
+        raise RuntimeError(without_secrets(message)) from error
     return str(run.info.run_id)
+
+
+def check_answers(uri: str, where: str) -> None:
+    """Raise RuntimeError if nothing answers at a server's address, within seconds.
+
+    MLflow itself would wait for as long as a slow server may need. `where` is the key or the option
+    that has the address.
+    """
+    parts = urlsplit(uri)
+    if parts.scheme not in ("http", "https") or parts.hostname is None or getproxies():
+        return  # A proxy may reach what this machine does not.
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), _SECONDS_TO_ANSWER).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RuntimeError(f"{where}: {without_secrets(uri)} cannot be reached: {reason}") from None
 
 
 def check_active(run: "Run") -> None:
@@ -200,6 +224,12 @@ def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "
 def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     known = client.get_experiment_by_name(name)
     if known is not None:
+        if known.lifecycle_stage != "active":
+            raise RuntimeError(
+                f"tracking.experiment: found {name!r}, which is deleted in MLflow; wanted another "
+                "name, or first: MLFLOW_TRACKING_URI="
+                f"{without_secrets(uri)} mlflow experiments restore -x {known.experiment_id}"
+            )
         if KIND_TAG not in known.tags:
             client.set_experiment_tag(known.experiment_id, KIND_TAG, TRAINING_KIND)
         return known.experiment_id

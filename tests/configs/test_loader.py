@@ -160,7 +160,7 @@ def test_indivisible_micro_batch_suggests_one_that_fits() -> None:
         ("- 1", "found '- 1', wanted a mapping of keys"),
         ("", "found nothing, wanted a mapping of keys"),
         ("some words", "found 'some words', wanted a mapping of keys"),
-        ("3", "Invalid loaded object type: int"),
+        ("3", "found '3', wanted a mapping of keys"),
         ("a: [", "while parsing"),
         ("a: " + "[" * 5000, "self.yaml: "),
         ("inherits: [self.yaml]", "inherits itself"),

@@ -1,9 +1,11 @@
 """The `longhaul` command itself: help, version, and how it refuses what it does not know."""
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -223,3 +225,29 @@ def test_what_is_printed_is_plain_and_a_generated_text_is_exact_in_a_file(
         out, error = capsys.readouterr()
         assert out == f"a\\x1b[2J\\x9b\r\n{wanted}\n"
         assert error == "b\\x07\n"
+
+
+def test_a_full_device_without_a_path_says_where_space_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=len(folder)))
+
+    def full(arguments: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("longhaul.pipeline.cli._run", full)
+    assert main(["train"]) == 1
+    expected = "longhaul: No space left on device: 8 bytes are free in /dev/shm, "
+    told = capsys.readouterr().err
+    assert told.startswith(expected)
+    assert told.endswith(f"{len(str(tmp_path))} bytes are free in {tmp_path}\n")
+
+
+def test_too_few_open_files_are_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda what: (20, 20))
+    assert main(["train", "run/demo.yaml"]) == 1
+    told = "longhaul: found a limit of 20 open files, wanted 128 or more: ulimit -n\n"
+    assert capsys.readouterr().err == told

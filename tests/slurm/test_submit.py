@@ -101,9 +101,7 @@ def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
         (["--sweep", "trainer.seed=1,1"], "found two runs 'demo-seed=1', wanted names that differ"),
         (["--sweep", "trainer.seed"], "found 'trainer.seed', wanted key.sub=A,B"),
         (["--chain", "-1"], "--chain: found -1, wanted 0 or more"),
-        (["data.manifest=nowhere"], "data.manifest: "),
         (["trainer.accelerator=gpu"], "slurm.gpu: found null with trainer.accelerator gpu, wanted"),
-        (["--sweep", "data.validation_manifest=a,b"], "data.validation_manifest: "),
     ],
 )
 def test_what_cannot_be_queued_is_refused(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from longhaul.configs import load_run_config
-from longhaul.configs.schema import RunConfig
+from longhaul.configs.run_config import RunConfig
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed import strategies
 from longhaul.pipeline.distributed.gpu_environment import gpu_environment

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longhaul.pipeline.tracking.mlflow_limits import clean_name
+from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,16 @@ def test_names_become_what_mlflow_takes(name: str, wanted: str) -> None:
 
     assert clean_name(name) == wanted
     _validate_metric_name(clean_name(name))
+
+
+def test_the_reason_of_a_failed_request_is_not_cut_off() -> None:
+    address = f"http://{'long-name.' * 20}example:5000"
+    for layers, reason in (
+        ("NewConnectionError('<HTTPConnection(host=\"a\") at 0x7f>: {}')", "Connection refused"),
+        ("NewConnectionError(\"HTTPConnection(host='a', port=1): {}\")", "[Errno 111] refused"),
+        ("ConnectTimeoutError(<HTTPConnection object at 0x7f>, '{}')", "timed out. (timeout=30)"),
+        ("NameResolutionError(\"HTTPConnection(host='a', port=5000): {}\")", "Failed to resolve"),
+    ):
+        text = f"API request to {address} failed with HTTPConnectionPool(host='a', port=1): Max "
+        text += f"retries exceeded with url: /api (Caused by {layers.format(reason)})"
+        assert short_error(OSError(text)) == f"OSError: {reason}"

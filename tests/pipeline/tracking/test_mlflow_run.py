@@ -1,13 +1,14 @@
 """Which run of MLflow a run folder has, wherever the folder and the store are."""
 
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tracked_runs import copied, history, started_tracker
 
-from longhaul.pipeline.tracking.mlflow_run import absolute_uri
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -61,3 +62,37 @@ def test_a_relative_database_stays_where_it_was_first(
     assert absolute_uri("sqlite:///a.db") == f"sqlite:///{tmp_path}/a.db"
     assert absolute_uri("sqlite:////b/a.db") == "sqlite:////b/a.db"
     assert absolute_uri("http://host:5000") == "http://host:5000"
+
+
+def test_a_sweep_into_a_deleted_experiment_is_told_what_to_do(
+    empty_store: Path, tmp_path: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = copied(empty_store, tmp_path)
+    client = MlflowClient(uri)
+    number = client.create_experiment("gone")
+    client.delete_experiment(number)
+    message = (
+        "^tracking.experiment: found 'gone', which is deleted in MLflow; wanted another name, or "
+        f"first: .* mlflow experiments restore -x {number}$"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        create_parent(tmp_path / "a-sweep", uri, "gone", "a-sweep")
+    client.restore_experiment(number)
+    run_id = create_parent(tmp_path / "a-sweep", uri, "gone", "a-sweep")
+    client.delete_run(run_id)
+    with pytest.raises(RuntimeError, match=f"^run {run_id} is deleted in MLflow; restore it there"):
+        create_parent(tmp_path / "a-sweep", uri, "gone", "a-sweep")
+
+
+def test_a_server_that_is_away_is_named_with_the_whole_reason(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    uri = f"http://me:secret@127.0.0.1:{port}"
+    with pytest.raises(RuntimeError) as raised:
+        create_parent(tmp_path / "a-sweep", uri, "tests", "a-sweep")
+    address = f"http://***@127.0.0.1:{port}"
+    assert str(raised.value) == f"tracking.uri: {address} cannot be reached: Connection refused"
+    assert list(tmp_path.iterdir()) == []

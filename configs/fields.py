@@ -1,0 +1,146 @@
+"""The keys of a config and their types, read from the sources of the dataclasses.
+
+To import the dataclasses is to import torch, for which a mistyped key should not have to wait.
+"""
+
+import ast
+import functools
+import sys
+import typing
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Fields = dict[str, Any]
+"""The types of a dataclass's keys, by name, as a `Leaf`, or as the Fields of another dataclass."""
+
+
+class Leaf(NamedTuple):
+    """The types that the value of a key may have; NoneType for null."""
+
+    types: tuple[type, ...]
+
+
+TEXTS = Leaf((list,))
+"""A list of text."""
+
+KIND = Leaf((dict,))
+"""A kind of attention with its options, for which see `fields_of_kind`."""
+
+KINDS = Leaf(())
+"""A mapping of layers to kinds of attention."""
+
+_PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "None": type(None)}
+_WRITTEN = {
+    "list[str]": TEXTS,
+    "AttentionConfig": KIND,
+    "dict[str, AttentionConfig]": KINDS,
+}
+
+
+@functools.cache
+def run_fields() -> Fields:
+    """The keys of RunConfig and of the dataclasses below it."""
+    return _fields_of(_root() / "configs" / "run_config.py", "RunConfig")
+
+
+def fields_of_kind(kind: str) -> Fields:
+    """The options of a kind of attention.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    kinds = _kinds_in_sources()
+    if "longhaul.modules.attention" in sys.modules or kinds is None:
+        # Code may have registered kinds that no file has.
+        from longhaul.modules.attention import attention_config
+
+        hints = typing.get_type_hints(attention_config(kind))
+        return {
+            name: Leaf(typing.get_args(hint) or (hint,))
+            for name, hint in hints.items()
+            if name in attention_config(kind).__dataclass_fields__
+            and typing.get_origin(hint) is not typing.ClassVar
+        }
+    if kind not in kinds:
+        raise ValueError(
+            f"attention.kind: found {kind!r}, wanted one of {', '.join(sorted(kinds))}"
+        )
+    return _fields_of(*kinds[kind])
+
+
+def known_kinds() -> list[str]:
+    """The kinds there are, sorted."""
+    kinds = _kinds_in_sources()
+    if kinds is not None and "longhaul.modules.attention" not in sys.modules:
+        return sorted(kinds)
+    from longhaul.modules.attention import registered_variants
+
+    return list(registered_variants())
+
+
+def _root() -> Path:
+    return Path(str(resources.files("longhaul.configs"))).parent
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes())
+
+
+def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
+    """File and class of each kind; None if only importing the files can tell."""
+    found: dict[str, tuple[Path, str]] = {}
+    for file in sorted((_root() / "modules" / "attention").glob("*.py")):
+        try:
+            statements = _tree(file).body
+        except (SyntaxError, ValueError, OSError):
+            return None
+        for one in statements:
+            for call in one.decorator_list if isinstance(one, ast.ClassDef) else []:
+                if not (isinstance(call, ast.Call) and ast.unparse(call.func) == "register"):
+                    continue
+                kind = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+                if not isinstance(kind, str) or kind in found:
+                    return None
+                assert isinstance(one, ast.ClassDef)
+                found[kind] = file, one.name
+    return found
+
+
+def _fields_of(file: Path, name: str) -> Fields:
+    """The fields of a dataclass, those of its base classes included."""
+    found: Fields = {}
+    definition = _definition(file, name)
+    if definition is None:
+        return found
+    file, cls = definition
+    for base in reversed(cls.bases):
+        found |= _fields_of(file, ast.unparse(base))
+    for line in cls.body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            written = ast.unparse(line.annotation)
+            if not written.startswith("ClassVar"):
+                found[line.target.id] = _type(file, written)
+    return found
+
+
+def _type(file: Path, written: str) -> Leaf | Fields:
+    if written in _WRITTEN:
+        return _WRITTEN[written]
+    parts = written.split(" | ")
+    if all(part in _PLAIN for part in parts):
+        return Leaf(tuple(_PLAIN[part] for part in parts))
+    return _fields_of(file, written)
+
+
+def _definition(file: Path, name: str) -> tuple[Path, ast.ClassDef] | None:
+    """The class of this name in a file, or in the file of ours that it is imported from."""
+    for line in _tree(file).body:
+        if isinstance(line, ast.ClassDef) and line.name == name:
+            return file, line
+        if isinstance(line, ast.ImportFrom) and any(name == one.name for one in line.names):
+            package, *parts = (line.module or "").split(".")
+            if package == "longhaul":
+                return _definition(_root().joinpath(*parts).with_suffix(".py"), name)
+    return None
