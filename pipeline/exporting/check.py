@@ -34,8 +34,9 @@ from longhaul.pipeline.exporting.weights import files_of_tensors
 from longhaul.pipeline.runs.exported import exported_shape
 
 _TOKENS, _PADDING, _STEPS = 64, 24, 8
-# Longer texts are read in chunks of what the cost model picks, but no longer ones than this.
-_LONGEST_CHUNK = 512
+# Longer texts are read in chunks of what the cost model picks, but no longer ones than this: their
+# matrices in float64 would be larger than a block's weights.
+_LONGEST_CHUNK = 128
 # Relative to the largest logit. Both sides run the same code, so that more is no rounding.
 _TOLERANCE = 1e-5
 _TEXT = "def main(x):\n\treturn f'{x}'  # é, 日本語, 100\n"
@@ -159,7 +160,7 @@ def _reader(folder: Path) -> Read:
 
 @torch.no_grad()
 def _logits(model: LanguageModel, cases: dict[str, _Case], read: Read) -> dict[str, Tensor]:
-    """Logits (T, V) of a model on `meta`, whose parts get weights while they run."""
+    """Logits of the last tokens of a model on `meta`, whose parts get weights while they run."""
     x: dict[str, Tensor] = {}
     with torch.device("cpu"):
         for name, part in _parts(model.eval()):
@@ -179,7 +180,7 @@ def _logits(model: LanguageModel, cases: dict[str, _Case], read: Read) -> dict[s
         logits = {}
         for case, (_, dtype, _) in cases.items():
             part.to(dtype)
-            logits[case] = model.head(x[case][0])
+            logits[case] = model.head(x[case][0, -_TOKENS:])
         part.to("meta")
         return logits
 
