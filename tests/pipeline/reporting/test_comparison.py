@@ -15,7 +15,7 @@ from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
     gap_at_sequences,
-    gaps_to_softmax,
+    paired_gaps,
     loss_at_sequences,
     seeds_table,
     training_loss,
@@ -46,6 +46,9 @@ def run(
         commit="abc",
         hardware="a processor",
         data=Data("gpt2/train", "9" * 64),
+        tokenizer="bytes",
+        validation_data="8",
+        bytes_per_token=1.0,
         config=config,
         config_text="",
         losses=points,
@@ -109,7 +112,7 @@ def test_gaps_are_paired_by_seed_context_and_data() -> None:
     runs += [run("linear", [2.0], seed=7), run("linear", [2.0], context=128)]
     named = NamedRuns(runs, 8)
     measure = at_sequences(named)
-    found = gaps_to_softmax(named, measure)
+    found = paired_gaps(named, measure)
     assert [found.get(run.run_id) for run in runs] == [0.0, 0.0, 0.0, *gaps, None, None]
     (table,) = seeds_table(named)
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
@@ -196,21 +199,21 @@ def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
         run("linear", [5.0] * 2, context=128),
     ]
     named = NamedRuns(runs, 8)
-    found = gaps_to_softmax(named, at_sequences(named))
+    found = paired_gaps(named, at_sequences(named))
     assert [found[one.run_id] for one in runs] == [1.0, 0.0, 0.0, 0.5, 2.0, 2.0]
 
 
 def test_validation_losses_are_compared_after_equal_tokens_only() -> None:
     runs = [run("softmax", [4.0] * 2), run("linear", [4.5] * 2), run("retention", [3.0] * 4)]
     named = NamedRuns(runs)
-    assert set(gaps_to_softmax(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
-    assert set(gaps_to_softmax(named, at_sequences(named))) == {one.run_id for one in runs}
+    assert set(paired_gaps(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
+    assert set(paired_gaps(named, at_sequences(named))) == {one.run_id for one in runs}
 
 
 def test_a_gap_is_not_between_runs_of_different_data() -> None:
     softmax, other = run("softmax", [5.0]), run("sympow", [6.0])
     named = NamedRuns([softmax, other])
-    assert gaps_to_softmax(named, at_sequences(named))[other.run_id] == 1.0
+    assert paired_gaps(named, at_sequences(named))[other.run_id] == 1.0
     elsewhere = dataclasses.replace(other, data=Data("other/train", "8" * 64))
     named = NamedRuns([softmax, elsewhere])
-    assert other.run_id not in gaps_to_softmax(named, at_sequences(named))
+    assert other.run_id not in paired_gaps(named, at_sequences(named))
