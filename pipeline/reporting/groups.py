@@ -83,7 +83,7 @@ def groups(named: NamedRuns, task: str) -> Iterator[Group]:
         lambda: defaultdict(list)
     )
     for run in named.runs:
-        for evaluated in run.evaluations[task]:
+        for evaluated in run.evaluations.get(task, ()):
             if evaluated.rows:
                 one = EvaluatedRun(run, evaluated)
                 found[run.context, evaluated.label.text][one.tokens].append(one)
