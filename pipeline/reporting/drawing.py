@@ -163,7 +163,10 @@ def draw(drawing: Figure, folder: Path) -> None:
 
 
 def _plot(axes: "Axes", one: Series) -> None:
-    if one.band is not None:
+    if one.band is not None and len(one.x) == 1:
+        low, high = one.band
+        axes.vlines(one.x, low, high, color=one.look.colour, alpha=0.4, linewidth=1)
+    elif one.band is not None:
         axes.fill_between(one.x, *one.band, color=one.look.colour, alpha=0.12, linewidth=0)
     for bound in one.windows or ():
         axes.plot(one.x, bound, color=one.look.colour, linestyle=":", linewidth=0.6)

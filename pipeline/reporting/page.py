@@ -48,7 +48,7 @@ summary { cursor: pointer; overflow-wrap: anywhere; }
 /* On a phone, figures are as wide as their letters need to be read, and scroll like tables. */
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .75rem; }
-  figure .wide img { width: 36rem; max-width: none; }
+  figure .wide img { width: 30rem; max-width: none; }
   .wide { margin-right: -.75rem; }
   td:first-child, td:nth-child(2) { min-width: 7rem; }
 }

@@ -16,8 +16,8 @@ _MOST_VARIANTS = 6
 """Variants of which all pairs are compared; of more, only those with the reference kind."""
 
 _COLUMNS = (
-    *("variant", "compared with", "training context", "tokens", "loss", "seeds"),
-    *("difference (nats per token)", "low", "high", "p", "verdict"),
+    *("variant", "compared with", "verdict", "loss", "training context", "tokens", "seeds"),
+    *("difference (nats per token)", "low", "high", "p"),
 )
 
 
@@ -51,15 +51,15 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
         rows=[
             [
                 *pair.names,
+                verdict.words,
+                pair.loss,
                 pair.context,
                 pair.tokens,
-                pair.loss,
                 verdict.interval.count,
                 verdict.interval.mean,
                 verdict.interval.low,
                 verdict.interval.high,
                 verdict.p,
-                verdict.words,
             ]
             for pair, verdict in zip(pairs, found, strict=True)
         ],
