@@ -229,6 +229,8 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
     elif drawing.y_axis == "log":
         axes.set_yscale("log")
+        values = [y for one in drawing.series for y in one.y]
+        axes.set_ylim(min(values) / 1.5, max(values) * 1.5)  # Bands of few seeds are cut off.
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
