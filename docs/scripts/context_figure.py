@@ -7,20 +7,21 @@ that kernels/power/README.md reports of `longhaul bench kernels`, read from its 
 import re
 
 import torch
-from figures import BLUE, DOCS, GREEN, PURPLE, RED, Colours, logarithmic_tokens, save_both_themes
+from figures import DOCS, Colours, logarithmic_tokens, save_both_themes
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from longhaul.modules.attention import build_attention
+from longhaul.pipeline.evaluation.figures import KIND_COLOURS
 from longhaul.pipeline.planning.sizes import state_bytes
 
 _CONTEXTS = [2**n for n in range(8, 21)]
 _LAYERS, _WIDTH, _HEADS = 12, 768, 12  # GPT-2's 124M shape
 _KINDS = {
-    "softmax": ("softmax, keys and values", RED),
-    "conformal_sympow": ("conformal_sympow, degree 2", BLUE),
-    "zeros": ("zeros", GREEN),
-    "retention": ("retention", PURPLE),
+    "softmax": "softmax, keys and values",
+    "conformal_sympow": "conformal_sympow, degree 2",
+    "zeros": "zeros",
+    "retention": "retention",
 }
 
 
@@ -46,8 +47,8 @@ def draw(memory: Axes, time: Axes, on: Colours) -> None:
 
 
 def _draw_memory(axes: Axes, on: Colours) -> None:
-    for kind, (label, colour) in _KINDS.items():
-        colour = on(colour)
+    for kind, label in _KINDS.items():
+        colour = on(KIND_COLOURS[kind])
         sizes = [bytes_of(kind, T) for T in _CONTEXTS]
         axes.plot(_CONTEXTS, sizes, color=colour)
         if sizes[0] == sizes[-1]:
@@ -67,11 +68,11 @@ def _draw_memory(axes: Axes, on: Colours) -> None:
 def _draw_time(axes: Axes, on: Colours) -> None:
     rows = measured_milliseconds()
     tokens = [row[0] for row in rows]
-    for column, label, colour, at in (
-        (1, "softmax, PyTorch's fused kernel", RED, (0.76, 0.90)),
-        (2, "power attention, degree 2, gated", BLUE, (0.98, 0.30)),
+    for column, label, kind, at in (
+        (1, "softmax, PyTorch's fused kernel", "softmax", (0.76, 0.90)),
+        (2, "power attention, degree 2, gated", "conformal_sympow", (0.98, 0.30)),
     ):
-        colour = on(colour)
+        colour = on(KIND_COLOURS[kind])
         seconds = [row[column] / 1000 for row in rows]
         axes.plot(tokens, seconds, color=colour, marker="o", markersize=5)
         axes.text(*at, label, color=colour, ha="right", va="top", transform=axes.transAxes)

@@ -10,11 +10,11 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator
 
+from longhaul.pipeline.evaluation.figures import BLUE, SKY
+
 DOCS = Path(__file__).parent.parent
-# Okabe and Ito's palette.
-RED, BLUE, GREEN, PURPLE = "#D55E00", "#0072B2", "#009E73", "#CC79A7"
 _THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#484f58")}
-_LIFTED = {BLUE: "#56B4E9"}  # what is too dark on a dark page
+_LIFTED = {BLUE: SKY}  # what is too dark on a dark page
 
 Colours = Callable[[str], str]  # the form of a colour on the page
 

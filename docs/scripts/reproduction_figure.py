@@ -8,14 +8,14 @@ context and beyond it, of models trained at 512 tokens. Bars are standard errors
 from math import isfinite
 from statistics import fmean
 
-from figures import BLUE, GREEN, PURPLE, RED, Colours, logarithmic_tokens, save_both_themes
+from figures import Colours, logarithmic_tokens, save_both_themes
 from matplotlib.axes import Axes
 from reproduction import Row, stored
 
-from longhaul.pipeline.evaluation.figures import standard_error
+from longhaul.pipeline.evaluation.figures import KIND_COLOURS, standard_error
 
 _CONTEXTS, _TRAINED = (128, 512, 2048), 512
-_KINDS = {"softmax": RED, "sympow": PURPLE, "sympow_gated": GREEN, "conformal_sympow": BLUE}
+_KINDS = ("softmax", "sympow", "sympow_gated", "conformal_sympow")
 
 
 def rows_of(kind: str, context: int) -> dict[int, Row]:
@@ -29,9 +29,10 @@ def rows_of(kind: str, context: int) -> dict[int, Row]:
 
 
 def draw(gaps: Axes, positions: Axes, on: Colours) -> None:
-    gaps.plot(_CONTEXTS, [0] * len(_CONTEXTS), color=on(RED))
-    gaps.text(2300, 0, "softmax", color=on(RED), va="center")
-    for kind, colour in _KINDS.items():
+    gaps.plot(_CONTEXTS, [0] * len(_CONTEXTS), color=on(KIND_COLOURS["softmax"]))
+    gaps.text(2300, 0, "softmax", color=on(KIND_COLOURS["softmax"]), va="center")
+    for kind in _KINDS:
+        colour = KIND_COLOURS[kind]
         if kind != "softmax":
             _draw_gaps(gaps, kind, on(colour))
         _draw_positions(positions, kind, on(colour))

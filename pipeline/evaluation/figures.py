@@ -27,6 +27,23 @@ BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = (
 )
 COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, "#000000")
 
+KIND_COLOURS = {
+    "softmax": VERMILLION,
+    "conformal_sympow": BLUE,
+    "sympow_gated": GREEN,
+    "sympow": PURPLE,
+    "retention": ORANGE,
+    "linear": SKY,
+    # Beyond that palette, of Tol's muted one.
+    "zeros": "#999933",
+    "sympow_rotary": "#882255",
+    "alibi": "#332288",
+    "coca": "#DDCC77",
+    "complex": "#44AA99",
+    "cartan": "#AA4499",
+}
+"""The colour of each kind, in reports and in the documentation's figures alike."""
+
 LEAST_SPAN = 0.05
 """Nats that an axis of losses covers at least, so that noise does not look like a difference."""
 

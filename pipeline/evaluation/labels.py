@@ -9,6 +9,9 @@ from pathlib import Path
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
+BYTES_PER_TOKEN = "evaluation/bytes_per_token"
+"""The metric of the validation text, from which reports compute bits per byte."""
+
 
 def differences_from_training(trained: TrainedModel, options: Options) -> list[str]:
     """How reading differs from training, such as [context-4096, linear-4]; empty if it does not."""

@@ -1,6 +1,7 @@
 """Windows of tokens to measure on, and a model's losses on them in bounded memory."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 _MOST_TEXT_BYTES = 1 << 30
+_ENOUGH_TOKENS = 1 << 20  # to know the bytes of a token, which takes seconds
 
 
 def with_context(config: RunConfig, context: int) -> RunConfig:
@@ -123,6 +125,23 @@ def _targets(batches: Iterable[Batch]) -> list[Int[Tensor, "T"]]:
         for target, index in zip(batch["target"], batch["index"], strict=True)
         if index >= 0
     ]
+
+
+def bytes_per_token(targets: Iterable[Int[Tensor, "T"]], manifest: Manifest) -> float:
+    """Bytes of text in UTF-8 for each token of these windows; NaN if there are none.
+
+    The ids that begin and end texts are tokens that a model predicts, but no text. Of the
+    characters that a window's ends cut, nothing is counted.
+    """
+    tokenizer = tokenizer_of(manifest)
+    num_tokens = num_bytes = 0
+    for target in targets:
+        ids = [one for one in target.tolist() if one not in (manifest.bos_id, manifest.eot_id)]
+        num_bytes += len(tokenizer.decode(ids).strip("\ufffd").encode(errors="replace"))
+        num_tokens += len(target)
+        if num_tokens >= _ENOUGH_TOKENS:
+            break
+    return num_bytes / num_tokens if num_tokens else math.nan
 
 
 def read_beginnings(

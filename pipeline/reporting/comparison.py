@@ -1,14 +1,16 @@
-"""Figures of all kinds against the training context: losses, and gaps to softmax."""
+"""Figures of all kinds against the training context: losses, and gaps to a reference kind."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 from longhaul.pipeline.evaluation.figures import standard_error
+from longhaul.pipeline.reporting.caveats import caveats, seeds_of
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series, Table
 from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.seeds import interval
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _TAIL = 0.1
@@ -16,6 +18,8 @@ _TAIL = 0.1
 
 The conformal-sympow paper does not say how the single values of its figure 1 were taken.
 """
+
+BANDS = "Bands: 95 % t-intervals over seeds, cut off where they would hide the rest."
 
 _SEQUENCES = "Mean training loss over the last tenth of the first {:,} sequences of each run."
 
@@ -26,7 +30,7 @@ class Measure:
 
     losses: Mapping[str, float]
     pairs: Mapping[str, tuple[str | int, ...]]
-    """What a run has in common with the softmax run that it is compared with."""
+    """What a run has in common with the run of the reference kind that it is compared with."""
 
 
 def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
@@ -37,44 +41,49 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
         return
     missing = len([run for run in named.runs if run.losses]) - len(runs)
     yield Figure(
-        name="loss_at_sequences",
-        title=f"Training loss after {named.sequences:,} sequences",
+        name=f"loss_at_sequences{named.suffix}",
+        title=f"Training loss after {named.sequences:,} sequences{named.where}",
         caption=_SEQUENCES.format(named.sequences)
-        + " A longer context has read proportionally more tokens."
+        + f" A longer context has read proportionally more tokens. {seeds_of(named, runs)} {BANDS}"
         + (f" Left out: {missing} runs, which have read less or diverged." if missing else ""),
+        caveats=caveats(named, runs, measure.losses, _tokens_at_sequences(named)),
         x_label="training context (tokens)",
         y_label="training loss (nats per token)",
         series=lines(named, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
         columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
         rows=[
-            [*named.leading_cells(run), _seed(run), named.sequences, measure.losses[run.run_id]]
+            [*named.leading_cells(run), run.seed, named.sequences, measure.losses[run.run_id]]
             for run in runs
         ],
         x_axis="context",
         x_ticks=[run.context for run in runs],
+        bytes_per_token=named.bytes_per_token,
     )
 
 
 def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
-    """What is left at the end of training, at equal tokens if the runs have equal budgets."""
-    runs = [run for run in named.runs if math.isfinite(run.final_loss)]
-    if not runs:
-        return
-    yield Figure(
-        name="loss_against_context",
-        title="Validation loss against training context",
-        caption=budgets(runs),
-        x_label="training context (tokens)",
-        y_label="validation loss (nats per token)",
-        series=lines(named, [(run, run.context, run.final_loss) for run in runs]),
-        columns=[*LEADING_COLUMNS, "seed", "tokens", "validation_loss_nats"],
-        rows=[
-            [*named.leading_cells(run), _seed(run), run.validation[-1].tokens, run.final_loss]
-            for run in runs
-        ],
-        x_axis="context",
-        x_ticks=[run.context for run in runs],
-    )
+    """What is left at the end of training, one figure for each number of tokens."""
+    for part in named.at_equal_tokens():
+        runs = [run for run in part.runs if math.isfinite(run.final_loss)]
+        if not runs:
+            continue
+        yield Figure(
+            name=f"loss_against_context{part.suffix}",
+            title=f"Validation loss against training context{part.where}",
+            caption=f"{budgets(runs)} {seeds_of(part, runs)} {BANDS}",
+            caveats=caveats(part, runs, at_the_end(part).losses, lambda run: run.budget),
+            x_label="training context (tokens)",
+            y_label="validation loss (nats per token)",
+            series=lines(part, [(run, run.context, run.final_loss) for run in runs]),
+            columns=[*LEADING_COLUMNS, "seed", "tokens", "validation_loss_nats"],
+            rows=[
+                [*part.leading_cells(run), run.seed, run.validation[-1].tokens, run.final_loss]
+                for run in runs
+            ],
+            x_axis="context",
+            x_ticks=[run.context for run in runs],
+            bytes_per_token=part.bytes_per_token,
+        )
 
 
 def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
@@ -83,27 +92,30 @@ def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
         named,
         at_sequences(named),
         "gap_at_sequences",
-        f"Training loss minus softmax's, after {named.sequences:,} sequences",
+        f"Training loss minus {named.reference}'s, after {named.sequences:,} sequences",
         _SEQUENCES.format(named.sequences),
+        _tokens_at_sequences(named),
     )
 
 
 def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
-    """The gap to softmax at equal tokens."""
-    yield from _gap_figure(
-        named,
-        at_the_end(named),
-        "gap_against_context",
-        "Validation loss minus softmax's, after equal tokens",
-        "Last validation.",
-    )
+    """The gap to the reference kind at equal tokens."""
+    for part in named.at_equal_tokens(in_each_context=True):
+        yield from _gap_figure(
+            part,
+            at_the_end(part),
+            "gap_against_context",
+            f"Validation loss minus {part.reference}'s, after equal tokens",
+            "Last validation.",
+            lambda run: run.budget,
+        )
 
 
 def seeds_table(named: NamedRuns) -> Iterator[Table]:
     """Means over seeds of both losses and of both gaps, of finished runs."""
     measures = at_sequences(named), at_the_end(named)
-    found = [_by_setting(named, measure.losses) for measure in measures]
-    gaps = [_by_setting(named, gaps_to_softmax(named, measure)) for measure in measures]
+    found = [by_setting(named, measure.losses) for measure in measures]
+    gaps = [by_setting(named, paired_gaps(named, measure)) for measure in measures]
     settings = dict.fromkeys(key for columns in found for key in columns)
     if not settings:
         return
@@ -116,13 +128,14 @@ def seeds_table(named: NamedRuns) -> Iterator[Table]:
                 row += [fmean(values) if values else math.nan, standard_error(values)]
         rows.append(row)
     yield Table(
-        name="seeds",
-        title="Means over seeds",
+        name=f"seeds{named.suffix}",
+        title=f"Means over seeds{named.where}",
         caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
-        "validation loss; errors are standard errors over seeds. A gap is the mean difference to "
-        "softmax runs of the same seed, context and data",
+        f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
+        f"{named.reference} runs of the same seed, context and data",
+        caveats=caveats(named, named.runs),
         columns=[
-            *("variant", "training context", "seeds"),
+            *("variant", "training context", "tokens", "seeds"),
             *(
                 column
                 for loss in ("training loss", "validation loss")
@@ -176,16 +189,16 @@ def training_loss(run: Run, sequences: int) -> float:
     return fmean(finite) if finite else math.nan
 
 
-def gaps_to_softmax(named: NamedRuns, measure: Measure) -> dict[str, float]:
-    """Each finished run's loss minus that of the softmax run with the same pair, by run id.
+def paired_gaps(named: NamedRuns, measure: Measure) -> dict[str, float]:
+    """Each finished run's loss minus that of the reference run with the same pair, by run id.
 
-    Where there are several variants of softmax, such as with other learning rates, each context has
-    the one with the lowest mean loss.
+    Where there are several variants of the reference kind, such as with other learning rates, each
+    context has the one with the lowest mean loss.
     """
     finished = [run for run in named.runs if run.is_finished and run.run_id in measure.losses]
     of_variants: dict[int, dict[str, list[Run]]] = defaultdict(lambda: defaultdict(list))
     for run in finished:
-        if run.config.model.kinds == ("softmax",):
+        if run.kind == named.reference:
             of_variants[run.context][named.variant(run)].append(run)
     baselines: dict[tuple[str | int, ...], list[float]] = defaultdict(list)
     for variants in of_variants.values():
@@ -201,28 +214,30 @@ def gaps_to_softmax(named: NamedRuns, measure: Measure) -> dict[str, float]:
     }
 
 
+def _tokens_at_sequences(named: NamedRuns) -> Callable[[Run], int]:
+    return lambda run: named.sequences * run.context
+
+
 def lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
-    """All points; a line joins the means of each finished variant, a band is their error."""
+    """A point for each run; the means of each finished variant, and the band of their seeds."""
     series = []
     for label in dict.fromkeys(named.label(run) for run, _, _ in points):
         own = [point for point in points if named.label(point[0]) == label]
         run = own[0][0]
         look = named.look(run)
+        at = {
+            x: by_seed((run, value) for run, where, value in own if where == x)
+            for x in sorted({x for _, x, _ in own})
+        }
         x, y = [x for _, x, _ in own], [y for _, _, y in own]
-        series.append(Series(label, look, x, y, run.is_finished, line=""))
-        if run.is_finished and len(set(x)) > 1:
-            xs = sorted(set(x))
-            at = [
-                list(_by_seed((run, value) for run, where, value in own if where == one).values())
-                for one in xs
-            ]
-            means = [fmean(values) for values in at]
-            errors = [standard_error(values) for values in at]
+        has_mean = run.is_finished and len(own) > 1 and (len(at) > 1 or len(at[x[0]]) > 1)
+        series.append(Series(label, look, x, y, run.is_finished, line="", is_seed=has_mean))
+        if has_mean:
+            found = [interval(list(seeds.values())) for seeds in at.values()]
             band = None
-            if any(map(math.isfinite, errors)):
-                pairs = list(zip(means, errors, strict=True))
-                band = [m - e for m, e in pairs], [m + e for m, e in pairs]
-            series.append(Series(label, look, xs, means, band=band))
+            if any(math.isfinite(one.low) for one in found):
+                band = [one.low for one in found], [one.high for one in found]
+            series.append(Series(label, look, list(at), [one.mean for one in found], band=band))
     return series
 
 
@@ -235,55 +250,58 @@ def budgets(runs: Sequence[Run]) -> str:
 
 
 def _gap_figure(
-    named: NamedRuns, measure: Measure, name: str, title: str, caption: str
+    named: NamedRuns,
+    measure: Measure,
+    name: str,
+    title: str,
+    caption: str,
+    tokens: Callable[[Run], int],
 ) -> Iterator[Figure]:
-    gaps = gaps_to_softmax(named, measure)
+    gaps = paired_gaps(named, measure)
     runs = [run for run in named.runs if run.run_id in gaps]
-    # The baseline is the line at 0; the table has its runs, and other variants of softmax, too.
-    others = [run for run in runs if run.config.model.kinds != ("softmax",)]
+    # The baseline is the line at 0; the table has its runs, and other variants of its kind, too.
+    others = [run for run in runs if run.kind != named.reference]
     if not others:
         return
     yield Figure(
-        name=name,
-        title=title,
-        caption=f"{caption} Differences to softmax runs of the same seed, context and data, which "
-        "read the same text in the same order; bands: standard error over seeds.",
+        name=f"{name}{named.suffix}",
+        title=f"{title}{named.where}",
+        caption=f"{caption} Differences to {named.reference} runs of the same seed, context and "
+        f"data, which read the same text in the same order. {seeds_of(named, others)} {BANDS}",
+        caveats=caveats(named, runs, measure.losses, tokens),
         x_label="training context (tokens)",
-        y_label="gap to softmax (nats per token)",
+        y_label=f"gap to {named.reference} (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
         columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],
         rows=[
-            [*named.leading_cells(run), _seed(run), measure.losses[run.run_id], gaps[run.run_id]]
+            [*named.leading_cells(run), run.seed, measure.losses[run.run_id], gaps[run.run_id]]
             for run in runs
         ],
         x_axis="context",
         x_ticks=[run.context for run in others],
-        reference=("softmax", 0.0),
+        reference=(named.reference, 0.0),
+        bytes_per_token=named.bytes_per_token,
     )
 
 
-def _by_setting(
+def by_setting(
     named: NamedRuns, values: Mapping[str, float]
-) -> dict[tuple[str, int], dict[int, float]]:
-    """The values of finished runs by seed, by variant and context."""
-    found: dict[tuple[str, int], list[tuple[Run, float]]] = defaultdict(list)
+) -> dict[tuple[str, int, int], dict[int, float]]:
+    """The values of finished runs by seed, by variant, context and tokens trained on."""
+    found: dict[tuple[str, int, int], list[tuple[Run, float]]] = defaultdict(list)
     for run in named.runs:
         if run.is_finished and run.run_id in values:
-            found[named.variant(run), run.context].append((run, values[run.run_id]))
-    return {setting: _by_seed(pairs) for setting, pairs in found.items()}
+            found[named.variant(run), run.context, run.budget].append((run, values[run.run_id]))
+    return {setting: by_seed(pairs) for setting, pairs in found.items()}
 
 
-def _by_seed(values: Iterable[tuple[Run, float]]) -> dict[int, float]:
+def by_seed(values: Iterable[tuple[Run, float]]) -> dict[int, float]:
     """The mean of each seed, so that a seed run twice counts once."""
     found: dict[int, list[float]] = defaultdict(list)
     for run, value in values:
-        found[_seed(run)].append(value)
+        found[run.seed].append(value)
     return {seed: fmean(of_seed) for seed, of_seed in found.items()}
 
 
 def _pair(run: Run) -> tuple[str | int, ...]:
-    return run.context, run.config.trainer.seed, run.data.sha256
-
-
-def _seed(run: Run) -> int:
-    return run.config.trainer.seed
+    return run.context, run.seed, run.data.sha256

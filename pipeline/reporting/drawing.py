@@ -6,10 +6,15 @@ import textwrap
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from longhaul.pipeline.evaluation.figures import (
+    LEAST_SPAN,
     as_text,
     figure,
     legend_below,
@@ -48,7 +53,13 @@ class Series:
     """matplotlib's name of the line style; None: that of the look; empty: points only."""
 
     band: tuple[Sequence[float], Sequence[float]] | None = None
-    """Lower and upper bounds of y."""
+    """Lower and upper bounds of y over seeds, or heads: a shaded area."""
+
+    windows: tuple[Sequence[float], Sequence[float]] | None = None
+    """Bounds of y over windows, documents or prompts of one run: thin dotted lines."""
+
+    is_seed: bool = False
+    """Whether it is one of several seeds, whose mean has the label and the markers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +97,12 @@ class Figure:
     reference: tuple[str, float] | None = None
     """Label and value of a horizontal line; None means none."""
 
+    caveats: Sequence[str] = ()
+    """Sentences that stand above it: what forbids conclusions from it."""
+
+    bytes_per_token: float = math.nan
+    """Of the text whose losses y has: a second axis shows bits per byte. NaN means none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
@@ -96,6 +113,7 @@ class Table:
     caption: str
     columns: Sequence[str]
     rows: Sequence[Row] = field(default_factory=list)
+    caveats: Sequence[str] = ()
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
@@ -145,8 +163,25 @@ def draw(drawing: Figure, folder: Path) -> None:
 
 
 def _plot(axes: "Axes", one: Series) -> None:
-    if one.band is not None:
+    if one.band is not None and len(one.x) == 1:
+        low, high = one.band
+        axes.vlines(one.x, low, high, color=one.look.colour, alpha=0.4, linewidth=1)
+    elif one.band is not None:
         axes.fill_between(one.x, *one.band, color=one.look.colour, alpha=0.12, linewidth=0)
+    for bound in one.windows or ():
+        axes.plot(one.x, bound, color=one.look.colour, linestyle=":", linewidth=0.6)
+    if one.is_seed:
+        axes.plot(
+            one.x,
+            one.y,
+            linestyle="none" if one.line == "" else "-",
+            color=one.look.colour,
+            linewidth=0.4,
+            alpha=0.6,
+            marker=".",
+            markersize=2,
+        )
+        return
     axes.plot(
         one.x,
         one.y,
@@ -159,6 +194,24 @@ def _plot(axes: "Axes", one: Series) -> None:
         markevery=-(-len(one.x) // _MOST_MARKERS),
         label=as_text(_wrapped(one.label)),
     )
+
+
+def _divided(y: NDArray[np.float64], by: float) -> NDArray[np.float64]:
+    return np.asarray(y) / by
+
+
+def _cut_bands(axes: "Axes", drawing: Figure) -> None:
+    """Let bands reach beyond the values by half their range, or the least span, and no further.
+
+    The interval of two seeds is so wide that nothing else could be seen beside it.
+    """
+    values = [y for one in drawing.series for y in one.y if math.isfinite(y)]
+    values += [drawing.reference[1]] if drawing.reference is not None else []
+    if not values:
+        return
+    low, high = axes.get_ylim()
+    room = max((max(values) - min(values)) / 2, LEAST_SPAN / 2)
+    axes.set_ylim(max(low, min(values) - room), min(high, max(values) + room))
 
 
 def _wrapped(label: str) -> str:
@@ -176,13 +229,21 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
     elif drawing.y_axis == "log":
         axes.set_yscale("log")
+        values = [y for one in drawing.series for y in one.y]
+        axes.set_ylim(min(values) / 1.5, max(values) * 1.5)  # Bands of few seeds are cut off.
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif drawing.y_axis != "score":
+        _cut_bands(axes, drawing)
         widen(axes, is_relative=drawing.y_axis == "perplexity")
     if drawing.y_range is not None:
         axes.set_ylim(*drawing.y_range)
+    if math.isfinite(drawing.bytes_per_token):
+        nats = math.log(2) * drawing.bytes_per_token  # of one bit per byte
+        ways = partial(_divided, by=nats), partial(_divided, by=1 / nats)
+        bits = axes.secondary_yaxis("right", functions=ways)
+        bits.set_ylabel("bits per byte")
     if drawing.x_axis == "context":
         tokens_axis(axes, drawing.x_label, drawing.x_ticks)
         return

@@ -1,18 +1,22 @@
 """Figures of the results that `longhaul evaluate` logged."""
 
+import dataclasses
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from longhaul.pipeline.evaluation.figures import (
     enlarged_from,
     shown_positions,
     wilson_interval,
 )
-from longhaul.pipeline.reporting.drawing import Figure, Row, Series, XAxis, YAxis
+from longhaul.pipeline.reporting.caveats import caveats, seeds_of
+from longhaul.pipeline.reporting.comparison import BANDS
+from longhaul.pipeline.reporting.curves import Curve, gap_curves, mean_series, table_rows
+from longhaul.pipeline.reporting.drawing import Figure, XAxis, YAxis
 from longhaul.pipeline.reporting.groups import (
     EvaluatedRun,
     Group,
@@ -23,6 +27,8 @@ from longhaul.pipeline.reporting.groups import (
 )
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
+_OVER_SEEDS = f"{BANDS} Dotted lines: the same band of single runs, over what is said above."
+
 _MOST_POINTS = 300
 """Most points of a curve over positions; a column has no room for more."""
 
@@ -31,24 +37,6 @@ _LOG_AXIS_RATIO = 20.0
 
 _SAME_LOSS = 0.005
 """Nats by which a bigram model's loss differs at most where it is drawn as one line."""
-
-_LINE_STYLES = ("--", "-.", ":")
-"""Of runs read with scaled positions."""
-
-
-class _Curve(NamedTuple):
-    """A run's columns by their names in the CSV; the first is x in the figure, the last is y."""
-
-    columns: Mapping[str, Sequence[Any]]
-    band: tuple[Sequence[float], Sequence[float]] | None = None
-
-    @property
-    def x(self) -> Sequence[float]:
-        return next(iter(self.columns.values()))
-
-    @property
-    def y(self) -> Sequence[float]:
-        return list(self.columns.values())[-1]
 
 
 def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
@@ -64,9 +52,9 @@ def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
                 "window": [rows[-1]["last"]] * len(rows),
             }
             curve = _with_errors(one, "first", "standard_error", "loss_nats")
-            curves.append(_Curve(columns | dict(curve.columns), curve.band))
+            curves.append(Curve(columns | dict(curve.columns), curve.band))
         widths = sorted({int(c.columns["last"][0]) for c in curves})
-        yield _figure(
+        yield from _figures(
             named,
             group,
             "loss_at_position",
@@ -93,8 +81,8 @@ def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
             # Positions of windows with another length are positions in another text.
             window = {"position": curve.x, "window": [len(rows)] * len(shown)}
             band = _band(curve.y, curve.columns["standard_error_up_to_here"])
-            curves.append(_Curve(window | dict(curve.columns), band))
-        yield _figure(
+            curves.append(Curve(window | dict(curve.columns), band))
+        yield from _figures(
             named,
             group,
             "loss_up_to_position",
@@ -109,7 +97,7 @@ def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
         )
 
 
-def _windows(group: Group, curves: Sequence[_Curve]) -> str:
+def _windows(group: Group, curves: Sequence[Curve]) -> str:
     """The lengths of the windows whose positions are drawn."""
     windows = sorted({int(curve.columns["window"][0]) for curve in curves})
     is_beyond = windows[-1] > group.context
@@ -121,7 +109,7 @@ def _windows(group: Group, curves: Sequence[_Curve]) -> str:
 def loss_in_windows(named: NamedRuns) -> Iterator[Figure]:
     """How much a longer context helps on the same tokens."""
     for group in groups(named, "context"):
-        yield _figure(
+        yield from _figures(
             named,
             group,
             "loss_in_windows",
@@ -140,7 +128,7 @@ def perplexity(named: NamedRuns) -> Iterator[Figure]:
         names = ["stride", "document_tokens", "bos", "perplexity"]
         curves = [_with_errors(one, "window", *names) for one in group.members]
         values = [value for curve in curves for value in curve.y]
-        yield _figure(
+        yield from _figures(
             named,
             group,
             "perplexity",
@@ -168,9 +156,9 @@ def passkey(named: NamedRuns) -> Iterator[Figure]:
             # All rows of a table are of the same options.
             for name in ("depths", "bos"):
                 columns[name] = [one.evaluated.rows[0][name]] * len(counts)
-            curves.append(_Curve(columns | {"share": shares}, (low, high)))
+            curves.append(Curve(columns | {"share": shares}, (low, high)))
         num_prompts = sorted({count for curve in curves for count in curve.columns["prompts"]})
-        yield _figure(
+        yield from _figures(
             named,
             group,
             "passkey",
@@ -192,20 +180,17 @@ def recall(named: NamedRuns) -> Iterator[Figure]:
             rows = one.evaluated.rows
             names = ("pairs", "right", "queries", "low", "high")
             columns = {name: [row[name] for row in rows] for name in names}
-            low, high = columns["low"], columns["high"]
-            band = (low, high) if all(map(math.isfinite, [*low, *high])) else None
             share = [row["right"] / row["queries"] for row in rows]
-            curves.append(_Curve(columns | {"share": share}, band))
+            curves.append(Curve(columns | {"share": share}, (columns["low"], columns["high"])))
         chances = {row["chance"] for one in group.members for row in one.evaluated.rows}
-        yield _figure(
+        yield from _figures(
             named,
             group,
             "recall",
             curves,
             title="Values recalled",
             caption="Zero-shot recall: a sequence holds pairs of tokens, then the same pairs in "
-            "another order. Bands, where the table has them: Wilson 95 %, from the standard error "
-            "over sequences.",
+            "another order. Bands: Wilson 95 %, from the standard error over sequences.",
             x_label="pairs in the sequence",
             y_label="values recalled (share)",
             y_axis="share",
@@ -226,7 +211,7 @@ def scores(named: NamedRuns) -> Iterator[Figure]:
                     continue  # models of one layer have no others
                 layers = "low layers" if is_low else "last layer"
                 parts = ["scores", "low" if is_low else "last", "end" if is_end else "", scaling]
-                yield _figure(
+                yield from _figures(
                     named,
                     group,
                     "_".join(filter(None, parts)),
@@ -243,7 +228,7 @@ def scores(named: NamedRuns) -> Iterator[Figure]:
                 )
 
 
-def _score_curve(one: EvaluatedRun, is_low: bool, is_end: bool) -> _Curve:
+def _score_curve(one: EvaluatedRun, is_low: bool, is_end: bool) -> Curve:
     """Scores by key, over the last layer or over all others."""
     rows = one.evaluated.rows
     last = max(row["layer"] for row in rows)
@@ -258,13 +243,26 @@ def _score_curve(one: EvaluatedRun, is_low: bool, is_end: bool) -> _Curve:
     mean = [fmean(row["score"] for row in by_key[key]) for key in keys]
     bos = [rows[0]["bos"]] * len(keys)
     columns = {"key": keys, "least": low, "most": high, "bos": bos, "score": mean}
-    return _Curve(columns, (low, high))
+    return Curve(columns, (low, high))
 
 
 def _layers(group: Group, is_low: bool) -> str:
     """The layers of a figure, counted from 1."""
     found = sorted({row["layer"] for one in group.members for row in one.evaluated.rows})
     return ", ".join(map(str, found[:-1] if is_low else found[-1:]))
+
+
+def _bigram_loss(named: NamedRuns, group: Group) -> float:
+    """The bigram model's loss on a group's text; NaN if none has been measured."""
+    if not group.text:
+        return named.bigram_loss
+    losses = [
+        bigram.rows[0]["value"]
+        for one in group.members
+        for bigram in one.run.evaluations["bigram"]
+        if bigram.label.text == group.text
+    ]
+    return fmean(losses) if losses else math.nan
 
 
 def _bigram_line(group: Group) -> tuple[str, float] | None:
@@ -280,11 +278,11 @@ def _bigram_line(group: Group) -> tuple[str, float] | None:
     return "bigram model", fmean(losses)
 
 
-def _figure(
+def _figures(
     named: NamedRuns,
     group: Group,
     task: str,
-    curves: Sequence[_Curve],
+    curves: Sequence[Curve],
     *,
     title: str,
     caption: str,
@@ -295,56 +293,89 @@ def _figure(
     has_ticks: bool = True,
     is_over_tokens: bool = True,
     reference: tuple[str, float] | None = None,
-) -> Figure:
-    """One curve per member of the group.
+) -> Iterator[Figure]:
+    """The means over seeds of all variants, and their paired gaps to the reference kind.
 
     With `has_ticks` the axis has a number at each point; one over tokens marks the training
     context. `reference` is that of the figure.
     """
-    every = {one.scaling for one in group.members}
-    # Where all have one scaling, nothing needs to be told apart.
-    scalings = sorted(every - {""}) if len(every) > 1 else []
-    series, rows = [], list[Row]()
-    for one, curve in zip(group.members, curves, strict=True):
-        line = "-" if scalings else None
-        if one.scaling in scalings:
-            line = _LINE_STYLES[scalings.index(one.scaling) % len(_LINE_STYLES)]
-        series.append(
-            Series(
-                named.label(one.run) + (f", {one.scaling}" if one.scaling else ""),
-                named.look(one.run),
-                curve.x,
-                curve.y,
-                one.run.is_finished,
-                line,
-                curve.band,
-            )
-        )
-        setting = [*named.leading_cells(one.run), one.evaluated.label.step, one.scaling, group.text]
-        rows += [[*setting, *row] for row in zip(*curve.columns.values(), strict=True)]
-    return Figure(
+    is_score = y_axis == "score"
+    is_loss = y_axis == "loss"
+    # Of perplexities, what is averaged and compared are losses.
+    unit = math.log if y_axis in ("perplexity", "log") else float
+    runs = [one.run for one in group.members]
+    why = caveats(
+        named,
+        runs,
+        {run.run_id: unit(min(c.y)) for run, c in zip(runs, curves, strict=True)}
+        if is_loss or unit is math.log
+        else None,
+        lambda run: max(one.tokens for one in group.members if one.run is run),
+        bigram=_bigram_loss(named, group),
+        split_by=group.split_by,
+    )
+    if y_axis == "share" and reference is not None:
+        guessing = [
+            named.label(run)
+            for run, curve in zip(runs, curves, strict=True)
+            if max((curve.band or (curve.y,))[0]) <= reference[1]
+        ]
+        if guessing:
+            names = ", ".join(dict.fromkeys(guessing))
+            why.append(f"No conclusion: not better than {reference[0]}: {names}.")
+    rows = table_rows(named, group, curves)
+    ticks = [int(x) for curve in curves for x in curve.x] if has_ticks else ()
+    seeds = seeds_of(named, runs)
+    drawn = Figure(
         name=group.name(task),
         title=f"{title}, {group.where}",
-        caption=f"{caption} {group.checkpoints}",
+        caption=f"{caption} {group.checkpoints} {seeds}" + ("" if is_score else f" {_OVER_SEEDS}"),
+        caveats=why,
         x_label=x_label,
         y_label=y_label,
-        series=series,
-        columns=[*LEADING_COLUMNS, "step", "positions", "text", *curves[0].columns],
+        series=mean_series(named, group, curves, unit, are_heads=is_score),
+        columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *curves[0].columns],
         rows=rows,
         x_axis=x_axis,
-        x_ticks=[int(x) for curve in curves for x in curve.x] if has_ticks else (),
+        x_ticks=ticks,
         y_axis=y_axis,
         trained_at=group.context if is_over_tokens else None,
         reference=reference,
+        bytes_per_token=named.bytes_per_token if is_loss and not group.text else math.nan,
+    )
+    yield drawn
+    if is_score:
+        return
+    gaps = gap_curves(named, group, curves, unit)
+    if not gaps:
+        return
+    members, of_gaps = zip(*gaps, strict=True)
+    paired = group._replace(members=list(members))
+    of_seeds = seeds_of(named, [one.run for one in members])
+    what = "share" if y_axis == "share" else "nats per token"
+    yield dataclasses.replace(
+        drawn,
+        name=group.name(f"gap_{task}"),
+        title=f"{title} minus {named.reference}'s, {group.where}",
+        caption="Differences of runs with the same seed and data, read in the same way. "
+        f"{of_seeds} {BANDS}",
+        y_label=f"gap to {named.reference} ({what})",
+        series=mean_series(named, paired, of_gaps, float),
+        columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *of_gaps[0].columns],
+        rows=table_rows(named, paired, of_gaps),
+        x_ticks=[int(x) for curve in of_gaps for x in curve.x] if has_ticks else (),
+        y_axis="score" if y_axis == "share" else "loss",
+        reference=(named.reference, 0.0),
+        bytes_per_token=math.nan if y_axis == "share" or group.text else named.bytes_per_token,
     )
 
 
-def _curve(rows: Sequence[Mapping[str, Any]], x: str, *others: str) -> _Curve:
+def _curve(rows: Sequence[Mapping[str, Any]], x: str, *others: str) -> Curve:
     """The curve of these columns of an evaluation's table."""
-    return _Curve({name: [row[name] for row in rows] for name in (x, *others)})
+    return Curve({name: [row[name] for row in rows] for name in (x, *others)})
 
 
-def _with_errors(one: EvaluatedRun, x: str, *others: str) -> _Curve:
+def _with_errors(one: EvaluatedRun, x: str, *others: str) -> Curve:
     """A curve of losses or perplexities, with a band of the standard error of the loss."""
     rows = one.evaluated.rows
     curve = _curve(rows, x, *others)

@@ -23,6 +23,9 @@ _PROTOCOLS = {
 }
 """The columns of options in the tables of tasks, and what captions call them."""
 
+OPTIONS = tuple(dict.fromkeys(name for names in _PROTOCOLS.values() for name in names))
+"""The names of all these columns."""
+
 
 class EvaluatedRun(NamedTuple):
     """A run, and its results of one task."""
@@ -34,20 +37,35 @@ class EvaluatedRun(NamedTuple):
     def scaling(self) -> str:
         return self.evaluated.label.scaling
 
+    @property
+    def tokens(self) -> int:
+        """That the checkpoint was trained on."""
+        return self.evaluated.label.step * self.run.config.optim.tokens_per_update
+
 
 class Group(NamedTuple):
-    """Results of one task on one text, from all runs with one training context."""
+    """Results of one task on one text, by checkpoints of one training context and token count."""
 
     context: int
     text: str
     members: list[EvaluatedRun]
+    suffix: str
+    """Of the names of files, where other runs have files of their own."""
+
+    elsewhere: str
+    """What titles say of these runs then."""
+
+    split_by: str
+    """Sentences on why."""
 
     def name(self, task: str) -> str:
-        return f"{task}_{self.context:06d}" + (f"_{self.text}" if self.text else "")
+        text = f"_{self.text}" if self.text else ""
+        return f"{task}_{self.context:06d}{text}{self.suffix}"
 
     @property
     def where(self) -> str:
-        return f"trained at {self.context:,}" + (f", on {self.text}" if self.text else "")
+        text = f", on {self.text}" if self.text else ""
+        return f"trained at {self.context:,}{text}{self.elsewhere}"
 
     @property
     def checkpoints(self) -> str:
@@ -57,14 +75,26 @@ class Group(NamedTuple):
 
 
 def groups(named: NamedRuns, task: str) -> Iterator[Group]:
-    """The results of a task by training context and text; members in the order of the runs."""
-    found: dict[tuple[int, str], list[EvaluatedRun]] = defaultdict(list)
+    """The results of a task by training context, text and the checkpoint's tokens.
+
+    Members are in the order of the runs.
+    """
+    found: dict[tuple[int, str], dict[int, list[EvaluatedRun]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for run in named.runs:
-        for evaluated in run.evaluations[task]:
+        for evaluated in run.evaluations.get(task, ()):
             if evaluated.rows:
-                found[run.context, evaluated.label.text].append(EvaluatedRun(run, evaluated))
-    for (context, text), members in sorted(found.items()):
-        yield Group(context, text, members)
+                one = EvaluatedRun(run, evaluated)
+                found[run.context, evaluated.label.text][one.tokens].append(one)
+    for (context, text), by_tokens in sorted(found.items()):
+        for tokens, members in sorted(by_tokens.items()):
+            suffix, where, why = named.suffix, named.where, named.split_by
+            if len(by_tokens) > 1:
+                suffix += f"_after{tokens:012d}"
+                where += f", after {tokens:,} tokens"
+                why = f"{why} Checkpoints of more or fewer tokens have figures of their own."
+            yield Group(context, text, members, suffix, where, why.strip())
 
 
 def setting(named: NamedRuns, one: EvaluatedRun) -> Row:

@@ -36,13 +36,22 @@ th[aria-sort=ascending] button::after { content: "\\2191"; color: inherit; }
 th[aria-sort=descending] button::after { content: "\\2193"; color: inherit; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
 td:first-child, td:nth-child(2) { overflow-wrap: anywhere; min-width: 9rem; }
+.caveat { font-size: 13px; margin: 0 0 .4rem; padding: .3rem .6rem; background: #fff3cd;
+  border-left: 4px solid #b58900; }
 tr.unfinished td { color: #555; font-style: italic; }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr));
   gap: 1.5rem; align-items: start; }
-figure { margin: 0; } figure img { width: 100%; max-width: 30rem; height: auto; }
+figure { margin: 0; min-width: 0; } figure img { width: 100%; max-width: 30rem; height: auto; }
 figcaption, .note { font-size: 13px; color: #333; }
 pre { font-size: 12px; background: #f6f6f6; padding: .75rem; overflow-x: auto; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
+/* On a phone, figures are as wide as their letters need to be read, and scroll like tables. */
+@media (max-width: 40rem) {
+  body { margin: 1rem auto; padding: 0 .75rem; }
+  figure .wide img { width: 30rem; max-width: none; }
+  .wide { margin-right: -.75rem; }
+  td:first-child, td:nth-child(2) { min-width: 7rem; }
+}
 """
 
 # Cells sort by their number, if they have one, and otherwise by their text; empty ones are last.
@@ -82,6 +91,7 @@ RUN_COLUMNS = (
     "seed",
     "tokens",
     "validation loss (nats per token)",
+    "bits per byte",
     "tokens/s",
     "parameters",
     "state",
@@ -100,6 +110,7 @@ def write_page(
 ) -> None:
     """Write index.html. The files of figures and tables must be in the folder already."""
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    shown_first = [table for table in tables if table.name.startswith("verdicts")]
     finished = sum(run.is_finished for run in named.runs)
     parts = [
         f"<h1>{escape(experiment)}</h1>",
@@ -108,12 +119,14 @@ def write_page(
         "Unfinished runs have hollow markers and a label; their numbers are those so far.</p>",
         "<h2>Runs</h2>",
         _runs(named),
+        *(["<h2>What the seeds show</h2>"] if shown_first else []),
+        *(_table(folder, table) for table in shown_first),
         "<h2>Figures</h2>",
         '<div class="figures">',
         *(_figure(folder, figure) for figure in figures),
         "</div>",
-        *(["<h2>Tables</h2>"] if tables else []),
-        *(_table(folder, table) for table in tables),
+        *(["<h2>Tables</h2>"] if len(tables) > len(shown_first) else []),
+        *(_table(folder, table) for table in tables if table not in shown_first),
         *(["<h2>Left out</h2>", "<ul>"] if left_out else []),
         *(f"<li>{escape(line)}</li>" for line in left_out),
         *(["</ul>"] if left_out else []),
@@ -146,6 +159,7 @@ def _runs(named: NamedRuns) -> str:
             _number(seed, "{}"),
             _cell(amount(run.tokens), run.tokens),
             _number(run.final_loss, "{:.4f}"),
+            _number(run.bits_per_byte, "{:.3f}"),
             _number(run.speed, "{:,.0f}"),
             _cell(amount(run.num_parameters), run.num_parameters),
             _cell(in_bytes(run.state_bytes), run.state_bytes),
@@ -157,8 +171,10 @@ def _runs(named: NamedRuns) -> str:
         rows.append(f"<tr{css}>{''.join(cells)}</tr>")
     note = (
         '<p class="note">Tokens: trained so far. Validation loss: the last one. Tokens/s: of all '
-        "devices, median of all updates. State: of one sequence, in half precision, after as many "
-        "tokens as in training.</p>"
+        "devices, median of all updates. Bits per byte: of the validation loss; runs with other "
+        "tokenizers can be compared by it on one text. A dash: nobody has counted the bytes of a "
+        "token, which longhaul evaluate RUN --tasks context does, or there is no loss. State: of "
+        "one sequence, in half precision, after as many tokens as in training.</p>"
     )
     return note + _sortable("runs", RUN_COLUMNS, rows)
 
@@ -166,9 +182,9 @@ def _runs(named: NamedRuns) -> str:
 def _figure(folder: Path, figure: Figure) -> str:
     image = _data(folder / f"{figure.name}.png", "image/png")
     return (
-        f'<figure id="{figure.name}">\n'
-        f'<img src="{image}" alt="{escape(figure.title)}: {escape(figure.y_label)} against '
-        f'{escape(figure.x_label)}">\n'
+        f'<figure id="{figure.name}">\n{_caveats(figure.caveats)}'
+        f'<div class="wide"><img src="{image}" alt="{escape(figure.title)}: '
+        f'{escape(figure.y_label)} against {escape(figure.x_label)}"></div>\n'
         f"<figcaption>{escape(figure.title)}. {escape(figure.caption)} "
         f"{_files(folder, figure.name, 'pdf', 'csv')}</figcaption>\n</figure>"
     )
@@ -178,8 +194,13 @@ def _table(folder: Path, table: Table) -> str:
     rows = [f"<tr>{''.join(map(_shown, row))}</tr>" for row in table.rows]
     return (
         f'<p class="note">{escape(table.title)}. {escape(table.caption)}. '
-        f"{_files(folder, table.name, 'csv')}</p>" + _sortable(table.name, table.columns, rows)
+        f"{_files(folder, table.name, 'csv')}</p>{_caveats(table.caveats)}"
+        + _sortable(table.name, table.columns, rows)
     )
+
+
+def _caveats(caveats: Sequence[str]) -> str:
+    return "".join(f'<p class="caveat">{escape(one)}</p>\n' for one in caveats)
 
 
 def _sortable(name: str, columns: Sequence[str], rows: Sequence[str]) -> str:
@@ -223,7 +244,7 @@ def _text(text: str) -> str:
 
 
 def _number(value: float, form: str) -> str:
-    return _cell(form.format(value), value) if math.isfinite(value) else _cell("none", math.nan)
+    return _cell(form.format(value), value) if math.isfinite(value) else _cell("\u2013", math.nan)
 
 
 def _cell(text: str, value: float) -> str:

@@ -1,6 +1,7 @@
 """Reads the runs of an MLflow experiment: their configs, losses, speeds and evaluations."""
 
 import dataclasses
+import fnmatch
 import logging
 import math
 import os
@@ -17,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_stored_config
-from longhaul.datamodules.untrusted import parse_json, read_regular
-from longhaul.pipeline.evaluation.labels import Label, parse_label
+from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
+from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
-from longhaul.pipeline.reporting.tables import TABLES, read_table
+from longhaul.pipeline.reporting.tables import MOST_LOSS, TABLES, read_table
 from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.terminal.progress import shows_bars
 from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
@@ -42,7 +43,8 @@ _METRIC = re.compile(r"(?P<label>evaluation(?:/[^/]+)*?)/(?:bigram_loss|lm-eval/
 
 _NAMES_SHOWN = 20
 _MOST_BYTES = 64 << 20  # of a config or a table
-_NOT_A_NUMBER = 1e300  # MLflow's databases store infinity as the largest float
+_MOST_TOKENS = 1 << 60  # read by one run
+_MOST_SPEED = 1e15  # tokens per second
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Point:
 
     step: int
     tokens: int
-    value: float  # NaN where it was not finite
+    value: float  # NaN where it was none from 0 to MOST_LOSS
 
 
 @dataclass(frozen=True, order=True)
@@ -85,6 +87,15 @@ class Run:
     commit: str
     hardware: str
     data: Data
+    tokenizer: str
+    """Its name in the manifest; empty where MLflow does not know it."""
+
+    validation_data: str
+    """What identifies the validation text: the beginning of its shards' hash, and its tokens."""
+
+    bytes_per_token: float
+    """Of the validation text; NaN where it has not been counted."""
+
     config: RunConfig
     config_text: str
     losses: list[Point]
@@ -105,11 +116,20 @@ class Run:
     """
 
     left_out: list[str]
-    """A message for each table that cannot be read."""
+    """A message for each table and metric that cannot be read."""
 
     @property
     def is_finished(self) -> bool:
         return self.status == "FINISHED"
+
+    @property
+    def kind(self) -> str:
+        """The kind of attention, or all kinds of the layers."""
+        return "+".join(self.config.model.kinds)
+
+    @property
+    def seed(self) -> int:
+        return self.config.trainer.seed
 
     @property
     def context(self) -> int:
@@ -121,16 +141,37 @@ class Run:
         return self.losses[-1].tokens if self.losses else 0
 
     @property
+    def budget(self) -> int:
+        """Tokens when training ends, or those that a finished run has been validated after."""
+        if self.is_finished and self.validation:
+            return self.validation[-1].tokens
+        return self.config.num_updates * self.config.optim.tokens_per_update
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The final loss by byte of text, which runs with other tokenizers share."""
+        return self.final_loss / math.log(2) / self.bytes_per_token
+
+    @property
     def final_loss(self) -> float:
         """Loss of the last validation in nats per token; NaN before the first."""
         return self.validation[-1].value if self.validation else float("nan")
 
 
-def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
-    """All runs of an experiment, and a message for each run or table that cannot be read.
+def read_runs(
+    uri: str, experiment: str, names: Sequence[str] = (), search: str = ""
+) -> tuple[list[Run], list[str]]:
+    """The runs of an experiment, and a message for each run or table that cannot be read.
+
+    Args:
+        uri: of the store.
+        experiment: its name.
+        names: of runs, in which * and ? stand for others; none means all.
+        search: what MLflow filters runs by; empty means all.
 
     Raises:
-        ValueError: there is no such store or experiment, or none of its runs has finished.
+        ValueError: there is no such store, experiment or run, MLflow does not understand the
+            search, or none of the runs has finished.
         RuntimeError: MLflow cannot be reached.
     """
     uri = _checked_uri(uri)
@@ -143,7 +184,8 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
         from mlflow.tracking import MlflowClient  # See load_mlflow.
 
         client = MlflowClient(uri)
-        mlflow_runs = _training_runs(client, _experiment_id(client, experiment))
+        every = _training_runs(client, _experiment_id(client, experiment), search)
+        mlflow_runs = _with_names(every, names)
         _check_any_finished(experiment, [str(run.info.status) for run in mlflow_runs])
         logger.info("reading %d runs", len(mlflow_runs))
         for run in tqdm(
@@ -158,6 +200,13 @@ def read_runs(uri: str, experiment: str) -> tuple[list[Run], list[str]]:
                 unread += [f"{read.name}: {printable(line)}" for line in read.left_out]
     _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """What a training logs of a set of shards, as far as it is read here."""
+
+    tokenizer: str
 
 
 class _Unreadable(Exception):
@@ -200,12 +249,35 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
     raise ValueError(f"EXPERIMENT: found {name!r}, {wanted}")
 
 
-def _training_runs(client: "MlflowClient", experiment_id: str) -> "list[MlflowRun]":
+def _with_names(runs: "Sequence[MlflowRun]", names: Sequence[str]) -> "list[MlflowRun]":
+    """The runs with such names; ValueError for a name that none has."""
+    if not names:
+        return list(runs)
+    every = {str(run.info.run_name) for run in runs}
+    for name in names:
+        if not any(fnmatch.fnmatchcase(one, name) for one in every):
+            known = ", ".join(map(repr, sorted(map(printable, every))[:_NAMES_SHOWN]))
+            raise ValueError(f"--runs: found {name!r}, wanted some of {known or 'no runs'}")
+    return [
+        run
+        for run in runs
+        if any(fnmatch.fnmatchcase(str(run.info.run_name), name) for name in names)
+    ]
+
+
+def _training_runs(client: "MlflowClient", experiment_id: str, search: str) -> "list[MlflowRun]":
     """All training runs of an experiment, without parents of sweeps, which only group runs."""
+    from mlflow.exceptions import MlflowException  # See load_mlflow.
+
     runs: list[MlflowRun] = []
     token = None
     while token is None or token:
-        page = client.search_runs([experiment_id], page_token=token)
+        try:
+            page = client.search_runs([experiment_id], search, page_token=token)
+        except MlflowException as error:
+            if not search or error.error_code != "INVALID_PARAMETER_VALUE":
+                raise
+            raise ValueError(f"--filter: found {search!r}: {one_line(error)}") from None
         runs += [run for run in page if "longhaul.attention" in run.data.tags]
         token = page.token or ""
     return runs
@@ -234,8 +306,19 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     metrics, params = run.data.metrics, run.data.params
     # Where MLflow knows no hash, only runs that read the same path are taken to share their data.
     data = (params.get(name, config.data.manifest) for name in ("data", "data_sha256"))
-    evaluations |= _measured(client, run_id, metrics, config.data.context)
-    speeds = _history(client, run_id, "train/tokens_per_second", metrics)
+    measured, unmeasured = _measured(client, run_id, metrics, config.data.context)
+    speeds = [value for _, value in _history(client, run_id, "train/tokens_per_second", metrics)]
+    possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
+    losses = _points(client, run_id, "train/loss", metrics, config)
+    validation = _points(client, run_id, "validation/loss", metrics, config)
+    left_out += unmeasured
+    tokenizer, validation_data = _datasets(run, config)
+    if speeds and not possible:
+        left_out.append(f"train/tokens_per_second: found {speeds[-1]:g}, wanted more than 0")
+    if validation and math.isnan(validation[-1].value):
+        left_out.append(_no_loss("validation/loss", metrics))
+    if losses and all(math.isnan(point.value) for point in losses):
+        left_out.append(_no_loss("train/loss", metrics))
     return Run(
         run_id=run_id,
         name=printable(run.info.run_name or run_id),
@@ -243,14 +326,17 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         commit=printable(params.get("commit", "unknown")),
         hardware=hardware,
         data=Data(*map(printable, data)),
+        tokenizer=tokenizer,
+        validation_data=validation_data,
+        bytes_per_token=_bytes_per_token(tokenizer, metrics),
         config=config,
         config_text=text,
-        losses=_points(client, run_id, "train/loss", metrics, config),
-        validation=_points(client, run_id, "validation/loss", metrics, config),
-        speed=statistics.median([value for _, value in speeds]) if speeds else float("nan"),
+        losses=losses,
+        validation=validation,
+        speed=statistics.median(possible) if possible else math.nan,
         num_parameters=model.num_parameters(),
         state_bytes=state_bytes(attention_layers(model), config.data.context),
-        evaluations=evaluations,
+        evaluations=evaluations | measured,
         left_out=left_out,
     )
 
@@ -266,6 +352,26 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
         reason = str(error).removeprefix(f"{folder / 'config.yaml'}: ")
         # It may be of another version, or of a kind whose file is not here.
         raise _Unreadable(f"config.yaml cannot be read here: {reason}") from error
+
+
+def _datasets(run: "MlflowRun", config: RunConfig) -> tuple[str, str]:
+    """The tokenizer's name, and what identifies the validation text."""
+    tokenizer, digest = "", config.data.validation_manifest or ""
+    for one in run.inputs.dataset_inputs if run.inputs else ():
+        try:
+            tokenizer = parse_json(_Profile, one.dataset.profile or "{}", "profile").tokenizer
+        except ValueError:  # It was logged by something else, or before profiles named it.
+            continue
+        if any(tag.value == "validation" for tag in one.tags):
+            digest = one.dataset.digest
+    return printable(tokenizer), printable(f"{digest} {config.data.validation_tokens}")
+
+
+def _bytes_per_token(tokenizer: str, metrics: Mapping[str, float]) -> float:
+    if tokenizer == "bytes":
+        return 1.0
+    value = metrics.get(BYTES_PER_TOKEN, math.nan)
+    return value if 0 < value <= _MOST_BYTES else math.nan
 
 
 def _hardware(fetch: Callable[[str], str]) -> str:
@@ -296,9 +402,15 @@ def _points(
     # All updates have the same number of tokens; a resumed run cannot change it.
     tokens_per_update = config.optim.tokens_per_update
     return [
-        Point(step, step * tokens_per_update, value if abs(value) < _NOT_A_NUMBER else float("nan"))
+        Point(step, step * tokens_per_update, value if 0 <= value <= MOST_LOSS else math.nan)
         for step, value in _history(client, run_id, name, metrics)
+        if 0 <= step <= _MOST_TOKENS // tokens_per_update
     ]
+
+
+def _no_loss(name: str, metrics: Mapping[str, float]) -> str:
+    # MLflow's databases store infinity as the largest float.
+    return f"{name}: found {metrics[name]:g} at last, wanted 0 to {MOST_LOSS:g}"
 
 
 def _evaluations(
@@ -330,9 +442,13 @@ def _evaluations(
 
 def _measured(
     client: "MlflowClient", run_id: str, metrics: Mapping[str, float], context: int
-) -> dict[str, list[Evaluated]]:
-    """The results of the tasks that log numbers and write no table: bigram and lm-eval."""
+) -> tuple[dict[str, list[Evaluated]], list[str]]:
+    """The results of the tasks that log numbers and write no table: bigram and lm-eval.
+
+    And a message for each that cannot be read.
+    """
     newest: dict[tuple[str, str], tuple[Label, dict[str, float]]] = {}
+    left_out = []
     for name in metrics:
         found = _METRIC.fullmatch(name)
         label = found and parse_label("-".join(["step-0", *found["label"].split("/")[1:]]))
@@ -340,6 +456,9 @@ def _measured(
             continue
         task = "lm-eval" if found["lm_eval"] else "bigram"
         step, value = _history(client, run_id, name, metrics)[-1]
+        if task == "bigram" and not 0 <= value <= MOST_LOSS:
+            left_out.append(_no_loss(name, metrics))
+            continue
         label = dataclasses.replace(label, step=step)
         key = task, label.text
         if key not in newest or _is_newer(label, newest[key][0], context):
@@ -349,7 +468,7 @@ def _measured(
     measured: dict[str, list[Evaluated]] = {"bigram": [], "lm-eval": []}
     for (task, _), (label, values) in sorted(newest.items(), key=lambda item: item[0]):
         measured[task].append(Evaluated(label, metric_rows(values)))
-    return measured
+    return measured, left_out
 
 
 def metric_rows(values: Mapping[str, float]) -> list[dict[str, Any]]:

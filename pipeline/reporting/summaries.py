@@ -65,7 +65,8 @@ def score_tables(named: NamedRuns) -> Iterator[Table]:
                 for low in (True, False)
             ]
             largest[id(one)] = [max(part, default=math.nan) for part in parts]
-        least = min(max(filter(math.isfinite, values)) for values in largest.values())
+        most = {key: max(filter(math.isfinite, parts)) for key, parts in largest.items()}
+        least = min(most.values())
         yield Table(
             name=group.name("scores"),
             title=f"Largest attention scores before the softmax, {group.where}",
@@ -84,7 +85,7 @@ def score_tables(named: NamedRuns) -> Iterator[Table]:
                     *setting(named, one),
                     max(row["key"] for row in one.evaluated.rows),
                     *largest[id(one)],
-                    max(filter(math.isfinite, largest[id(one)])) / least,
+                    most[id(one)] / least if least else math.nan,
                 ]
                 for one in group.members
             ],

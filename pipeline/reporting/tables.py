@@ -2,12 +2,51 @@
 
 import csv
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from longhaul.datamodules.untrusted import Count, Positive, one_line, parse_row, shown
+from pydantic import AfterValidator, Field
+
+from longhaul.datamodules.untrusted import one_line, parse_row, shown
 
 _MOST_ROWS = 4_000_000
+
+MOST_LOSS = 1e6
+"""Nats per token beyond which a loss is taken for an error; a uniform guess has 18 at most."""
+
+_MOST = 1e30  # of scores and weights: sums and ratios of them are finite, and can be drawn
+
+
+def _number(
+    low: float, high: float, *, or_nan: bool = False, or_inf: bool = False
+) -> Callable[[float], float]:
+    """A check that a number can be averaged and drawn."""
+
+    def check(value: float) -> float:
+        if low <= value <= high or (or_nan and math.isnan(value)) or (or_inf and value == math.inf):
+            return value
+        raise ValueError(f"found {value:g}, wanted {low:g} to {high:g}")
+
+    return check
+
+
+Loss = Annotated[float, AfterValidator(_number(0, MOST_LOSS))]
+"""Nats per token."""
+
+_Error = Annotated[float, AfterValidator(_number(0, MOST_LOSS, or_nan=True))]
+"""A standard error in nats; NaN where there was one window."""
+
+_AtLeastOne = Annotated[float, AfterValidator(_number(1, 1e100))]
+_Magnitude = Annotated[float, AfterValidator(_number(0, _MOST))]
+_Score = Annotated[float, AfterValidator(_number(-_MOST, _MOST))]
+_Share = Annotated[float, AfterValidator(_number(0, 1))]
+_Kurtosis = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
+_HalfLife = Annotated[float, AfterValidator(_number(0, _MOST, or_inf=True))]
+_Rotation = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
+Count = Annotated[int, Field(ge=0, le=1 << 50)]
+Positive = Annotated[int, Field(ge=1, le=1 << 50)]
+"""Numbers of tokens, layers and answers. A float holds each of them exactly, also sums of a few."""
 
 _Bos = Literal["yes", "no", "unknown"]
 """Whether the beginning-of-sequence id is in front; earlier tables do not say."""
@@ -16,35 +55,35 @@ _Bos = Literal["yes", "no", "unknown"]
 @dataclass(frozen=True)
 class _Positions:
     position: Positive
-    loss_nats: float
-    mean_up_to_here: float
-    standard_error: float = math.nan
-    standard_error_up_to_here: float = math.nan
+    loss_nats: Loss
+    mean_up_to_here: Loss
+    standard_error: _Error = math.nan
+    standard_error_up_to_here: _Error = math.nan
 
 
 @dataclass(frozen=True)
 class _Bins:
     first: Positive
     last: Positive
-    loss_nats: float
-    standard_error: float
+    loss_nats: Loss
+    standard_error: _Error
 
 
 @dataclass(frozen=True)
 class _Context:
     context: Positive
     tokens: Count
-    loss_nats: float
-    standard_error: float = math.nan
+    loss_nats: Loss
+    standard_error: _Error = math.nan
 
 
 @dataclass(frozen=True)
 class _Perplexity:
     window: Positive
     stride: Positive
-    perplexity: float
+    perplexity: _AtLeastOne
     tokens: Count = 0
-    standard_error: float = math.nan
+    standard_error: _Error = math.nan
     document_tokens: Positive | Literal["all", "unknown"] = "unknown"
     bos: _Bos = "unknown"
 
@@ -63,30 +102,30 @@ class _Recall:
     pairs: Positive
     queries: Positive
     right: Count
-    chance: float
-    low: float = math.nan
-    high: float = math.nan
+    chance: _Share
+    low: _Share
+    high: _Share
 
 
 @dataclass(frozen=True)
 class _Attention:
     layer: Count
     matrix: Count
-    largest: float
-    first_token_share: float
-    kurtosis: float
-    half_life: float
-    rotation: float
+    largest: _Magnitude
+    first_token_share: _Share
+    kurtosis: _Kurtosis
+    half_life: _HalfLife
+    rotation: _Rotation
 
 
 @dataclass(frozen=True)
 class _Scores:
     layer: Positive
     key: Positive
-    score: float
-    least_of_heads: float
-    most_of_heads: float
-    largest: float
+    score: _Score
+    least_of_heads: _Score
+    most_of_heads: _Score
+    largest: _Magnitude
     bos: _Bos = "unknown"
 
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from longhaul.pipeline.reporting.comparison import budgets, lines
+from longhaul.pipeline.reporting.caveats import caveats, seeds_of
+from longhaul.pipeline.reporting.comparison import BANDS, at_the_end, budgets, lines
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
-from longhaul.pipeline.reporting.runs import Point
+from longhaul.pipeline.reporting.runs import Point, Run
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _MOST_POINTS = 400
@@ -37,14 +38,20 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
                 [*named.leading_cells(run), p.step, p.tokens, updates, p.value]
                 for p, updates in points
             ]
+        runs = [run for run, _ in curves]
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
-            name=f"loss_against_tokens_{context:06d}",
-            title=f"Training loss, context {context:,}",
-            caption="The loss of every recorded update."
-            if updates == 1
-            else f"Means of up to {updates:,} recorded updates; the line has gaps where none of "
-            "them was finite.",
+            name=f"loss_against_tokens_{context:06d}{named.suffix}",
+            title=f"Training loss, context {context:,}{named.where}",
+            caption=(
+                "The loss of every recorded update. "
+                if updates == 1
+                else f"Means of up to {updates:,} recorded updates; the line has gaps where none "
+                "of them was finite. "
+            )
+            + f"One line a run. {seeds_of(named, runs)}",
+            caveats=caveats(named, runs, tokens=lambda run: run.tokens),
+            bytes_per_token=named.bytes_per_token,
             x_label="tokens trained on",
             y_label="training loss (nats per token)",
             series=series,
@@ -62,13 +69,15 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
         return
     speeds = {run.run_id: run.speed / run.config.trainer.world_size for run in runs}
     hardware = sorted({run.hardware for run in runs})
-    where = f"All on {hardware[0]}."
-    if len(hardware) > 1:
-        where = f"Not comparable, since machines differ: {', '.join(hardware)}."
+    where = f"Not comparable, since machines differ: {', '.join(hardware)}."
     yield Figure(
-        name="speed_against_context",
-        title="Speed of training",
-        caption=f"Median tokens per second of a run's updates, divided by its devices. {where}",
+        name=f"speed_against_context{named.suffix}",
+        title=f"Speed of training{named.where}",
+        caption="Median tokens per second of a run's updates, divided by its devices. "
+        f"All on {hardware[0]}. {seeds_of(named, runs)} {BANDS}"
+        if len(hardware) == 1
+        else "",
+        caveats=[*([where] if len(hardware) > 1 else []), *caveats(named, runs)],
         x_label="training context (tokens)",
         y_label="speed (tokens/s per device)",
         series=lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
@@ -90,47 +99,50 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
 
 def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
     """One figure per training context, since losses at different contexts are of different text."""
-    for context in named.contexts:
-        runs = [run for run in named.at(context) if math.isfinite(run.final_loss)]
-        if not runs:
-            continue
-        yield Figure(
-            name=f"loss_against_state_{context:06d}",
-            title=f"Validation loss against state size, context {context:,}",
-            caption="State size of a sequence in all layers, in half precision without padding; "
-            f"for keys and values, after {context:,} tokens. {budgets(runs)}",
-            x_label="state size",
-            y_label="validation loss (nats per token)",
-            series=[
-                Series(
-                    named.label(run),
-                    named.look(run),
-                    [run.state_bytes],
-                    [run.final_loss],
-                    run.is_finished,
-                    line="",
-                )
-                for run in runs
-            ],
-            columns=[
-                *LEADING_COLUMNS,
-                "tokens",
-                "state_bytes",
-                "parameters",
-                "validation_loss_nats",
-            ],
-            rows=[
-                [
-                    *named.leading_cells(run),
-                    run.validation[-1].tokens,
-                    run.state_bytes,
-                    run.num_parameters,
-                    run.final_loss,
-                ]
-                for run in runs
-            ],
-            x_axis="bytes",
-        )
+    for part in named.at_equal_tokens(in_each_context=True):
+        for context in part.contexts:
+            runs = [
+                run for run in part.at(context) if math.isfinite(run.final_loss) and run.state_bytes
+            ]
+            if runs:
+                yield _loss_against_state(part, context, runs)
+
+
+def _loss_against_state(named: NamedRuns, context: int, runs: Sequence[Run]) -> Figure:
+    return Figure(
+        name=f"loss_against_state_{context:06d}{named.suffix}",
+        title=f"Validation loss against state size, context {context:,}{named.where}",
+        caption="State size of a sequence in all layers, in half precision without padding; "
+        f"for keys and values, after {context:,} tokens. {budgets(runs)} "
+        f"One point a run. {seeds_of(named, runs)}",
+        caveats=caveats(named, runs, at_the_end(named).losses, lambda run: run.budget),
+        x_label="state size",
+        y_label="validation loss (nats per token)",
+        series=[
+            Series(
+                named.label(run),
+                named.look(run),
+                [run.state_bytes],
+                [run.final_loss],
+                run.is_finished,
+                line="",
+            )
+            for run in runs
+        ],
+        columns=[*LEADING_COLUMNS, "tokens", "state_bytes", "parameters", "validation_loss_nats"],
+        rows=[
+            [
+                *named.leading_cells(run),
+                run.validation[-1].tokens,
+                run.state_bytes,
+                run.num_parameters,
+                run.final_loss,
+            ]
+            for run in runs
+        ],
+        x_axis="bytes",
+        bytes_per_token=named.bytes_per_token,
+    )
 
 
 def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:

@@ -1,14 +1,17 @@
 """The name, colour and marker of each run, the same in all figures."""
 
+import copy
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.pipeline.evaluation.figures import COLOURS
+from longhaul.pipeline.evaluation.figures import COLOURS, KIND_COLOURS
 from longhaul.pipeline.reporting.runs import Data, Run
 
 # Runs of one kind are different variants if their data or any of these settings differ. The context
@@ -50,28 +53,108 @@ class NamedRuns:
         runs: at least one of them finished.
         sequences: after how many training losses are compared; None means the most that all
             finished runs have read.
+        reference: the kind that gaps are to; None means softmax, or else the first kind.
 
     Raises:
-        ValueError: no run has read so many sequences.
+        ValueError: no run has read so many sequences, or none is of that kind.
     """
 
-    def __init__(self, runs: Sequence[Run], sequences: int | None = None) -> None:
-        read = [run.tokens // run.context for run in runs if run.is_finished and run.losses]
-        of_all = min(read, default=0)
+    def __init__(
+        self, runs: Sequence[Run], sequences: int | None = None, reference: str | None = None
+    ) -> None:
+        of_all = _read_by_all(runs)
         most = max(run.tokens // run.context for run in runs)
         if sequences is not None and sequences > most:
             raise ValueError(
                 f"--sequences: found {sequences}, wanted at most {most}, which one run has read, "
                 f"or {of_all}, which all finished runs have"
             )
+        found = sorted({run.kind for run in runs})
+        if reference is not None and reference not in found:
+            raise ValueError(f"--against: found {reference!r}, wanted {' or '.join(found)}")
+        self.reference = reference or ("softmax" if "softmax" in found else found[0])
+        self._asked_sequences = sequences
         self.sequences = of_all if sequences is None else sequences
         names = name_variants([run.config for run in runs], [run.data for run in runs])
         self._variants = {run.run_id: name for run, name in zip(runs, names, strict=True)}
-        kinds = ("+".join(run.config.model.kinds) for run in runs)
+        kinds = (run.kind for run in runs)
         self._looks = looks(dict(zip(names, kinds, strict=True)))
         self.runs = sorted(
             runs, key=lambda run: (self.label(run), run.context, run.name, run.run_id)
         )
+        self.suffix = ""
+        """Of the names of files about these runs, where others have files of their own."""
+        self.where = ""
+        """What the titles of those say."""
+        self.split_by = ""
+        """A sentence on why others have files of their own; empty where there are none."""
+
+    def only(self, runs: Sequence[Run], suffix: str, where: str, split_by: str) -> "NamedRuns":
+        """Some of these runs, under the same names and looks, with figures of their own."""
+        some = copy.copy(self)
+        some.runs = [run for run in self.runs if run in runs]
+        if self._asked_sequences is None:
+            some.sequences = _read_by_all(runs)
+        some.suffix, some.where = self.suffix + suffix, self.where + where
+        some.split_by = " ".join(filter(None, (self.split_by, split_by)))
+        return some
+
+    def comparable(self) -> "list[NamedRuns]":
+        """Parts with one text each, in training and validation, and so with one tokenizer."""
+        texts: dict[tuple[str, str], list[Run]] = defaultdict(list)
+        for run in self.runs:
+            texts[run.data.sha256, run.validation_data].append(run)
+        if len(texts) == 1:
+            return [self]
+        parts = []
+        for number, ((sha256, _), runs) in enumerate(sorted(texts.items()), start=1):
+            tokenizer = f", tokenizer {runs[0].tokenizer}" if runs[0].tokenizer else ""
+            parts.append(
+                self.only(
+                    runs,
+                    f"_data{number}",
+                    f", on {runs[0].data.name} {sha256[:_DIGEST_CHARACTERS]}{tokenizer}",
+                    "Runs of other data or tokenizers have figures of their own, since losses on "
+                    "different text, or by different tokens, cannot be compared.",
+                )
+            )
+        return parts
+
+    def at_equal_tokens(self, *, in_each_context: bool = False) -> "list[NamedRuns]":
+        """Parts whose trainings have the same number of tokens, at least in each context."""
+        budgets: dict[int, list[Run]] = defaultdict(list)
+        for run in self.runs:
+            budgets[run.budget].append(run)
+        settings = {(run.context, run.budget) for run in self.runs}
+        if len(budgets) == 1 or (in_each_context and len(settings) == len(self.contexts)):
+            return [self]
+        return [
+            self.only(
+                runs,
+                f"_after{tokens:012d}",
+                f", after {tokens:,} tokens",
+                "Runs of more or fewer tokens have figures of their own.",
+            )
+            for tokens, runs in sorted(budgets.items())
+        ]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the validation text; NaN where no run has counted them, or these have several."""
+        known = {run.bytes_per_token for run in self.runs if math.isfinite(run.bytes_per_token)}
+        is_one = len({run.validation_data for run in self.runs}) == 1
+        return fmean(known) if known and is_one else math.nan
+
+    @property
+    def bigram_loss(self) -> float:
+        """The mean loss of a bigram model on the validation text; NaN where none was measured."""
+        losses = [
+            bigram.rows[0]["value"]
+            for run in self.runs
+            for bigram in run.evaluations.get("bigram", ())
+            if not bigram.label.text
+        ]
+        return fmean(losses) if losses else math.nan
 
     @property
     def contexts(self) -> list[int]:
@@ -126,28 +209,43 @@ def name_variants(configs: Sequence[RunConfig], data: Sequence[Data]) -> list[st
 
 
 def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
-    """A look for each variant, given its kind; both take turns in alphabetical order.
+    """A look for each variant, given its kind; variants take turns in alphabetical order.
 
-    A kind has one colour, also with several degrees. Its variants, and kinds with the same colour
-    where there are more kinds than colours, differ in their markers and line styles. Variants of a
-    single kind have a colour each.
+    A kind has one colour, also with several degrees: that of KIND_COLOURS, or, for other kinds, one
+    that is not taken. Its variants, and kinds with the same colour where there are more kinds than
+    colours, differ in their markers and line styles. Variants of a single kind have a colour each.
     """
     has_one = len(set(kinds.values())) == 1
     families = sorted(kinds) if has_one else sorted(set(kinds.values()))
-    members = defaultdict(list)
-    for name in sorted(kinds):
-        members[families.index(name if has_one else kinds[name])].append(name)
+    colours = (
+        {} if has_one else {kind: KIND_COLOURS[kind] for kind in families if kind in KIND_COLOURS}
+    )
+    free = [
+        one
+        for one in dict.fromkeys((*COLOURS, *KIND_COLOURS.values()))
+        if one not in colours.values()
+    ]
+    others = [family for family in families if family not in colours]
+    colours |= {family: free[index % len(free)] for index, family in enumerate(others)}
+    order = list(dict.fromkeys(colours[family] for family in families))
     found = {}
-    taken = [0] * len(COLOURS)
-    for index, names in sorted(members.items()):
-        colour = index % len(COLOURS)
-        for name in names:
+    taken = [0] * len(order)
+    for family in families:
+        number = order.index(colours[family])
+        for name in sorted(name for name in kinds if family == (name if has_one else kinds[name])):
             # From another marker on for each colour, so that print without colour shows it too.
-            marker = _MARKERS[(colour + taken[colour]) % len(_MARKERS)]
-            line = _LINES[taken[colour] % len(_LINES)]
-            found[name] = Look(COLOURS[colour], marker, line)
-            taken[colour] += 1
+            marker = _MARKERS[(number + taken[number]) % len(_MARKERS)]
+            line = _LINES[taken[number] % len(_LINES)]
+            found[name] = Look(colours[family], marker, line)
+            taken[number] += 1
     return found
+
+
+def _read_by_all(runs: Sequence[Run]) -> int:
+    """The most sequences that all finished runs have read."""
+    return min(
+        (run.tokens // run.context for run in runs if run.is_finished and run.losses), default=0
+    )
 
 
 def _data_names(data: Sequence[Data]) -> dict[str, str]:

@@ -84,7 +84,7 @@ class Store:
 
 def small_config(*overrides: str) -> RunConfig:
     sizes = ("model.layers=2", "model.width=32", "model.heads=2", "data.context=64")
-    budget = ("optim.tokens_per_update=512", "trainer.micro_batch=1")
+    budget = ("optim.tokens_per_update=512", "trainer.micro_batch=1", "trainer.max_tokens=2048")
     config = load_run_config("run/demo.yaml", [*sizes, *budget, *overrides])
     tracking = dataclasses.replace(config.tracking, uri="http://user:secret@mlflow:5000")
     return dataclasses.replace(config, tracking=tracking)

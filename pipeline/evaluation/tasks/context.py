@@ -1,6 +1,7 @@
 """Held-out loss at several contexts, on the same tokens cut into windows of each length."""
 
 import csv
+import logging
 from pathlib import Path
 
 from longhaul.pipeline.evaluation.figures import (
@@ -12,16 +13,19 @@ from longhaul.pipeline.evaluation.figures import (
     tokens_axis,
     widen,
 )
-from longhaul.pipeline.evaluation.labels import label, metric_prefix
+from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, label, metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
+    bytes_per_token,
     read_documents,
     read_losses,
     read_windows,
 )
 from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def chosen_contexts(trained: TrainedModel, options: Options) -> tuple[int, ...]:
@@ -98,4 +102,9 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         legend_below(axes)
     prefix = metric_prefix(trained, options)
     values = {f"{prefix}/loss_in_context_{c:06d}": loss for c, loss in losses.items()}
+    if trained.ranks.is_first and not options.text:
+        try:
+            values[BYTES_PER_TOKEN] = bytes_per_token(documents, trained.manifest)
+        except (OSError, ValueError) as error:  # Losses need no tokenizer.
+            logger.warning("context: bytes per token are not counted: %s", error)
     return TaskResult(values, (table, picture))

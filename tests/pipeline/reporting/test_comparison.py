@@ -4,24 +4,31 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import stdev
+from typing import Any
 
 import pytest
 from logged_runs import small_config
 from matplotlib.figure import Figure as FigureOfMatplotlib
+from scipy import stats
 
 from longhaul.pipeline.evaluation.labels import Label
 from longhaul.pipeline.reporting import drawing, evaluations
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
+    gap_against_context,
     gap_at_sequences,
-    gaps_to_softmax,
+    loss_against_context,
     loss_at_sequences,
+    paired_gaps,
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run
+from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run, metric_rows
+from longhaul.pipeline.reporting.tables import TABLES
+from longhaul.pipeline.reporting.training import loss_against_state
 from longhaul.pipeline.reporting.variants import NamedRuns
+from longhaul.pipeline.reporting.verdicts import verdict_tables
 
 UPDATE = 512
 
@@ -46,6 +53,9 @@ def run(
         commit="abc",
         hardware="a processor",
         data=Data("gpt2/train", "9" * 64),
+        tokenizer="bytes",
+        validation_data="8",
+        bytes_per_token=1.0,
         config=config,
         config_text="",
         losses=points,
@@ -109,7 +119,7 @@ def test_gaps_are_paired_by_seed_context_and_data() -> None:
     runs += [run("linear", [2.0], seed=7), run("linear", [2.0], context=128)]
     named = NamedRuns(runs, 8)
     measure = at_sequences(named)
-    found = gaps_to_softmax(named, measure)
+    found = paired_gaps(named, measure)
     assert [found.get(run.run_id) for run in runs] == [0.0, 0.0, 0.0, *gaps, None, None]
     (table,) = seeds_table(named)
     rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
@@ -121,10 +131,11 @@ def test_gaps_are_paired_by_seed_context_and_data() -> None:
     assert linear["error of training loss"] == pytest.approx(stdev([3.25, 4.5, 5.25, 2.0]) / 2)
     (figure,) = gap_at_sequences(named)
     assert figure.reference == ("softmax", 0.0)
-    assert [series.label for series in figure.series] == ["linear"]  # of softmax is the line alone
+    assert {series.label for series in figure.series} == {"linear"}  # of softmax is the line alone
+    assert "Seeds: linear 3." in figure.caption
 
 
-def test_lines_have_bands_of_standard_errors_over_seeds() -> None:
+def test_lines_have_bands_of_intervals_over_seeds() -> None:
     runs = [
         run(kind, [level + context / 64] * 4, context=context, seed=seed)
         for kind, levels in (("softmax", (3.0, 5.0)), ("linear", (4.0, 6.5)))
@@ -135,7 +146,11 @@ def test_lines_have_bands_of_standard_errors_over_seeds() -> None:
     points, line = figure.series
     assert list(points.y) == [1.0, 1.5, 1.0, 1.5]
     assert (list(line.x), list(line.y)) == ([64, 128], [1.25, 1.25])
-    assert line.band == ([1.0, 1.0], [1.5, 1.5])
+    assert (points.is_seed, line.is_seed) == (True, False)
+    half = 12.706204736 * 0.25  # Student's t of two seeds
+    assert line.band is not None
+    assert line.band[0] == pytest.approx([1.25 - half] * 2)
+    assert line.band[1] == pytest.approx([1.25 + half] * 2)
 
 
 def test_a_seed_that_was_run_twice_counts_once() -> None:
@@ -154,7 +169,9 @@ def test_a_seed_that_was_run_twice_counts_once() -> None:
     (figure,) = loss_at_sequences(named)
     points, line = figure.series
     assert len(points.x) == 6
-    assert (list(line.y), line.band) == ([6.0, 6.0], ([4.0, 4.0], [8.0, 8.0]))
+    assert list(line.y) == [6.0, 6.0]
+    assert line.band is not None
+    assert line.band[1] == pytest.approx([6 + 12.706204736 * 2] * 2)
 
 
 def test_degrees_of_a_kind_have_its_colour() -> None:
@@ -196,21 +213,189 @@ def test_the_best_softmax_of_a_context_is_the_baseline() -> None:
         run("linear", [5.0] * 2, context=128),
     ]
     named = NamedRuns(runs, 8)
-    found = gaps_to_softmax(named, at_sequences(named))
+    found = paired_gaps(named, at_sequences(named))
     assert [found[one.run_id] for one in runs] == [1.0, 0.0, 0.0, 0.5, 2.0, 2.0]
 
 
 def test_validation_losses_are_compared_after_equal_tokens_only() -> None:
     runs = [run("softmax", [4.0] * 2), run("linear", [4.5] * 2), run("retention", [3.0] * 4)]
     named = NamedRuns(runs)
-    assert set(gaps_to_softmax(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
-    assert set(gaps_to_softmax(named, at_sequences(named))) == {one.run_id for one in runs}
+    assert set(paired_gaps(named, at_the_end(named))) == {"softmax 64 0", "linear 64 0"}
+    assert set(paired_gaps(named, at_sequences(named))) == {one.run_id for one in runs}
 
 
 def test_a_gap_is_not_between_runs_of_different_data() -> None:
     softmax, other = run("softmax", [5.0]), run("sympow", [6.0])
     named = NamedRuns([softmax, other])
-    assert gaps_to_softmax(named, at_sequences(named))[other.run_id] == 1.0
+    assert paired_gaps(named, at_sequences(named))[other.run_id] == 1.0
     elsewhere = dataclasses.replace(other, data=Data("other/train", "8" * 64))
     named = NamedRuns([softmax, elsewhere])
-    assert other.run_id not in gaps_to_softmax(named, at_sequences(named))
+    assert other.run_id not in paired_gaps(named, at_sequences(named))
+
+
+def seeds_of(kind: str, losses: Sequence[float], *overrides: str, context: int = 64) -> list[Run]:
+    """A run of each seed, with such last losses."""
+    return [
+        run(kind, [9.0, loss], *overrides, context=context, seed=seed)
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def with_rows(run: Run, **tables: list[dict[str, Any]]) -> Run:
+    """The run with results of tasks at its last checkpoint."""
+    label = Label(2, None, "", "")
+    every = {task: list[Evaluated]() for task in (*TABLES, "bigram", "lm-eval")}
+    every |= {
+        task.replace("_", "-") if task == "lm_eval" else task: [Evaluated(label, rows)]
+        for task, rows in tables.items()
+    }
+    return dataclasses.replace(run, evaluations=every)
+
+
+def windows(*losses: float) -> list[dict[str, Any]]:
+    return [
+        {"context": 64 * 2**at, "tokens": 512, "loss_nats": loss, "standard_error": 0.25}
+        for at, loss in enumerate(losses)
+    ]
+
+
+def test_runs_of_other_data_or_tokenizers_are_never_in_one_figure() -> None:
+    ours = [run("softmax", [3.0, 2.0]), run("linear", [3.0, 2.5])]
+    other = dataclasses.replace(
+        run("sympow", [9.0, 8.0]), data=Data("b/train", "8" * 64), tokenizer="gpt2"
+    )
+    elsewhere = dataclasses.replace(run("sympow", [9.0, 8.0], seed=5), validation_data="another")
+    parts = NamedRuns([*ours, other, elsewhere]).comparable()
+    assert sorted(len(part.runs) for part in parts) == [1, 1, 2]
+    figures = [figure for part in parts for figure in loss_against_context(part)]
+    assert len({figure.name for figure in figures}) == 3
+    for figure in figures:
+        assert len({row[0] for row in figure.rows}) == len(figure.rows) <= 2
+        assert any("Runs of other data or tokenizers" in one for one in figure.caveats)
+    assert any("tokenizer gpt2" in figure.title for figure in figures)
+    assert len(NamedRuns(ours).comparable()) == 1
+
+
+def test_runs_of_other_budgets_are_never_in_one_figure() -> None:
+    runs = [run("softmax", [3.0, 2.0]), run("linear", [3.0, 2.5]), run("sympow", [4.0] * 8)]
+    named = NamedRuns(runs)
+    short, long = loss_against_context(named)
+    assert [len(figure.rows) for figure in (short, long)] == [2, 1]
+    assert short.title.endswith(", after 1,024 tokens")
+    assert len(list(loss_against_state(named))) == 2
+    # A longer context may have more tokens where gaps are drawn: each is at equal tokens.
+    runs = [
+        run(kind, [3.0] * (context // 64), context=context)
+        for kind in ("softmax", "linear")
+        for context in (64, 128)
+    ]
+    (gap,) = gap_against_context(NamedRuns(runs))
+    assert [row[4] for row in gap.rows] == [64, 128, 64, 128]
+
+
+def test_a_figure_says_what_it_cannot_show() -> None:
+    bigram = metric_rows({"loss_nats": 2.87})
+    early, late = (f"optim.schedule.warmup_tokens={n}" for n in (512, 1024))
+    runs = [*seeds_of("softmax", [3.43, 3.4], early), run("linear", [9.0, 2.5], late)]
+    runs = [with_rows(one, bigram=bigram) for one in runs]
+    (figure,) = loss_against_context(NamedRuns(runs))
+    shown = " ".join(figure.caveats)
+    assert "not better than a bigram model (2.87 nats per token): softmax (3.42)." in shown
+    assert "within the warm-up of the learning rate: linear." in shown
+    assert "one seed of linear" in shown
+    assert "Seeds: linear 1, softmax 2." in figure.caption
+    good = [with_rows(one, bigram=bigram) for one in seeds_of("softmax", [2.0, 2.1], early)]
+    (figure,) = loss_against_context(NamedRuns(good))
+    assert list(figure.caveats) == []
+    running = run("linear", [9.0], "trainer.max_tokens=1024", early, status="RUNNING")
+    (figure,) = loss_against_context(NamedRuns([*good, running]))
+    assert len(figure.rows) == 3
+    assert [one.partition(":")[0] for one in figure.caveats] == ["Unequal tokens"]
+
+
+def test_evaluations_are_means_over_seeds_with_paired_gaps() -> None:
+    runs = [
+        with_rows(one, context=windows(level + gap, level + 2 * gap))
+        for kind, gap in (("softmax", 0.0), ("linear", 0.25))
+        for one, level in zip(seeds_of(kind, [2.0, 2.0, 2.0]), (2.0, 3.0, 4.0), strict=True)
+    ]
+    figure, gap = evaluations.loss_in_windows(NamedRuns(runs))
+    means = [series for series in figure.series if not series.is_seed]
+    assert [list(series.y) for series in means] == [[3.25, 3.5], [3.0, 3.0]]
+    wanted = stats.t.interval(0.95, 2, loc=3.25, scale=1 / math.sqrt(3))
+    assert means[0].band is not None
+    assert means[0].windows is not None
+    assert [bound[0] for bound in means[0].band] == pytest.approx(wanted)
+    assert [bound[0] for bound in means[0].windows] == [3.0, 3.5]
+    assert len(figure.series) == 2 * 3 + 2
+    # Seeds differ by 1, and differences within a seed by nothing.
+    (line,) = (series for series in gap.series if not series.is_seed)
+    assert (list(line.x), list(line.y)) == ([64, 128], [0.25, 0.5])
+    assert line.band == ([0.25, 0.5], [0.25, 0.5])
+    assert gap.reference == ("softmax", 0.0)
+    assert gap.name == "gap_loss_in_windows_000064"
+    assert len(gap.rows) == 6
+    # Another reference turns the gap around.
+    _, turned = evaluations.loss_in_windows(NamedRuns(runs, reference="linear"))
+    (line,) = (series for series in turned.series if not series.is_seed)
+    assert list(line.y) == [-0.25, -0.5]
+    with pytest.raises(ValueError, match="--against: found 'x', wanted linear or softmax"):
+        NamedRuns(runs, reference="x")
+
+
+def test_perplexities_are_averaged_and_compared_as_losses() -> None:
+    def rows(value: float) -> list[dict[str, Any]]:
+        common = {"stride": 16, "tokens": 99, "document_tokens": "all", "bos": "yes"}
+        return [{"window": 64, "perplexity": value, "standard_error": math.nan, **common}]
+
+    runs = [
+        with_rows(one, perplexity=rows(value))
+        for kind, values in (("softmax", (2.0, 8.0)), ("linear", (4.0, 16.0)))
+        for one, value in zip(seeds_of(kind, [2.0, 2.0]), values, strict=True)
+    ]
+    figure, gap = evaluations.perplexity(NamedRuns(runs))
+    assert [list(s.y) for s in figure.series if not s.is_seed] == [
+        pytest.approx([8.0]),
+        pytest.approx([4.0]),
+    ]
+    assert [row[-1] for row in gap.rows] == pytest.approx([math.log(2)] * 2)
+
+
+def test_checkpoints_of_other_tokens_are_never_in_one_figure() -> None:
+    done = with_rows(run("softmax", [3.0, 2.0]), context=windows(2.0))
+    begun = with_rows(run("linear", [3.0] * 2, status="RUNNING"), context=windows(3.0))
+    early = {"context": [Evaluated(Label(1, None, "", ""), windows(3.0))]}
+    begun = dataclasses.replace(begun, evaluations=begun.evaluations | early)
+    figures = list(evaluations.loss_in_windows(NamedRuns([done, begun])))
+    assert [len(figure.rows) for figure in figures] == [1, 1]
+    assert len({figure.name for figure in figures}) == 2
+
+
+def test_a_pair_has_a_verdict() -> None:
+    runs = [*seeds_of("softmax", [2.0, 3.0, 4.0]), *seeds_of("linear", [2.5, 3.52, 4.51])]
+    runs += seeds_of("sympow", [2.001, 3.0, 3.999])
+    (table,) = verdict_tables(NamedRuns(runs))
+    found = {
+        (row["variant"], row["compared with"]): row
+        for row in (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+    }
+    linear = found["linear", "softmax"]
+    assert (linear["seeds"], linear["verdict"]) == (3, "shown by 3 seeds: higher")
+    assert linear["difference (nats per token)"] == pytest.approx(0.51)
+    sympow = found["sympow p=2", "softmax"]
+    assert sympow["verdict"] == "tie: less than 0.01 apart"
+    assert len(found) == 3
+    assert "corrected by Holm for the 3 rows" in table.caption
+    (alone,) = verdict_tables(NamedRuns([run("softmax", [2.0]), run("linear", [3.0])]))
+    assert alone.rows[0][2] == "one seed: wanted two or more"
+
+
+def test_bits_per_byte_are_of_the_bytes_that_were_counted() -> None:
+    loss = 3 * math.log(2)
+    one = dataclasses.replace(run("softmax", [loss]), bytes_per_token=4.0)
+    assert one.bits_per_byte == pytest.approx(0.75)
+    (figure,) = loss_against_context(NamedRuns([one]))
+    assert figure.bytes_per_token == 4.0
+    unknown = dataclasses.replace(one, bytes_per_token=math.nan)
+    (figure,) = loss_against_context(NamedRuns([unknown]))
+    assert math.isnan(figure.bytes_per_token)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged_runs import ATTENTION, EVIL, LOSSES, POSITIONS, Page, Store, rows, small_config
+from logged_runs import ATTENTION, EVIL, LOSSES, POSITIONS, Page, Store, rows, scores, small_config
+from matplotlib.figure import Figure as FigureOfMatplotlib
 from mlflow.tracking import MlflowClient
 
 from longhaul.configs import to_yaml
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
-from longhaul.pipeline.reporting import page
+from longhaul.pipeline.reporting import drawing, page
 from longhaul.pipeline.reporting.drawing import Figure, write_csv
 from longhaul.pipeline.reporting.runs import read_runs
 
@@ -47,11 +49,19 @@ def test_every_figure_has_its_three_files_and_nothing_else_is_there(reported: Pa
         ),
         "loss_in_windows_000064",
         "recall_000064",
+        "gap_recall_000064",
         *(f"loss_against_{x}_{n:06d}" for x in ("tokens", "state") for n in (64, 128)),
     }
     wanted = {f"{stem}.{suffix}" for stem in stems for suffix in ("png", "pdf", "csv")}
     tables = ("ntk_perplexity", "attention", "scores", "bigram", "lm_eval")
-    wanted |= {"index.html", "runs.csv", "seeds.csv", *(f"{name}_000064.csv" for name in tables)}
+    wanted |= {
+        "index.html",
+        "report.sha256",
+        "runs.csv",
+        "seeds.csv",
+        "verdicts.csv",
+        *(f"{name}_000064.csv" for name in tables),
+    }
     assert {file.name for file in reported.iterdir()} == wanted
     for file in reported.glob("*.png"):
         assert file.read_bytes().startswith(b"\x89PNG")
@@ -245,10 +255,10 @@ def test_one_order_goes_through_all_figures_and_tables(
         assert by_position[f"{name}_000064"] == ("bigram model", 3.5)
     assert by_position["loss_up_to_position_000064_a-b.c"] is None
     (bins,) = (figure for figure in drawn if figure.name == "loss_at_position_000064")
-    assert bins.series[0].band is not None
-    assert [bound[0] for bound in bins.series[0].band] == pytest.approx([4.745, 5.245])
+    assert bins.series[0].windows is not None
+    assert [bound[0] for bound in bins.series[0].windows] == pytest.approx([4.745, 5.245])
     (windows,) = (figure for figure in drawn if figure.name == "loss_in_windows_000064")
-    assert windows.series[0].band == ([4.25, 3.75], [4.75, 4.75])
+    assert windows.series[0].windows == ([4.25, 3.75], [4.75, 4.75])
     runs = [row["run"] for row in rows(tmp_path / "new" / "runs.csv")]
     assert runs == ["again", "flagship", "longer", EVIL, "cut off"]
 
@@ -269,9 +279,35 @@ def test_what_cannot_be_reported_is_refused(
     assert "EXPERIMENT 'Default': found no runs, wanted a finished run" in refused(
         ["Default", new, *uri], capsys
     )
-    files = len(list(reported.iterdir()))
-    assert f"found {files} entries, wanted a new or empty folder" in refused(
-        ["tests", str(reported), *uri], capsys
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").touch()
+    assert "found 1 entries, wanted a new or empty folder" in refused(
+        ["tests", str(full), *uri], capsys
+    )
+    (full / "mine.txt").unlink()
+    full.rmdir()
+    # Of a report, only what nobody changed is written over.
+    changed = tmp_path / "changed"
+    shutil.copytree(reported, changed)
+    (changed / "mine.txt").touch()
+    assert "found 'mine.txt', which report.sha256 does not list as it is now" in refused(
+        ["tests", str(changed), *uri], capsys
+    )
+    (changed / "mine.txt").unlink()
+    (changed / "runs.csv").write_text("my notes")
+    assert "found 'runs.csv', which report.sha256 does not list as it is now" in refused(
+        ["tests", str(changed), *uri], capsys
+    )
+    shutil.rmtree(changed)
+    assert "--against: found 'retention', wanted conformal_sympow or softmax" in refused(
+        ["tests", new, *uri, "--against", "retention"], capsys
+    )
+    assert "--runs: found 'nobody*', wanted some of " in refused(
+        ["tests", new, *uri, "--runs", "longer,nobody*"], capsys
+    )
+    assert "--filter: found 'nonsense'" in refused(
+        ["tests", new, *uri, "--filter", "nonsense"], capsys
     )
     assert "--sequences: found 0, wanted 1 or more" in refused(
         ["tests", new, *uri, "--sequences", "0"], capsys
@@ -287,6 +323,89 @@ def test_what_cannot_be_reported_is_refused(
     nobody = refused(["tests", new, "--uri", "http://a:b@127.0.0.1:9"], capsys, status=1)
     assert "--uri: http://***@127.0.0.1:9 cannot be read" in nobody
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_of_chosen_runs_takes_the_place_of_another(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    folder = tmp_path / "report"
+    command = ["report", "tests", str(folder), "--uri", store.uri]
+    for options, wanted in (
+        ((), ["again", "flagship", "longer", EVIL, "cut off"]),
+        (("--runs", "*g*,longer"), ["again", "flagship", "longer"]),
+        (("--filter", "attributes.run_name LIKE 'fl%'"), ["flagship"]),
+    ):
+        assert main([*command, *options]) == 0
+        assert [row["run"] for row in rows(folder / "runs.csv")] == wanted
+        assert [entry.name for entry in tmp_path.iterdir()] == ["report"]
+    # Where folders cannot change places in one step, and something fails in between, it stays.
+    monkeypatch.setattr("longhaul.pipeline.system.atomic_folder._RENAME_EXCHANGE", 1 << 20)
+    assert main([*command, "--runs", "again"]) == 0
+    assert [row["run"] for row in rows(folder / "runs.csv")] == ["again"]
+    monkeypatch.setattr(page, "_runs", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(command)
+    assert [row["run"] for row in rows(folder / "runs.csv")] == ["again"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report"]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "nan",
+        *(
+            pytest.param(number, marks=pytest.mark.wide)
+            for number in ("inf", "-inf", "1e308", "0", "-1", f"{10**25}")
+        ),
+    ],
+)
+def test_no_number_of_one_run_ends_the_report(
+    hostile: str, tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(
+        "longhaul.pipeline.reporting.folder.draw", lambda figure, _: drawn.append(figure)
+    )
+    monkeypatch.setattr(page, "_figure", lambda *_: "")
+    store = Store.in_file(tmp_path, empty_store)
+    run_id = store.add("hostile", loss=float(hostile))
+    store.add("whole", "trainer.seed=1")
+    for name in ("train/loss", "train/tokens_per_second", "evaluation/bigram_loss"):
+        store.client.log_metric(run_id, name, float(hostile), step=4)
+    store.client.log_metric(run_id, "evaluation/bytes_per_token", float(hostile), step=4)
+    store.client.log_metric(run_id, "evaluation/lm-eval/x/acc", float(hostile), step=4)
+    tables = {
+        "positions": "position,loss_nats,mean_up_to_here,standard_error\n1,2,2,0.1\n",
+        "loss_in_bins": "first,last,loss_nats,standard_error\n1,2,2,0.1\n",
+        "context": "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n",
+        "perplexity": "window,stride,tokens,perplexity,standard_error\n64,16,99,20,0.1\n",
+        "passkey": "length,depth,prompts,right\n256,0.0,4,4\n",
+        "recall": "pairs,queries,right,low,high,chance\n4,20,15,0.5,0.9,0.05\n",
+        "attention": ATTENTION,
+        "scores": scores(60.0),
+    }
+    # Each cell of the last row in turn has the number, beside a table that is as it should be.
+    for task, text in tables.items():
+        *kept, last = text.strip().splitlines()
+        cells = last.split(",")
+        for at in range(len(cells)):
+            changed = ",".join([*cells[:at], hostile, *cells[at + 1 :]])
+            label = f"step-000000004-text-{task}.{at}"
+            store.evaluate(run_id, label, task, "\n".join([*kept, changed]))
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    assert {row["run"] for row in rows(tmp_path / "new" / "runs.csv")} == {"hostile", "whole"}
+    axes = FigureOfMatplotlib().subplots()
+    for figure in drawn:
+        axes.clear()
+        for series in figure.series:
+            drawing._plot(axes, series)
+        drawing._axes(axes, figure)
+    shown = (tmp_path / "new" / "index.html").read_text()
+    left_out = shown[shown.index("Left out") :]
+    if hostile != "0":
+        assert "Run hostile: validation/loss: found" in left_out
+        assert "Run hostile: evaluation/step-000000004-text-context.1/context.csv: row" in left_out
 
 
 def test_no_finished_run_is_refused(
@@ -362,7 +481,7 @@ def test_tables_that_cannot_be_read_are_one_line_each(
         ("positions", POSITIONS.replace("1,4.995,", "1,4.995,4.9,", 1)),
         ("passkey", "length,depth,prompts,right,accuracy\n"),
         ("context", "context,loss_nats\n64,4.5\n"),
-        ("recall", "pairs,queries,right,chance\n4,4,5,0.1\n"),
+        ("recall", "pairs,queries,right,low,high,chance\n4,4,5,0,1,0.1\n"),
         ("attention", ATTENTION.replace("0,1,", "0,one,")),
         ("perplexity", "window,stride,perplexity\n64,64,20.0\n"),
     ):
@@ -380,8 +499,8 @@ def test_tables_that_cannot_be_read_are_one_line_each(
     ):
         assert f"<li>Run damaged[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
     assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
-    pair = "no finished run of another kind has a softmax run of its seed, context and data"
-    assert f"Gap to softmax at equal sequences: {pair} that has read as much" in left_out
+    pair = "no finished run of another kind has a run of the reference kind (--against)"
+    assert f"Gap at equal sequences: {pair} of its seed, context and data" in left_out
     assert "--tasks positions --context N, with N tokens in a window" in left_out
     assert "Perplexity of a sliding window" not in left_out
     assert len(rows(tmp_path / "new" / "runs.csv")) == 1

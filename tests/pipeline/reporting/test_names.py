@@ -6,7 +6,9 @@ import math
 
 from longhaul.configs import RunConfig, load_run_config
 from longhaul.configs.schema import TrackingConfig
+from longhaul.modules.attention import registered_variants
 from longhaul.pipeline.commands import report
+from longhaul.pipeline.evaluation.figures import KIND_COLOURS
 from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.reporting.runs import Data, Point
 from longhaul.pipeline.reporting.training import _thinned
@@ -77,16 +79,25 @@ def test_data_are_told_apart_by_their_hash_and_not_by_their_path() -> None:
 
 
 def test_a_kind_has_one_colour_and_each_of_its_variants_a_marker() -> None:
-    kinds = {f"{kind}, lr={rate}": kind for kind in "abcdefgh" for rate in (1, 2, 3)}
+    known = ("softmax", "linear", "sympow")
+    own = [f"own{index:02d}" for index in range(11)]
+    kinds = {f"{kind}, lr={rate}": kind for kind in (*known, *own) for rate in (1, 2, 3)}
     found = looks(kinds)
-    colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in "ah"}
-    assert all(len(own) == 1 for own in colours.values())
+    colours = {kind: {found[name].colour for name in kinds if kinds[name] == kind} for kind in own}
+    assert all(len(of_kind) == 1 for of_kind in colours.values())
+    # Kinds of ours have the colour of the documentation's figures, and nobody else has it.
+    for kind in known:
+        assert {found[name].colour for name in kinds if kinds[name] == kind} == {KIND_COLOURS[kind]}
+        assert all({KIND_COLOURS[kind]} != of_kind for of_kind in colours.values())
+    assert looks({"a": "softmax", "b": "zeros"})["b"].colour == KIND_COLOURS["zeros"]
     assert len(set(found.values())) == len(kinds)
-    # Beside the marker, the line tells those of one colour apart: here of the kinds a and h.
-    shared = [look for name, look in found.items() if name[0] in "ah"]
+    # Beside the marker, the line tells those of one colour apart: there are 10 free colours.
+    shared = [look for name, look in found.items() if kinds[name] in ("own00", "own10")]
     assert len({look.colour for look in shared}) == 1
     assert len({look.line for look in shared[:3]}) == 3
     assert len({look.colour for look in looks(dict.fromkeys("xyz", "a")).values()}) == 3
+    assert len(set(KIND_COLOURS.values())) == len(KIND_COLOURS)
+    assert set(KIND_COLOURS) == set(registered_variants())
 
 
 def test_long_curves_are_means_of_equal_parts() -> None:

@@ -9,9 +9,10 @@ PASSKEY = "length,depth,prompts,right,accuracy\n"
 
 
 def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
-    (row,) = read_table("positions", f"{POSITIONS}1,nan,2,8\n", "x.csv")
+    text = "position,loss_nats,mean_up_to_here,standard_error,samples\n1,3,2,nan,8\n"
+    (row,) = read_table("positions", text, "x.csv")
     assert (row["position"], row["mean_up_to_here"], row["samples"]) == (1, 2.0, "8")
-    assert row["loss_nats"] != row["loss_nats"]
+    assert row["standard_error"] != row["standard_error"]  # of one window
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,15 @@ def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
         ),
         ("positions", f"{POSITIONS}{10**30},2,3,4\n", "row 1: position: found '10+', wanted less"),
         ("positions", f"{POSITIONS}1,=1+1,3,4\n", "row 1: loss_nats: found '=1.1', wanted a valid"),
+        ("positions", f"{POSITIONS}1,nan,3,4\n", "row 1: loss_nats: found nan, wanted 0 to 1e.06"),
+        ("positions", f"{POSITIONS}1,2,-inf,4\n", "row 1: mean_up_to_here: found -inf, wanted 0"),
+        ("perplexity", "window,stride,perplexity\n64,1,0\n", "row 1: perplexity: found 0, wanted"),
+        ("recall", "pairs,queries,right,low,high,chance\n4,4,1,0,1,2\n", "row 1: chance: found 2, wanted 0 to"),
+        (
+            "scores",
+            "layer,key,score,least_of_heads,most_of_heads,largest\n1,1,1,1,1,inf\n",
+            "row 1: largest: found inf, wanted 0 to 1e.30",
+        ),
         ("positions", f'{POSITIONS}1,"2,3,4\n', "found no CSV: "),
         ("positions", f"{POSITIONS}{'x' * 200_000},2,3,4\n", "found no CSV: field larger"),
         ("context", "context,loss_nats\n64,2.5\n", "row 1: tokens: found nothing, wanted a value"),

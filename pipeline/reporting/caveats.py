@@ -1,0 +1,102 @@
+"""Sentences above a figure or table whose runs cannot bear a conclusion."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.variants import NamedRuns
+
+_MOST_NAMES = 6
+
+
+def caveats(
+    named: NamedRuns,
+    runs: Sequence[Run],
+    losses: Mapping[str, float] | None = None,
+    tokens: Callable[[Run], int] | None = None,
+    *,
+    bigram: float | None = None,
+    split_by: str | None = None,
+) -> list[str]:
+    """What forbids conclusions from these runs; empty if nothing does.
+
+    Args:
+        named: the runs that are compared.
+        runs: those that are drawn.
+        losses: in nats per token, by run id; they are compared with a bigram model's.
+        tokens: after how many a run is looked at; these are compared with its warm-up.
+        bigram: the bigram model's loss on the same text; None means that of the validation text.
+        split_by: why other runs have figures of their own; None means what `named` says.
+    """
+    found = list(filter(None, [named.split_by if split_by is None else split_by]))
+    bigram = named.bigram_loss if bigram is None else bigram
+    settings = _by_setting(named, runs)
+    if losses is not None and math.isfinite(bigram):
+        known = {
+            name: [losses[run.run_id] for run in own if run.run_id in losses]
+            for name, own in settings.items()
+        }
+        means = {name: fmean(values) for name, values in known.items() if values}
+        worse = [f"{name} ({means[name]:.2f})" for name in means if means[name] >= bigram]
+        if worse:
+            found.append(
+                f"No conclusion: not better than a bigram model ({bigram:.2f} nats per token): "
+                f"{_listed(worse)}."
+            )
+    if tokens is not None:
+        early = [
+            name
+            for name, own in settings.items()
+            if any(tokens(run) <= run.config.optim.schedule.warmup_tokens for run in own)
+        ]
+        if early:
+            found.append(
+                f"No conclusion: within the warm-up of the learning rate: {_listed(early)}."
+            )
+    single = [name for name, own in settings.items() if len({run.seed for run in own}) == 1]
+    if single:
+        found.append(
+            f"No conclusion about differences: one seed of {_listed(single)}; another seed may "
+            "differ as much."
+        )
+    unfinished = [run for run in runs if not run.is_finished]
+    if unfinished:
+        found.append(
+            f"Unequal tokens: {len(unfinished)} {'run' if len(unfinished) == 1 else 'runs'} that "
+            "did not finish stand beside finished ones, with hollow markers."
+        )
+    return found
+
+
+def seeds_of(named: NamedRuns, runs: Sequence[Run]) -> str:
+    """How many seeds each variant has at each context, for a caption."""
+    variants = dict.fromkeys(named.variant(run) for run in runs if run.is_finished)
+    if not variants:
+        return ""
+    words = []
+    for variant in variants:
+        own = [run for run in runs if run.is_finished and named.variant(run) == variant]
+        numbers = [
+            len({run.seed for run in own if run.context == context})
+            for context in sorted({run.context for run in own})
+        ]
+        low, high = min(numbers), max(numbers)
+        words.append(f"{variant} {low}" + (f" to {high}" if high > low else ""))
+    return f"Seeds: {', '.join(words)}."
+
+
+def _by_setting(named: NamedRuns, runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The finished runs by variant, and context where there are several."""
+    is_one = len({run.context for run in runs}) == 1
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.is_finished:
+            name = named.variant(run) + ("" if is_one else f" at {run.context:,}")
+            found.setdefault(name, []).append(run)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,103 @@
+"""A verdict for each pair of variants: shown, tie, or how many seeds it would take."""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from longhaul.pipeline.reporting.caveats import caveats
+from longhaul.pipeline.reporting.comparison import at_the_end, by_seed, by_setting
+from longhaul.pipeline.reporting.drawing import Table
+from longhaul.pipeline.reporting.groups import groups
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.seeds import LEVEL, MARGIN, POWER, paired_differences, verdicts
+from longhaul.pipeline.reporting.variants import NamedRuns
+
+_MOST_VARIANTS = 6
+"""Variants of which all pairs are compared; of more, only those with the reference kind."""
+
+_COLUMNS = (
+    *("variant", "compared with", "verdict", "loss", "training context", "tokens", "seeds"),
+    *("difference (nats per token)", "low", "high", "p"),
+)
+
+
+class _Pair(NamedTuple):
+    """Two variants, what of them is compared, and their differences by seed."""
+
+    names: tuple[str, str]
+    context: int
+    tokens: int
+    loss: str
+    differences: list[float]
+
+
+def verdict_tables(named: NamedRuns) -> Iterator[Table]:
+    """Paired differences of the last validation, and of the longest windows of the task context."""
+    pairs = [*_of_validation(named), *_of_windows(named)]
+    if not pairs:
+        return
+    found = verdicts([pair.differences for pair in pairs])
+    yield Table(
+        name=f"verdicts{named.suffix}",
+        title=f"What the seeds show{named.where}",
+        caption="Differences of runs with the same seed, context, data and tokens; below 0 the "
+        f"first variant is better. Low and high: t-interval of {LEVEL:.0%}. p: of a paired t-test, "
+        f"corrected by Holm for the {len(pairs)} rows of this table. Shown: p below "
+        f"{1 - LEVEL:.2f}; tie: the interval lies within {MARGIN:g} nats of 0; otherwise the seeds "
+        f"with which a difference as large as this one, and as noisy, would be shown with a "
+        f"probability of {POWER:.0%}, tested alone",
+        caveats=caveats(named, named.runs, at_the_end(named).losses, lambda run: run.budget),
+        columns=_COLUMNS,
+        rows=[
+            [
+                *pair.names,
+                verdict.words,
+                pair.loss,
+                pair.context,
+                pair.tokens,
+                verdict.interval.count,
+                verdict.interval.mean,
+                verdict.interval.low,
+                verdict.interval.high,
+                verdict.p,
+            ]
+            for pair, verdict in zip(pairs, found, strict=True)
+        ],
+    )
+
+
+def _of_validation(named: NamedRuns) -> Iterator[_Pair]:
+    losses = by_setting(named, at_the_end(named).losses)
+    for context, tokens in sorted({(c, t) for _, c, t in losses}):
+        own = {n: seeds for (n, c, t), seeds in losses.items() if (c, t) == (context, tokens)}
+        yield from _pairs(named, own, context, tokens, "validation")
+
+
+def _of_windows(named: NamedRuns) -> Iterator[_Pair]:
+    for group in groups(named, "context"):
+        if group.text:
+            continue
+        longest = max(row["context"] for one in group.members for row in one.evaluated.rows)
+        found: dict[str, list[tuple[Run, float]]] = {}
+        for one in group.members:
+            for row in one.evaluated.rows:
+                if row["context"] == longest and one.run.is_finished and not one.scaling:
+                    name = named.variant(one.run)
+                    found.setdefault(name, []).append((one.run, row["loss_nats"]))
+        own = {name: by_seed(values) for name, values in found.items()}
+        tokens = group.members[0].tokens
+        yield from _pairs(named, own, group.context, tokens, f"in windows of {longest:,}")
+
+
+def _pairs(
+    named: NamedRuns, losses: dict[str, dict[int, float]], context: int, tokens: int, loss: str
+) -> Iterator[_Pair]:
+    """The pairs that share a seed; the reference kind stands second."""
+    of_reference = {named.variant(run) for run in named.runs if run.kind == named.reference}
+    ordered = sorted(losses, key=lambda name: (name in of_reference, name))
+    for ours, theirs in itertools.combinations(ordered, 2):
+        if len(ordered) > _MOST_VARIANTS and theirs not in of_reference:
+            continue
+        differences = paired_differences(losses[ours], losses[theirs])
+        if differences:
+            yield _Pair((ours, theirs), context, tokens, loss, differences)
