@@ -41,9 +41,8 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
     store.evaluate(softmax, "step-000000004", "passkey", passkeys)
     windows = "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n128,4.25,256,0.5\n"
     store.evaluate(flagship, "step-000000004", "context", windows)
-    store.evaluate(softmax, "step-000000004", "recall", recalled)
-    # Earlier tables have no intervals.
     recalled = "pairs,queries,right,low,high,chance\n4,20,15,0.5,0.875,0.05\n8,40,4,0,0.25,0.05\n"
+    store.evaluate(softmax, "step-000000004", "recall", recalled)
     store.evaluate(flagship, "step-000000004", "recall", recalled)
     store.evaluate(flagship, "step-000000004", "attention", ATTENTION)
     for step, name, value in (

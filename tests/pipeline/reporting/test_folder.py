@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged_runs import ATTENTION, EVIL, LOSSES, POSITIONS, Page, Store, rows, scores, small_config
-from matplotlib.figure import Figure as FigureOfMatplotlib
+from logged_runs import ATTENTION, EVIL, LOSSES, POSITIONS, Page, Store, rows, small_config
 from mlflow.tracking import MlflowClient
 
 from longhaul.configs import to_yaml
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
-from longhaul.pipeline.reporting import drawing, page
+from longhaul.pipeline.reporting import page
 from longhaul.pipeline.reporting.drawing import Figure, write_csv
 from longhaul.pipeline.reporting.runs import read_runs
 
@@ -325,6 +324,7 @@ def test_what_cannot_be_reported_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+<<<<<<< HEAD
 def test_a_report_of_chosen_runs_takes_the_place_of_another(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +408,8 @@ def test_no_number_of_one_run_ends_the_report(
         assert "Run hostile: evaluation/step-000000004-text-context.1/context.csv: row" in left_out
 
 
+=======
+>>>>>>> report
 def test_no_finished_run_is_refused(
     empty_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
