@@ -67,7 +67,7 @@ def test_no_number_of_one_run_ends_the_report(
         "context": "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n",
         "perplexity": "window,stride,tokens,perplexity,standard_error\n64,16,99,20,0.1\n",
         "passkey": "length,depth,prompts,right\n256,0.0,4,4\n",
-        "recall": "pairs,queries,right,chance\n4,20,15,0.05\n",
+        "recall": "pairs,queries,right,low,high,chance\n4,20,15,0.5,0.9,0.05\n",
         "attention": ATTENTION,
         "scores": scores(60.0),
     }

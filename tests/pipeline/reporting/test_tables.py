@@ -33,7 +33,11 @@ def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
         ("positions", f"{POSITIONS}1,nan,3,4\n", "row 1: loss_nats: found nan, wanted 0 to 1e.06"),
         ("positions", f"{POSITIONS}1,2,-inf,4\n", "row 1: mean_up_to_here: found -inf, wanted 0"),
         ("perplexity", "window,stride,perplexity\n64,1,0\n", "row 1: perplexity: found 0, wanted"),
-        ("recall", "pairs,queries,right,low,high,chance\n4,4,1,0,1,2\n", "row 1: chance: found 2, wanted 0 to"),
+        (
+            "recall",
+            "pairs,queries,right,low,high,chance\n4,4,1,0,1,2\n",
+            "row 1: chance: found 2, wanted 0 to",
+        ),
         (
             "scores",
             "layer,key,score,least_of_heads,most_of_heads,largest\n1,1,1,1,1,inf\n",
