@@ -58,7 +58,7 @@ def collected(folder: Path) -> Row | None:
         return None
     lines = read_lines(folder / "logs/metrics.jsonl")[0]
     params: dict[str, str] = next(line["values"] for line in lines if line["kind"] == "params")
-    losses = [line["values"]["train/loss"] for line in lines if line["kind"] == "train"]
+    losses = [line["values"]["curves/train_loss"] for line in lines if line["kind"] == "train"]
     validation = [line["values"] for line in lines if line["kind"] == "validation"]
     context = int(params["data.context"])
     updates = _SEQUENCES * context // _TOKENS_PER_UPDATE
@@ -74,7 +74,7 @@ def collected(folder: Path) -> Row | None:
         commit=params["commit"],
         data_sha256=params["data_sha256"],
         hardware=params["hardware"],
-        validation=validation[-1]["validation/loss"],
+        validation=validation[-1]["curves/validation_loss"],
         first_tenth=part(0.0, 0.1),
         second_tenth=part(0.1, 0.2),
         last_tenth=part(0.9, 1.0),

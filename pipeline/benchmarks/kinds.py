@@ -187,7 +187,7 @@ def _outcome(row: _Row, baseline: float) -> _Outcome:
     for line in _journal(row.folder.path / "logs" / "metrics.jsonl"):
         if line["kind"] in ("train", "validation"):
             values = {name: float(value) for name, value in line["values"].items()}
-            losses[line["kind"]] = values[f"{line['kind']}/loss"]
+            losses[line["kind"]] = values[f"curves/{line['kind']}_loss"]
             is_finite = is_finite and all(map(math.isfinite, losses.values()))
             skipped = int(values.get("train/skipped_updates", skipped))
     loss = losses["validation"]

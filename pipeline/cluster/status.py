@@ -119,7 +119,7 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
         state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
     updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
     validations = [line["values"] for line in lines if line["kind"] == "validation"]
-    validated = f"{float(validations[-1]['validation/loss']):.4f}" if validations else "-"
+    validated = f"{float(validations[-1]['curves/validation_loss']):.4f}" if validations else "-"
     done = 0 if finished is None else finished.step
     progress = _progress(folder, updates, done, validated, is_running=state == "running")
     return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
@@ -174,7 +174,7 @@ def _progress(
     if total is not None and is_running:
         seconds = (total - step) * tokens_per_update / rate
         left = str(timedelta(seconds=round(seconds)))
-    loss = f"{float(values['train/loss']):.4f}"
+    loss = f"{float(values['curves/train_loss']):.4f}"
     return [f"{step:,}{of_total}", loss, validated, f"{rate:,.0f}", left]
 
 

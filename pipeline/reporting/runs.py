@@ -309,16 +309,16 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     measured, unmeasured = _measured(client, run_id, metrics, config.data.context)
     speeds = [value for _, value in _history(client, run_id, "train/tokens_per_second", metrics)]
     possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
-    losses = _points(client, run_id, "train/loss", metrics, config)
-    validation = _points(client, run_id, "validation/loss", metrics, config)
+    losses = _points(client, run_id, "curves/train_loss", metrics, config)
+    validation = _points(client, run_id, "curves/validation_loss", metrics, config)
     left_out += unmeasured
     tokenizer, validation_data = _datasets(run, config)
     if speeds and not possible:
         left_out.append(f"train/tokens_per_second: found {speeds[-1]:g}, wanted more than 0")
     if validation and math.isnan(validation[-1].value):
-        left_out.append(_no_loss("validation/loss", metrics))
+        left_out.append(_no_loss("curves/validation_loss", metrics))
     if losses and all(math.isnan(point.value) for point in losses):
-        left_out.append(_no_loss("train/loss", metrics))
+        left_out.append(_no_loss("curves/train_loss", metrics))
     return Run(
         run_id=run_id,
         name=printable(run.info.run_name or run_id),

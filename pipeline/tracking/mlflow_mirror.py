@@ -448,7 +448,10 @@ class _Losses:
         """Take these lines of the journal into account."""
         for line in lines:
             kind = line["kind"]
-            if kind in self._best and (loss := line["values"].get(f"{kind}/loss")) is not None:
+            if (
+                kind in self._best
+                and (loss := line["values"].get(f"curves/{kind}_loss")) is not None
+            ):
                 self._last[kind] = (float(loss), line["time_ms"], line["step"])
                 self._best[kind] = min(self._best[kind], float(loss))  # in this order without NaN
                 if kind == "validation":

@@ -129,7 +129,7 @@ class Tracker:
         Args:
             kind: of journal line, such as "train" or "validation". Each kind has its own steps.
             step: number of optimizer updates so far.
-            values: metrics by the full name that MLflow shows, such as "train/loss".
+            values: metrics by the full name that MLflow shows, such as "curves/train_loss".
         """
         self._journal.append(kind, step, values)
 

@@ -311,6 +311,8 @@ class TrainingCallback(Callback):
         )
         module.model.split_sequence(self._context_parallel)
         values = summarise(metric.by_position()[0], "validation")
+        # As the training loss: MLflow's pages order charts by name, and losses are looked at first.
+        values["curves/validation_loss"] = values.pop("validation/loss")
         if self.recorder is not None:
             self.recorder.record_validation(module.progress, values)
 

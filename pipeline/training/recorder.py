@@ -151,7 +151,7 @@ class Recorder:
         if progress.step % every and progress.step < self._config.num_updates:
             return
         values = {
-            "train/loss": update.loss,
+            "curves/train_loss": update.loss,
             "train/gradient_norm": update.gradient_norm,
             "train/learning_rate": update.learning_rate,
             "train/tokens": progress.tokens,
@@ -175,7 +175,7 @@ class Recorder:
     def record_validation(self, progress: Progress, values: Mapping[str, float]) -> None:
         """Record the result of a pass over the validation samples."""
         self.tracker.log("validation", progress.step, values)
-        self._progress_line.validation(progress, values["validation/loss"])
+        self._progress_line.validation(progress, values["curves/validation_loss"])
 
     def end(self) -> None:
         """Close the progress bar."""

@@ -183,7 +183,7 @@ def train(training: Training, place: Place) -> dict[str, Any]:
     _longhaul(place, *_train(training.precision, *training.settings, f"name={name}"))
     seconds = time.monotonic() - started
     lines = _journal(place, name)
-    losses = [one["train/loss"] for one in lines]
+    losses = [one["curves/train_loss"] for one in lines]
     faults = _sound(losses)
     if training.label == "single":
         _keep_reference(place, training.precision, name)
@@ -207,7 +207,7 @@ def resume(_: None, place: Place) -> dict[str, Any]:
     _longhaul(place, *command, f"trainer.max_tokens={budget // 2}")
     half = len(_journal(place, "resumed"))
     _longhaul(place, *command)
-    losses = [one["train/loss"] for one in _journal(place, "resumed")]
+    losses = [one["curves/train_loss"] for one in _journal(place, "resumed")]
     reference = _reference(place, "bf16-mixed")
     return {
         "updates_before": half,
@@ -225,7 +225,7 @@ def resume_to_the_bit(_: None, place: Place) -> dict[str, Any]:
     _longhaul(place, *command, "name=broken", f"trainer.max_tokens={budget // 2}")
     _longhaul(place, *command, "name=broken")
     whole, broken = (
-        [one["train/loss"] for one in _journal(place, name)] for name in ("whole", "broken")
+        [one["curves/train_loss"] for one in _journal(place, name)] for name in ("whole", "broken")
     )
     faults = [] if whole == broken else [f"losses: found {broken}, wanted {whole}"]
     return {"losses": broken, "faults": faults}
@@ -259,7 +259,7 @@ def stop(_: None, place: Place) -> dict[str, Any]:
         raise CommandError(f"status {process.returncode}, wanted 75: {error[-_TAIL:]}")
     more = f"trainer.max_tokens={(done + 2) * _tokens_per_update(place)}"
     _longhaul(place, *command, more)
-    losses = [one["train/loss"] for one in _journal(place, "stopped")]
+    losses = [one["curves/train_loss"] for one in _journal(place, "stopped")]
     faults = [] if len(losses) == done + 2 else [f"updates: found {len(losses)}, wanted {done + 2}"]
     return {"seconds_to_stop": round(seconds, 1), "faults": faults + _sound(losses)}
 
@@ -319,7 +319,7 @@ def _reference(place: Place, precision: str) -> list[float]:
         name = f"reference-{precision}"
         _longhaul(place, *_train(precision, "trainer.strategy=single", f"name={name}"))
         _keep_reference(place, precision, name)
-    return [one["train/loss"] for one in _journal(place, named.read_text())]
+    return [one["curves/train_loss"] for one in _journal(place, named.read_text())]
 
 
 def _keep_reference(place: Place, precision: str, name: str) -> None:

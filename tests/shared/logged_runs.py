@@ -63,9 +63,9 @@ class Store:
         config = small_config(*overrides)
         tags = {"longhaul.attention": ",".join(config.model.kinds)}
         run_id: str = self.client.create_run(self.experiment, run_name=name, tags=tags).info.run_id
-        metrics = [Metric("validation/loss", loss, 1, 4)]
+        metrics = [Metric("curves/validation_loss", loss, 1, 4)]
         for step, value in enumerate(LOSSES, start=1):
-            metrics.append(Metric("train/loss", value, 1, step))
+            metrics.append(Metric("curves/train_loss", value, 1, step))
             metrics.append(Metric("train/tokens", step * 512, 1, step))
             metrics.append(Metric("train/tokens_per_second", 100.0 * step, 1, step))
         self.client.log_batch(run_id, metrics)

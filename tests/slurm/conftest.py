@@ -421,7 +421,7 @@ class Work:
         assert experiment is not None
         (tracked,) = client.search_runs([experiment.experiment_id])
         assert tracked.info.status == "FINISHED", "\n".join(map(self.said, self.jobs()))
-        history = client.get_metric_history(tracked.info.run_id, "train/loss")
+        history = client.get_metric_history(tracked.info.run_id, "curves/train_loss")
         assert sorted(point.step for point in history) == list(range(1, NUM_UPDATES + 1))
 
 

@@ -298,6 +298,6 @@ def journals() -> Iterator[tuple[str, str, Change]]:
             _line(kind="tags", number=900, values={"\x1b[2J": "\x1b[2J", "mlflow.user": "x"}),
             _line(kind="datasets", number=900, datasets=[{"name": "x"}]),
             _line(kind="\x1b[2J", number=1),
-            _line(kind="train", step=900, values={"train/loss": "NaN"}),
+            _line(kind="train", step=900, values={"curves/train_loss": "NaN"}),
         ]
         yield f"others in {name}", "", _with_lines(name, *others)

@@ -361,7 +361,7 @@ def write_run(folder: Folder) -> None:
     journal.add("status", status="RUNNING")
     journal.add("params", values={"a": "b"})
     for step in (1, 2, 3):
-        values = {"train/loss": 2.5, "train/tokens_per_second": 3.5, "odd": math.nan}
+        values = {"curves/train_loss": 2.5, "train/tokens_per_second": 3.5, "odd": math.nan}
         journal.append("train", step, values)
     journal.add("artifact", path="logs/x", folder="")
     journal.add("checkpoint", step=3, path="checkpoints/x", values={"loss": "Infinity"})

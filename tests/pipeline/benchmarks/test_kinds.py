@@ -76,13 +76,15 @@ def test_rows_are_trained_once_and_tabled(
         folder = bench / "runs" / "bench" / name
         assert json.loads((folder / "DONE").read_text())["step"] == UPDATES
         journals.append(folder / "logs" / "metrics.jsonl")
-        validation = re.findall('"validation/loss": ([0-9.]+)', journals[-1].read_text())
+        validation = re.findall('"curves/validation_loss": ([0-9.]+)', journals[-1].read_text())
         assert f"{float(validation[-1]):.3f}" == rows[kind][0]
 
     # Again, without a Python to train in; and one value of the journal is not finite now.
     monkeypatch.setattr(sys, "executable", "/no/python")
     text = journals[1].read_text()
-    journals[1].write_text(re.sub('"train/loss": [0-9.]+', '"train/loss": "NaN"', text, count=1))
+    journals[1].write_text(
+        re.sub('"curves/train_loss": [0-9.]+', '"curves/train_loss": "NaN"', text, count=1)
+    )
     assert bench_of(*KINDS) == 0
     out, _ = capsys.readouterr()
     assert rows_of(out)[KINDS[1]][1] == "not finite"

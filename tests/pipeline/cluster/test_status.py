@@ -47,7 +47,7 @@ def _make(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 def _update(step: int, rate: float = 500.0) -> dict[str, Any]:
-    values = {"train/loss": 3.0 - step / 100, "train/tokens_per_second": rate}
+    values = {"curves/train_loss": 3.0 - step / 100, "train/tokens_per_second": rate}
     return {"kind": "train", "step": step, "time_ms": step, "values": values}
 
 
@@ -62,8 +62,8 @@ def test_a_finished_run_shows_its_end(uninterrupted: Any, status: Any) -> None:
     (*_, validation) = [line for line in lines if line["kind"] == "validation"]
     row = status(uninterrupted.path)["small"]
     assert (row["state"], row["step"], row["left"]) == ("finished", "30/30", "-")
-    assert row["loss"] == f"{losses[-1]['values']['train/loss']:.4f}"
-    assert row["validation"] == f"{validation['values']['validation/loss']:.4f}"
+    assert row["loss"] == f"{losses[-1]['values']['curves/train_loss']:.4f}"
+    assert row["validation"] == f"{validation['values']['curves/validation_loss']:.4f}"
     assert row["checkpoint"].startswith("30, ")
     assert status(uninterrupted.path / "small")["small"] == row
 

@@ -57,7 +57,7 @@ def test_no_number_of_one_run_ends_the_report(
     store = Store.in_file(tmp_path, empty_store)
     run_id = store.add("hostile", loss=float(hostile))
     store.add("whole", "trainer.seed=1")
-    for name in ("train/loss", "train/tokens_per_second", "evaluation/bigram_loss"):
+    for name in ("curves/train_loss", "train/tokens_per_second", "evaluation/bigram_loss"):
         store.client.log_metric(run_id, name, float(hostile), step=4)
     store.client.log_metric(run_id, "evaluation/bytes_per_token", float(hostile), step=4)
     store.client.log_metric(run_id, "evaluation/lm-eval/x/acc", float(hostile), step=4)
@@ -90,5 +90,5 @@ def test_no_number_of_one_run_ends_the_report(
     shown = (tmp_path / "new" / "index.html").read_text()
     left_out = shown[shown.index("Left out") :]
     if hostile != "0":
-        assert "Run hostile: validation/loss: found" in left_out
+        assert "Run hostile: curves/validation_loss: found" in left_out
         assert "Run hostile: evaluation/step-000000004-text-context.1/context.csv: row" in left_out

@@ -318,7 +318,7 @@ def test_what_cannot_be_reported_is_refused(
     )
     assert "wanted sqlite:///FILE" in refused(["tests", new, "--uri", "mlruns"], capsys)
     nobody = refused(["tests", new, "--uri", "http://a:b@127.0.0.1:9"], capsys, status=1)
-    assert "--uri: http://***@127.0.0.1:9 cannot be read" in nobody
+    assert "--uri: http://***@127.0.0.1:9 cannot be reached" in nobody
     assert not list(tmp_path.iterdir())
 
 
@@ -472,9 +472,9 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     logged = [line for line in lines if line["kind"] in ("train", "validation")]
     train = [line["values"] for line in logged if line["kind"] == "train"]
     curve = rows(report / "loss_against_tokens_000064.csv")
-    assert [float(row["loss_nats"]) for row in curve] == [one["train/loss"] for one in train]
+    assert [float(row["loss_nats"]) for row in curve] == [one["curves/train_loss"] for one in train]
     assert [int(row["tokens"]) for row in curve] == [one["train/tokens"] for one in train]
-    assert own.final_loss == logged[-1]["values"]["validation/loss"]
+    assert own.final_loss == logged[-1]["values"]["curves/validation_loss"]
     folder = run.path / "small" / "evaluation"
     wanted = rows(folder / "step-000000003-context-128" / "positions.csv")
     found = rows(report / "loss_up_to_position_000064.csv")

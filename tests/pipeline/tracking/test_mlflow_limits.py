@@ -8,7 +8,7 @@ from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("train/loss", "train/loss"),
+        ("curves/train_loss", "curves/train_loss"),
         ("loss@2%", "loss_2_"),
         ("/a//b/../c/", "a/b/c"),
         ("..", "_"),

@@ -21,14 +21,14 @@ def test_a_sweeps_parent_has_the_best_and_last_losses_of_its_runs(
     parent = create_parent(parent_dir, store, "tests", "sweep")
     tracker = started_tracker(run_dir, store, tags={PARENT_TAG: parent})
     for step, loss in enumerate((3.0, 2.0, math.nan, 2.5), start=1):
-        tracker.log("train", step, {"train/loss": 0.1})
-        tracker.log("validation", step, {"validation/loss": loss})
+        tracker.log("train", step, {"curves/train_loss": 0.1})
+        tracker.log("validation", step, {"curves/validation_loss": loss})
     assert tracker.finish("KILLED", timeout_s=60)
     tracker = started_tracker(run_dir, store, tags={PARENT_TAG: parent})  # sends all of it again
     assert tracker.finish("FINISHED", timeout_s=60)
     tracker = started_tracker(other_dir, store, tags={PARENT_TAG: parent})
     for step, loss in enumerate((5.0, 4.0, 4.5), start=1):
-        tracker.log("train", step, {"train/loss": loss})  # and no validation
+        tracker.log("train", step, {"curves/train_loss": loss})  # and no validation
     assert tracker.finish("FINISHED", timeout_s=60)
 
     assert history(store, parent_dir, "best/run") == [(1, 3.0), (2, 2.0), (3, 2.0), (4, 2.0)]
@@ -48,8 +48,8 @@ def test_a_deleted_parent_stops_no_upload(
     parent = create_parent(parent_dir, store, "tests", "sweep")
     client_of(store).delete_run(parent)
     tracker = started_tracker(run_dir, store, tags={PARENT_TAG: parent})
-    tracker.log("validation", 1, {"validation/loss": 3.0})
-    tracker.log("validation", 2, {"validation/loss": 2.0})
+    tracker.log("validation", 1, {"curves/validation_loss": 3.0})
+    tracker.log("validation", 2, {"curves/validation_loss": 2.0})
     assert tracker.finish("FINISHED", timeout_s=60)
-    assert history(store, run_dir, "validation/loss") == [(1, 3.0), (2, 2.0)]
+    assert history(store, run_dir, "curves/validation_loss") == [(1, 3.0), (2, 2.0)]
     assert caplog.text.count("MLflow refused losses for the parent run") == 1

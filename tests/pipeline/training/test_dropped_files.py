@@ -62,7 +62,7 @@ def test_nothing_that_is_dropped_into_a_run_folder_ends_the_training(
     assert experiment is not None
     (tracked,) = client.search_runs([experiment.experiment_id])
     assert tracked.info.status == "FINISHED"
-    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    history = client.get_metric_history(tracked.info.run_id, "curves/train_loss")
     assert sorted(point.step for point in history) == list(range(1, UPDATES + 1))
     for name in ("STOP", "SAVE"):
         for what in ("a FIFO", "a folder", "a link", "a socket"):

@@ -24,7 +24,7 @@ TWO_RANKS = ["trainer.strategy=fsdp", "trainer.devices=2", "trainer.micro_batch=
 def losses(run: Run) -> dict[int, float]:
     lines = (run.path / "small" / "logs" / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
-    return {e["step"]: e["values"]["train/loss"] for e in entries if e["kind"] == "train"}
+    return {e["step"]: e["values"]["curves/train_loss"] for e in entries if e["kind"] == "train"}
 
 
 @pytest.mark.wide
@@ -113,5 +113,5 @@ def test_a_server_away_for_a_minute_delays_nobody_and_gets_every_step(
     client = MlflowClient(f"sqlite:///{tmp_path}/server.db")
     run_id = (run.path / "small" / "mlflow_run_id").read_text().strip()
     assert client.get_run(run_id).info.status == "FINISHED"
-    history = client.get_metric_history(run_id, "train/loss")
+    history = client.get_metric_history(run_id, "curves/train_loss")
     assert sorted(point.step for point in history) == list(range(1, num_updates + 1))

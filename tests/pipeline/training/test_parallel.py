@@ -161,7 +161,7 @@ def _arguments(way: str, kind: str, name: str) -> list[str]:
 def _losses(run: Run, name: str) -> dict[int, float]:
     lines = (run.path / name / "logs" / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
-    return {e["step"]: e["values"]["train/loss"] for e in entries if e["kind"] == "train"}
+    return {e["step"]: e["values"]["curves/train_loss"] for e in entries if e["kind"] == "train"}
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ def assert_same_end(run: Run, wanted: Run, num_updates: int = 30) -> None:
     assert experiment is not None
     (tracked,) = client.search_runs([experiment.experiment_id])
     assert tracked.info.status == "FINISHED"
-    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    history = client.get_metric_history(tracked.info.run_id, "curves/train_loss")
     assert sorted(point.step for point in history) == list(range(1, num_updates + 1))
 
 

@@ -129,7 +129,8 @@ def test_a_run_that_is_watched_ends_with_the_same_weights(
         ends.append(SavedCheckpoint(newest, "model").read_group("model"))
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[1])
     losses = [
-        [values["train/loss"] for values in metrics(run).values()] for run in (watched, alone)
+        [values["curves/train_loss"] for values in metrics(run).values()]
+        for run in (watched, alone)
     ]
     assert losses[0] == losses[1]
 

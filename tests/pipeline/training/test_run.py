@@ -66,9 +66,9 @@ def assert_one_clean_run(run: Run, num_updates: int = 30) -> None:
     """One MLflow run, finished, with every step in it once."""
     client, runs = mlflow_runs(run)
     assert [tracked.info.status for tracked in runs] == ["FINISHED"]
-    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    history = client.get_metric_history(runs[0].info.run_id, "curves/train_loss")
     assert sorted(metric.step for metric in history) == list(range(1, num_updates + 1))
-    history = client.get_metric_history(runs[0].info.run_id, "validation/loss")
+    history = client.get_metric_history(runs[0].info.run_id, "curves/validation_loss")
     assert sorted(metric.step for metric in history) == list(range(10, num_updates + 1, 10))
 
 
@@ -94,7 +94,9 @@ def test_a_run_ends_tracked_and_done(uninterrupted: Run) -> None:
         "validation/loss_at_000064",
     ):
         assert name in tracked.data.metrics, name
-    losses = [m.value for m in client.get_metric_history(tracked.info.run_id, "validation/loss")]
+    losses = [
+        m.value for m in client.get_metric_history(tracked.info.run_id, "curves/validation_loss")
+    ]
     assert losses[-1] < losses[0] < 5.7
     samples = samples_of(uninterrupted)
     assert sorted(index for _, index in samples) == list(range(0, 30 * 8, 4))
@@ -250,7 +252,8 @@ def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> Non
         torch.testing.assert_close(one[name], other[name], rtol=1e-4, atol=1e-5)
     assert_one_clean_run(run)
     ours, theirs = (
-        mlflow_runs(each)[1][0].data.metrics["validation/loss"] for each in (run, uninterrupted)
+        mlflow_runs(each)[1][0].data.metrics["curves/validation_loss"]
+        for each in (run, uninterrupted)
     )
     assert ours == pytest.approx(theirs, abs=1e-5)
 
@@ -294,7 +297,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_before_it(run: 
     assert json.loads((run.path / "small" / "DONE").read_text())["step"] == 8
     client, (tracked,) = mlflow_runs(run)
     assert tracked.info.status == "FINISHED"
-    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    history = client.get_metric_history(tracked.info.run_id, "curves/train_loss")
     assert [metric.step for metric in history] == list(range(1, 9))
     assert "is finished: 4,096 tokens" in run.longhaul(*options).stdout
 
@@ -398,16 +401,16 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(run: Run) -> None:
     run.longhaul("train", *options)
     assert (folder / "checkpoints" / "step-000000006").is_dir()
     client, runs = mlflow_runs(run)
-    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    history = client.get_metric_history(runs[0].info.run_id, "curves/train_loss")
     assert sorted(metric.step for metric in history) == list(range(1, 7))
 
 
 def test_a_run_without_validation_text_trains(run: Run) -> None:
     run.longhaul("train", "small.yaml", "data.validation_manifest=null", "data.workers=0", BRIEF)
     (tracked,) = mlflow_runs(run)[1]
-    assert "train/loss" in tracked.data.metrics
+    assert "curves/train_loss" in tracked.data.metrics
     assert "train/model_flops_utilisation" not in tracked.data.metrics  # of an unknown peak
-    assert "validation/loss" not in tracked.data.metrics
+    assert "curves/validation_loss" not in tracked.data.metrics
     result = run.longhaul("evaluate", "small", check=False)
     expect_one_line(result, 2, "data.validation_manifest: found null")
 

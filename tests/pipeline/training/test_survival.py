@@ -221,7 +221,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 def losses(run: Run) -> dict[int, float]:
     lines = (run.path / "small" / "logs" / "metrics.jsonl").read_text().splitlines()
     entries = [json.loads(line) for line in lines]
-    found = [(e["step"], e["values"]["train/loss"]) for e in entries if e["kind"] == "train"]
+    found = [(e["step"], e["values"]["curves/train_loss"]) for e in entries if e["kind"] == "train"]
     assert [step for step, _ in found] == sorted({step for step, _ in found})
     return dict(found)
 
@@ -252,7 +252,7 @@ def assert_nothing_lost(run: Run, num_updates: int = UPDATES) -> None:
     assert experiment is not None
     (tracked,) = client.search_runs([experiment.experiment_id])
     assert tracked.info.status == "FINISHED"
-    history = client.get_metric_history(tracked.info.run_id, "train/loss")
+    history = client.get_metric_history(tracked.info.run_id, "curves/train_loss")
     assert sorted(point.step for point in history) == list(range(1, num_updates + 1))
     assert {point.step: point.value for point in history} == losses(run)
     left = [path.name for path in folder.rglob("*") if path.name.startswith(".")]
