@@ -34,8 +34,8 @@ from longhaul.pipeline.exporting.weights import files_of_tensors
 from longhaul.pipeline.runs.exported import exported_shape
 
 _TOKENS, _PADDING, _STEPS = 64, 24, 8
-# No text is longer than three chunks of this many tokens: the scores of longer ones in float64 would
-# be larger than a block's weights. Power attention reads such texts in its attention form.
+# No text is longer than three chunks of this many tokens: scores of longer ones in float64 would be
+# larger than a block's weights. Power attention reads such texts in its attention form.
 _LONGEST_CHUNK = 64
 # Relative to the largest logit. Both sides run the same code, so that more is no rounding.
 _TOLERANCE = 1e-5
