@@ -61,7 +61,9 @@ def caveats(
             "differ as much."
         )
     unfinished = [run for run in runs if not run.is_finished]
-    if unfinished:
+    if unfinished and len(unfinished) == len(runs):
+        found.append("Unequal tokens: none of these runs has finished.")
+    elif unfinished:
         found.append(
             f"Unequal tokens: {len(unfinished)} {'run' if len(unfinished) == 1 else 'runs'} that "
             "did not finish stand beside finished ones, with hollow markers."

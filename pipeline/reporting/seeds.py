@@ -16,13 +16,13 @@ LEVEL = 0.95
 """Of all intervals; a difference is shown if its corrected p is below 1 - LEVEL."""
 
 POWER = 0.8
-"""Probability with which so many seeds as `seeds_needed` says would show the difference."""
+"""Power of the test at the count that `seeds_needed` gives."""
 
 MARGIN = 0.01
 """Nats per token below which a difference counts as a tie."""
 
 MOST_SEEDS = 1000
-"""Seeds beyond which nobody will train, so that they are not counted."""
+"""Seeds beyond which nobody will train: `seeds_needed` stops here."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A verdict for each pair of variants: shown, tie, or how many seeds it would take."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from longhaul.pipeline.reporting.caveats import caveats
@@ -37,12 +37,13 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
     if not pairs:
         return
     found = verdicts([pair.differences for pair in pairs])
+    tested = sum(len(pair.differences) > 1 for pair in pairs)
     yield Table(
         name=f"verdicts{named.suffix}",
         title=f"What the seeds show{named.where}",
         caption="Differences of runs with the same seed, context, data and tokens; below 0 the "
         f"first variant is better. Low and high: t-interval of {LEVEL:.0%}. p: of a paired t-test, "
-        f"corrected by Holm for the {len(pairs)} rows of this table. Shown: p below "
+        f"corrected by Holm for the {tested} rows with two seeds or more. Shown: p below "
         f"{1 - LEVEL:.2f}; tie: the interval lies within {MARGIN:g} nats of 0; otherwise the seeds "
         f"with which a difference as large as this one, and as noisy, would be shown with a "
         f"probability of {POWER:.0%}, tested alone",
@@ -70,34 +71,47 @@ def _of_validation(named: NamedRuns) -> Iterator[_Pair]:
     losses = by_setting(named, at_the_end(named).losses)
     for context, tokens in sorted({(c, t) for _, c, t in losses}):
         own = {n: seeds for (n, c, t), seeds in losses.items() if (c, t) == (context, tokens)}
-        yield from _pairs(named, own, context, tokens, "validation")
+        for names in _compared(named, own):
+            differences = paired_differences(*(own[name] for name in names))
+            if differences:
+                yield _Pair(names, context, tokens, "validation", differences)
 
 
 def _of_windows(named: NamedRuns) -> Iterator[_Pair]:
     for group in groups(named, "context"):
         if group.text:
             continue
-        longest = max(row["context"] for one in group.members for row in one.evaluated.rows)
-        found: dict[str, list[tuple[Run, float]]] = {}
-        for one in group.members:
-            for row in one.evaluated.rows:
-                if row["context"] == longest and one.run.is_finished and not one.scaling:
-                    name = named.variant(one.run)
-                    found.setdefault(name, []).append((one.run, row["loss_nats"]))
-        own = {name: by_seed(values) for name, values in found.items()}
-        tokens = group.members[0].tokens
-        yield from _pairs(named, own, group.context, tokens, f"in windows of {longest:,}")
+        found: dict[str, dict[int, list[tuple[Run, float]]]] = {}
+        for run, evaluated in group.members:
+            if run.is_finished and not evaluated.label.scaling:
+                own = found.setdefault(named.variant(run), {})
+                for row in evaluated.rows:
+                    own.setdefault(row["context"], []).append((run, row["loss_nats"]))
+        losses = {
+            name: {window: by_seed(values) for window, values in own.items()}
+            for name, own in found.items()
+        }
+        for ours, theirs in _compared(named, losses):
+            # The longest windows of as many seeds as possible: one run that was evaluated at longer
+            # windows than all others is not a pair's only seed.
+            differences, longest = max(
+                (
+                    (paired_differences(losses[ours][window], losses[theirs][window]), window)
+                    for window in losses[ours].keys() & losses[theirs].keys()
+                ),
+                key=lambda one: (len(one[0]), one[1]),
+                default=([], 0),
+            )
+            if differences:
+                tokens = group.members[0].tokens
+                loss = f"in windows of {longest:,}"
+                yield _Pair((ours, theirs), group.context, tokens, loss, differences)
 
 
-def _pairs(
-    named: NamedRuns, losses: dict[str, dict[int, float]], context: int, tokens: int, loss: str
-) -> Iterator[_Pair]:
-    """The pairs that share a seed; the reference kind stands second."""
+def _compared(named: NamedRuns, names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The pairs of variants that are compared; the reference kind stands second."""
     of_reference = {named.variant(run) for run in named.runs if run.kind == named.reference}
-    ordered = sorted(losses, key=lambda name: (name in of_reference, name))
+    ordered = sorted(names, key=lambda name: (name in of_reference, name))
     for ours, theirs in itertools.combinations(ordered, 2):
-        if len(ordered) > _MOST_VARIANTS and theirs not in of_reference:
-            continue
-        differences = paired_differences(losses[ours], losses[theirs])
-        if differences:
-            yield _Pair((ours, theirs), context, tokens, loss, differences)
+        if len(ordered) <= _MOST_VARIANTS or theirs in of_reference:
+            yield ours, theirs

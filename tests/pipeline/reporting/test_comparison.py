@@ -13,6 +13,7 @@ from scipy import stats
 
 from longhaul.pipeline.evaluation.labels import Label
 from longhaul.pipeline.reporting import drawing, evaluations
+from longhaul.pipeline.reporting.caveats import caveats
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
@@ -310,7 +311,10 @@ def test_a_figure_says_what_it_cannot_show() -> None:
     running = run("linear", [9.0], "trainer.max_tokens=1024", early, status="RUNNING")
     (figure,) = loss_against_context(NamedRuns([*good, running]))
     assert len(figure.rows) == 3
-    assert [one.partition(":")[0] for one in figure.caveats] == ["Unequal tokens"]
+    beside = "Unequal tokens: 1 run that did not finish stand beside finished ones, with hollow"
+    assert [one.startswith(beside) for one in figure.caveats] == [True]
+    alone = caveats(NamedRuns([*good, running]), [running])
+    assert alone == ["Unequal tokens: none of these runs has finished."]
 
 
 def test_evaluations_are_means_over_seeds_with_paired_gaps() -> None:
@@ -385,9 +389,41 @@ def test_a_pair_has_a_verdict() -> None:
     sympow = found["sympow p=2", "softmax"]
     assert sympow["verdict"] == "tie: less than 0.01 apart"
     assert len(found) == 3
-    assert "corrected by Holm for the 3 rows" in table.caption
+    (mixed,) = verdict_tables(NamedRuns([*runs, run("retention", [2.0, 3.0])]))
+    assert len(mixed.rows) == 6
+    for one in (table, mixed):
+        assert "corrected by Holm for the 3 rows with two seeds or more" in one.caption
     (alone,) = verdict_tables(NamedRuns([run("softmax", [2.0]), run("linear", [3.0])]))
     assert alone.rows[0][2] == "one seed: wanted two or more"
+
+
+def test_a_verdict_of_windows_is_of_the_longest_that_a_pair_shares() -> None:
+    def pair(seed: int, longer: tuple[float, ...] = ()) -> list[Run]:
+        softmax, linear = (run(kind, [9.0, 2.0], seed=seed) for kind in ("softmax", "linear"))
+        softmax = with_rows(softmax, context=windows(2.0, 2.0, *longer))
+        return [softmax, with_rows(linear, context=windows(2.5, 3.0))]
+
+    def found(runs: list[Run]) -> list[tuple[Any, ...]]:
+        (table,) = verdict_tables(NamedRuns(runs))
+        rows = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
+        columns = ("loss", "seeds", "difference (nats per token)")
+        return [tuple(row[c] for c in columns) for row in rows if row["loss"] != "validation"]
+
+    wanted = [("in windows of 128", 2, 1.0)]
+    assert found([*pair(0), *pair(1)]) == wanted
+    # Nor does one variant's longer evaluation take the verdict away, or all of one seed,
+    assert found([*pair(0, longer=(2.0,)), *pair(1)]) == wanted
+    both = [with_rows(one, context=windows(2.0, 3.0, 4.0)) for one in pair(2)]
+    assert found([*both, *pair(0), *pair(1)])[0][:2] == ("in windows of 128", 3)
+    # a run that has not finished, or one with scaled positions.
+    running = dataclasses.replace(pair(2)[0], status="RUNNING")
+    longest = windows(2.0, 2.0, 2.0, 2.0)
+    assert found([*pair(0), *pair(1), with_rows(running, context=longest)]) == wanted
+    one, *others = pair(0)
+    scaled = Evaluated(Label(2, None, "", "linear-2"), longest)
+    every = one.evaluations | {"context": [*one.evaluations["context"], scaled]}
+    one = dataclasses.replace(one, evaluations=every)
+    assert found([one, *others, *pair(1)]) == wanted
 
 
 def test_bits_per_byte_are_of_the_bytes_that_were_counted() -> None:
