@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 _HEADERS = Path(__file__).parent
 # A compiler on a file system over a network, or on a machine that others use, may need minutes.
 _QUIET_SECONDS, _MOST_SECONDS = 30.0, 300.0
+_USER_MAP, _OVERFLOW_USER = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
 _TOO_SLOW: set[str] = set()  # compilers that had not ended by then, and are not asked again
 _MOST_BYTES = 64 << 20  # of a library, which has some hundred kilobytes
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-shared", "-fPIC")
@@ -130,7 +131,9 @@ def _cache_folder() -> Path | None:
 def who_else_can_change(folder: Path) -> str | None:
     """Why others than this user and root can change what a folder holds; None if they cannot.
 
-    Who can write to a folder above it can put another in its place.
+    Who can write to a folder above it can put another in its place. The owners of folders above
+    the user's home are trusted, since they could put another home in its place, and those that a
+    container shows as nobody's: there, they are what the machine's root owns.
 
     Raises:
         OSError: the folder does not exist, or one above it cannot be seen.
@@ -138,15 +141,31 @@ def who_else_can_change(folder: Path) -> str | None:
     status = folder.stat()
     if not _is_own(status):
         return _rights(folder, status)
+    above_home = set[Path]()
+    with suppress(RuntimeError):  # a user without a home
+        above_home = {*Path.home().absolute().parents, *Path.home().resolve().parents}
+    trusted = {0, os.getuid(), _user_of_unmapped()}
     for above in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
         status = above.stat()
         # In a folder with the sticky bit, such as /tmp, nobody can rename what is another's. The
         # user's own group is often one of this user alone.
         others = 0o002 if status.st_gid == os.getgid() else 0o022
         is_open = status.st_mode & others and not status.st_mode & stat.S_ISVTX
-        if is_open or status.st_uid not in (0, os.getuid()):
+        if is_open or (status.st_uid not in trusted and above not in above_home):
             return _rights(above, status)
     return None
+
+
+def _user_of_unmapped() -> int:
+    """The id that owns, in a container, what belongs to users whom it does not know; else root's.
+
+    Where each user of the machine is known, as outside of containers, that id is somebody's.
+    """
+    try:
+        known = sum(int(line.split()[2]) for line in _USER_MAP.read_text().splitlines())
+        return int(_OVERFLOW_USER.read_text()) if known < 2**32 - 1 else 0
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _is_own(status: os.stat_result) -> bool:

@@ -168,6 +168,39 @@ def test_what_is_anothers_is_not_loaded(cache: Path, source: Path, part: str) ->
     assert (kept.read_bytes() == spoiled) == (part != "file"), "in one's own folder it is replaced"
 
 
+@AS_ROOT
+@pytest.mark.parametrize(("in_container", "is_used"), [(True, True), (False, False)])
+def test_a_cache_below_what_a_container_shows_as_nobodys_is_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_container: bool, is_used: bool
+) -> None:
+    users = tmp_path / "uid_map"
+    users.write_text(f"0 1000 {1 if in_container else 2**32 - 1}\n")
+    monkeypatch.setattr(native, "_USER_MAP", users)
+    cache.mkdir(mode=0o700, parents=True)
+    os.chown(cache.parent, int(native._OVERFLOW_USER.read_text()), -1)
+    changer = native.who_else_can_change(cache)
+    assert (changer is None) == is_used, changer
+    os.chown(cache.parent, 12345, -1)
+    assert f"{cache.parent} is user 12345's" in str(native.who_else_can_change(cache))
+
+
+@AS_ROOT
+def test_a_cache_in_a_home_below_anothers_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "group" / "me"
+    cache = home / ".cache" / "longhaul"
+    cache.mkdir(mode=0o700, parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    os.chown(home.parent, 12345, -1)
+    assert native.who_else_can_change(cache) is None
+    home.parent.chmod(0o777)
+    assert "with mode 777" in str(native.who_else_can_change(cache))
+    home.parent.chmod(0o755)
+    os.chown(home, 12345, -1)
+    assert f"{home} is user 12345's" in str(native.who_else_can_change(cache))
+
+
 @pytest.mark.parametrize("mode", [0o720, 0o702])
 def test_a_file_that_others_can_write_is_replaced(cache: Path, source: Path, mode: int) -> None:
     load(source)
