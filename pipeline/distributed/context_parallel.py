@@ -26,7 +26,7 @@ class ContextParallel:
         self.index = dist.get_rank(group)
         self.count = dist.get_world_size(group)
         self.bytes_sent = 0
-        """Bytes sent so far: forward each tensor once, backward a gradient for each other rank."""
+        """Bytes sent so far, to each other rank: forward each tensor, backward a gradient."""
 
     def gather(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """All-gather each tensor to (count, *shape). Its gradient is summed over all ranks."""
@@ -37,7 +37,7 @@ class ContextParallel:
         every = mine.new_empty(self.count, mine.numel())
         # Into one tensor: NCCL would gather a list of them into one of its own, and copy it.
         dist.all_gather_into_tensor(every.view(-1), mine, group=self.group)
-        self.bytes_sent += mine.numel()
+        self.bytes_sent += (self.count - 1) * mine.numel()
         return every
 
     def all_to_all(self, for_each: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class _LastPart(ContextParallel):
         self.index, self.count, self.bytes_sent = count - 1, count, 0
 
     def all_gather(self, mine: Tensor) -> Tensor:
-        self.bytes_sent += mine.numel()
+        self.bytes_sent += (self.count - 1) * mine.numel()
         return mine.new_empty(self.count, mine.numel())
 
     def all_to_all(self, for_each: Tensor) -> Tensor:

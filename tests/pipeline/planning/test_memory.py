@@ -10,6 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -22,6 +23,7 @@ from longhaul.kernels.power.torch import backend as chunked
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.planning import memory
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.fit import smallest_change, verdict, with_num_gpus
@@ -192,6 +194,15 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(strategy: str
     states = part.sent - alone.sent
     assert states > 0, "the ranks exchange states"
     assert shared.plan(MemorySettings(strategy="single")).activations == whole.activations
+
+
+def test_what_a_rank_sends_is_counted_once_for_each_other_rank() -> None:
+    with memory._fake_ranks(4):
+        for part in (ContextParallel(dist.group.WORLD), memory._LastPart(4)):
+            part.all_gather(torch.zeros(5, dtype=torch.uint8))
+            assert part.bytes_sent == 3 * 5
+            part.all_to_all(torch.zeros(4, 5, dtype=torch.uint8))
+            assert part.bytes_sent == 2 * 3 * 5
 
 
 def test_a_run_that_shares_sequences_fits_where_whole_ones_do_not(
