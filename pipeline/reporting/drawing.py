@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from longhaul.datamodules.plain_text import plain
 from longhaul.pipeline.evaluation.figures import (
     LEAST_SPAN,
     as_text,
@@ -22,7 +23,6 @@ from longhaul.pipeline.evaluation.figures import (
     tokens_axis,
     widen,
 )
-from longhaul.pipeline.reporting.runs import printable
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
@@ -125,14 +125,14 @@ def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Row]) -> None:
 
 
 def _inert(cell: str | int | float) -> str | int | float:
-    """A number as it is; a text without control characters, and after ' if it may be a formula.
+    """A number as it is; a text with escaped control characters, after ' if it may be a formula.
 
     Spreadsheets compute what begins with =, +, - or @, also in their full-width forms. A tab or a
-    carriage return in front, which some of them skip, is a control character.
+    carriage return in front, which some of them skip, is an escape by then.
     """
     if not isinstance(cell, str):
         return cell
-    text = printable(cell)
+    text = plain(cell)
     try:
         float(text)
     except ValueError:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_stored_config
+from longhaul.datamodules.plain_text import plain
 from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
@@ -194,10 +195,10 @@ def read_runs(
             try:
                 read = _read(client, run)
             except _Unreadable as error:
-                unread.append(printable(without_secrets(f"{run.info.run_name}: {error}")))
+                unread.append(plain(without_secrets(f"{run.info.run_name}: {error}")))
             else:
                 runs.append(read)
-                unread += [f"{read.name}: {printable(line)}" for line in read.left_out]
+                unread += [f"{read.name}: {plain(line)}" for line in read.left_out]
     _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
 
@@ -256,7 +257,7 @@ def _with_names(runs: "Sequence[MlflowRun]", names: Sequence[str]) -> "list[Mlfl
     every = {str(run.info.run_name) for run in runs}
     for name in names:
         if not any(fnmatch.fnmatchcase(one, name) for one in every):
-            known = ", ".join(map(repr, sorted(map(printable, every))[:_NAMES_SHOWN]))
+            known = ", ".join(map(repr, sorted(map(plain, every))[:_NAMES_SHOWN]))
             raise ValueError(f"--runs: found {name!r}, wanted some of {known or 'no runs'}")
     return [
         run
@@ -321,11 +322,11 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         left_out.append(_no_loss("curves/train_loss", metrics))
     return Run(
         run_id=run_id,
-        name=printable(run.info.run_name or run_id),
+        name=plain(run.info.run_name or run_id),
         status=str(run.info.status),
-        commit=printable(params.get("commit", "unknown")),
+        commit=plain(params.get("commit", "unknown")),
         hardware=hardware,
-        data=Data(*map(printable, data)),
+        data=Data(*map(plain, data)),
         tokenizer=tokenizer,
         validation_data=validation_data,
         bytes_per_token=_bytes_per_token(tokenizer, metrics),
@@ -364,7 +365,7 @@ def _datasets(run: "MlflowRun", config: RunConfig) -> tuple[str, str]:
             continue
         if any(tag.value == "validation" for tag in one.tags):
             digest = one.dataset.digest
-    return printable(tokenizer), printable(f"{digest} {config.data.validation_tokens}")
+    return plain(tokenizer), plain(f"{digest} {config.data.validation_tokens}")
 
 
 def _bytes_per_token(tokenizer: str, metrics: Mapping[str, float]) -> float:
@@ -487,8 +488,3 @@ def metric_rows(values: Mapping[str, float]) -> list[dict[str, Any]]:
 def _is_newer(label: Label, other: Label, context: int) -> bool:
     """Whether a result counts in place of another: a newer checkpoint, then longer windows."""
     return (label.step, label.context or context) > (other.step, other.context or context)
-
-
-def printable(text: str) -> str:
-    """The text without control characters, with which a terminal could be made to do things."""
-    return "".join(one for one in text if one.isprintable())
