@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.manifest import ShardEntry
-from longhaul.datamodules.untrusted import open_regular, shown
+from longhaul.datamodules.untrusted import open_regular, sha256_of, shown
 
 MEMBER_SUFFIX = ".tokens.npy"
 
@@ -58,12 +58,6 @@ def reading(path: Path) -> Iterator[None]:
         raise ShardError(f"shard {path}: {error.strerror}") from None
     except OSError as error:
         raise UnreadShardError(f"shard {path}: {error.strerror or error}") from None
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _HashingFile:

@@ -10,6 +10,7 @@ file may say of commands, hosts and databases is in named.py.
 """
 
 import functools
+import hashlib
 import os
 import re
 import reprlib
@@ -188,6 +189,12 @@ def shown(value: object) -> str:
     except ValueError:  # an integer of more than 4,300 digits
         text = f"a large {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal; OSError for anything but a regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def one_line(error: object) -> str:

@@ -2,14 +2,13 @@
 
 import ctypes
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from longhaul.datamodules.untrusted import open_regular, read_regular, shown
+from longhaul.datamodules.untrusted import read_regular, sha256_of, shown
 from longhaul.pipeline.system.files import flush
 
 _MOST_LISTED_BYTES = 16 << 20
@@ -41,7 +40,7 @@ def new_or_empty_folder(destination: str | Path, listing: str | None = None) -> 
 def write_listing(folder: Path, listing: str) -> None:
     """List the hashes of all files of a folder, in the format of `sha256sum`."""
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    lines = [f"{_sha256(path)}  {path.name}\n" for path in paths]
+    lines = [f"{sha256_of(path)}  {path.name}\n" for path in paths]
     (folder / listing).write_text("".join(lines), encoding="utf-8")
 
 
@@ -53,16 +52,11 @@ def _check_as_listed(folder: Path, entries: Sequence[Path], listing: str) -> Non
     for path in sorted(entries):
         if path.name == listing and not path.is_symlink():
             continue
-        if path.is_symlink() or not path.is_file() or _sha256(path) != hashes.get(path.name):
+        if path.is_symlink() or not path.is_file() or sha256_of(path) != hashes.get(path.name):
             raise ValueError(
                 f"{folder}: found {shown(path.name)}, which {listing} does not list as it is now; "
                 "wanted a new or empty folder, or one that nobody changed since it was written"
             )
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

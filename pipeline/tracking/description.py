@@ -5,36 +5,18 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import main_device, source_commit, source_hashes
 from longhaul.pipeline.terminal.numbers import amount
+from longhaul.pipeline.tracking.metrics_journal import Dataset
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 _DIGEST_CHARACTERS = 12  # that fit beside a name in MLflow's tables; it takes 36
 DIRTY = "-dirty"
 """What the commit of a checkout ends in whose files were changed since."""
-
-
-class Dataset(NamedTuple):
-    """A set of shards as MLflow's page of a run shows it. Values are strings, as in the journal."""
-
-    name: str
-    digest: str
-    """Beginning of the hash of all shards' hashes."""
-
-    source_type: str
-    source: str
-    """JSON with the location."""
-
-    profile: str
-    """JSON with sizes."""
-
-    context: str
-    """What it was read for: training or validation."""
 
 
 @dataclass(frozen=True)

@@ -76,18 +76,27 @@ class _Texts(_Event):
 
 
 @dataclass(frozen=True)
-class _Dataset:
+class Dataset:
+    """A set of shards as MLflow's page of a run shows it."""
+
     name: str
     digest: str
+    """Beginning of the hash of all shards' hashes."""
+
     source_type: str
     source: str
+    """JSON with the location."""
+
     profile: str
+    """JSON with sizes."""
+
     context: str
+    """What it was read for: training or validation."""
 
 
 @dataclass(frozen=True)
 class _Datasets(_Event):
-    datasets: list[_Dataset]
+    datasets: list[Dataset]
 
 
 @dataclass(frozen=True)

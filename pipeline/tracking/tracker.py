@@ -11,16 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from longhaul.pipeline.tracking.metrics_journal import Journal, plain_values, position
+from longhaul.pipeline.tracking.metrics_journal import Dataset, Journal, plain_values, position
 from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
-
-if TYPE_CHECKING:
-    from longhaul.pipeline.tracking.description import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ class Tracker:
         run_name: str,
         params: Mapping[str, str] | None = None,
         tags: Mapping[str, str] | None = None,
-        datasets: "Sequence[Dataset]" = (),
+        datasets: Sequence[Dataset] = (),
         artifacts: Sequence[Path] = (),
         is_training: bool = True,
     ) -> None:
@@ -86,7 +84,7 @@ class Tracker:
         )
         self._params = dict(params or {})
         self._tags = dict(tags or {})
-        self._datasets = [dataset._asdict() for dataset in datasets]
+        self._datasets = [asdict(dataset) for dataset in datasets]
         self._artifacts = tuple(artifacts)
         self._is_training = is_training
         self._monitors: list[Any] = []

@@ -9,8 +9,9 @@ import pytest
 import webdataset
 
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.shards import Shard, ShardError, sha256_of, write_shard
+from longhaul.datamodules.shards import Shard, ShardError, write_shard
 from longhaul.datamodules.store import ShardStore
+from longhaul.datamodules.untrusted import sha256_of
 
 
 def store_of(manifest: Manifest, **options) -> ShardStore:

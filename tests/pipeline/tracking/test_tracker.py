@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
-from longhaul.pipeline.tracking.description import Dataset
-from longhaul.pipeline.tracking.metrics_journal import JournalError, read_lines
+from longhaul.pipeline.tracking.metrics_journal import Dataset, JournalError, read_lines
 from longhaul.pipeline.tracking.mlflow_run import load_mlflow
 from longhaul.pipeline.tracking.tracker import Tracker
 
