@@ -125,13 +125,12 @@ def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
     """The optimizer of all trainable parameters, with weight decay for the blocks' matrices."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if config.weight_decay:
-        first = model.matrices()
+        leading = model.matrices()
     else:
-        # Nothing is decayed. The order decides how the norm of all gradients is rounded, and this
-        # one is that of runs which began before modules named their matrices.
-        first = {name for name, p in parameters.items() if p.ndim >= 2}
-    decayed = [p for name, p in parameters.items() if name in first]
-    others = [p for name, p in parameters.items() if name not in first]
+        # Nothing is decayed; this keeps the order of parameters of earlier runs, to the bit.
+        leading = {name for name, p in parameters.items() if p.ndim >= 2}
+    decayed = [p for name, p in parameters.items() if name in leading]
+    others = [p for name, p in parameters.items() if name not in leading]
     groups = [
         {"params": decayed, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
