@@ -6,6 +6,7 @@ on the run's journal shows it. Only the end of a journal is read, since it may b
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import statistics
@@ -119,7 +120,7 @@ def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:
         state = f"pending, {job.reason}" if job.state == "PENDING" else job.state.lower()
     updates = [line for line in lines if line["kind"] == "train"][-_UPDATES:]
     validations = [line["values"] for line in lines if line["kind"] == "validation"]
-    validated = f"{float(validations[-1]['curves/validation_loss']):.4f}" if validations else "-"
+    validated = _loss(validations[-1] if validations else {}, "curves/validation_loss")
     done = 0 if finished is None else finished.step
     progress = _progress(folder, updates, done, validated, is_running=state == "running")
     return [state, *progress, "-" if job is None else job.restarts, _checkpoint(folder)]
@@ -169,13 +170,20 @@ def _progress(
     if not updates:
         return [f"{done:,}{of_total}", "-", validated, "-", "-"]
     step, values = int(updates[-1]["step"]), updates[-1]["values"]
-    rate = statistics.median(float(each["values"]["train/tokens_per_second"]) for each in updates)
+    speeds = (each["values"].get("train/tokens_per_second", "NaN") for each in updates)
+    known = [speed for speed in map(float, speeds) if not math.isnan(speed)]
+    rate = statistics.median(known) if known else math.nan
     left = "-"
-    if total is not None and is_running:
+    if total is not None and is_running and known:
         seconds = (total - step) * tokens_per_update / rate
         left = str(timedelta(seconds=round(seconds)))
-    loss = f"{float(values['curves/train_loss']):.4f}"
-    return [f"{step:,}{of_total}", loss, validated, f"{rate:,.0f}", left]
+    loss = _loss(values, "curves/train_loss")
+    return [f"{step:,}{of_total}", loss, validated, f"{rate:,.0f}" if known else "-", left]
+
+
+def _loss(values: Mapping[str, Any], name: str) -> str:
+    """A logged loss; runs of other versions may have logged it under another name."""
+    return f"{float(values[name]):.4f}" if name in values else "-"
 
 
 def _budget(folder: Path) -> tuple[int, int | None]:

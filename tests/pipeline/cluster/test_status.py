@@ -120,6 +120,19 @@ def test_speed_is_the_median_and_time_left_follows_from_it(
     }
 
 
+def test_a_value_that_a_journal_lacks_is_a_dash(tmp_path: Path, status: Any) -> None:
+    bare: dict[str, Any] = {"step": 7, "time_ms": 7, "values": {"train/loss": 2.0}}
+    lines = [_update(6), bare | {"kind": "train"}, bare | {"kind": "validation"}]
+    _make(tmp_path / "older", *lines, _status("FINISHED"))
+    _make(tmp_path / "oldest", *lines[1:], _status("FINISHED"))
+    rows = status(tmp_path)
+    found = [[rows[name][key] for key in COLUMNS[2:7]] for name in ("older", "oldest")]
+    assert found == [
+        ["finished", "7/100", "-", "-", "500"],
+        ["finished", "7/100", "-", "-", "-"],
+    ]
+
+
 def test_of_a_long_journal_only_the_end_is_read(tmp_path: Path, status: Any) -> None:
     run = _make(tmp_path / "run", _update(1))
     journal = run / "logs" / "metrics.jsonl"
