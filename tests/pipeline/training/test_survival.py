@@ -30,7 +30,7 @@ pytestmark = pytest.mark.soak
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
 SEED = int(os.environ.get("LONGHAUL_SEED", "35"))
-UPDATES = 400
+UPDATES = 240
 COMMON = [
     *("trainer.micro_batch=2", "trainer.hang_seconds=60", "checkpoint.every_tokens=2048"),
     *("evaluation.tasks=[perplexity]", "evaluation.every_tokens=10240"),
@@ -152,16 +152,13 @@ def strike(run: Run, process: Any, way: str, chance: random.Random) -> None:
     elif way == "STOP":
         (folder / "STOP").touch()
     elif way == "SIGINT twice":
-        who = chance.choice([lambda: os.killpg(process.pid, signal.SIGINT), ranks[0].terminate])
-        who = who if who is not ranks[0].terminate else (lambda: ranks[0].send_signal(2))
-        who()
-        time.sleep(chance.random())
-        with suppress(ProcessLookupError, psutil.Error):
-            who()
+        send = chance.choice([os.killpg, os.kill])  # as a terminal does, or to rank 0 alone
+        for seconds in (chance.random(), 0):
+            with suppress(ProcessLookupError):
+                send(process.pid, signal.SIGINT)
+            time.sleep(seconds)
     elif way.startswith("pause"):
-        paused = {"rank 0": ranks[:1], "the last": ranks[-1:], "all rank": ranks}[
-            way[6:14].rstrip(",")
-        ]
+        paused = ranks if "all" in way else ranks[-1:] if "last" in way else ranks[:1]
         for rank in paused:
             rank.suspend()
         time.sleep(chance.uniform(1, 8))
@@ -410,7 +407,7 @@ COMPANY = {
     "export": lambda run, number: ["export", "small", f"exported-{number}"],
     "report": lambda run, number: ["report", "tests", f"report-{number}", "--uri", uri(run)],
     "evaluate": lambda run, number: ["evaluate", "small", "--tasks", "perplexity,positions"],
-    "generate": lambda run, number: ["generate", "small", "--tokens", "8"],
+    "generate": lambda run, number: ["generate", "small", "--prompt", "def", "--tokens", "8"],
     "status": lambda run, number: ["status", "small"],
 }
 
