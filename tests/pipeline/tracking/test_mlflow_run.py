@@ -3,11 +3,13 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 from tracked_runs import copied, history, started_tracker
 
-from longhaul.pipeline.tracking.mlflow_run import absolute_uri
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -61,3 +63,22 @@ def test_a_relative_database_stays_where_it_was_first(
     assert absolute_uri("sqlite:///a.db") == f"sqlite:///{tmp_path}/a.db"
     assert absolute_uri("sqlite:////b/a.db") == "sqlite:////b/a.db"
     assert absolute_uri("http://host:5000") == "http://host:5000"
+
+
+def test_an_experiment_that_another_process_makes_meanwhile_is_used(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    create_parent(tmp_path / "a", store, "made meanwhile", "a")
+    found, answers = MlflowClient.get_experiment_by_name, iter([None, None])
+
+    def look(client: MlflowClient, name: str) -> Any:
+        return next(answers, found(client, name))
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look)
+    (tmp_path / "b").mkdir()
+    create_parent(tmp_path / "b", store, "made meanwhile", "b")
+    experiment = found(MlflowClient(store), "made meanwhile")
+    assert experiment is not None
+    runs = MlflowClient(store).search_runs([experiment.experiment_id])
+    assert {run.info.run_name for run in runs} == {"a", "b"}
