@@ -5,6 +5,7 @@ import difflib
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -93,6 +94,8 @@ def _status(arguments: list[str]) -> int:
     except RuntimeError as error:
         return _fail(error, status=1)
     except KeyboardInterrupt:
+        # Pressed again, it would interrupt what Python does at its exit, with a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("longhaul: interrupted", file=sys.stderr)
         return 130
 

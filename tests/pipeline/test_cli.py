@@ -1,6 +1,7 @@
 """The `longhaul` command itself: help, version, and how it refuses what it does not know."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import longhaul
 from longhaul.configs import load_run_config
 from longhaul.configs.loader import flatten
 from longhaul.modules.attention import registered_variants
+from longhaul.pipeline import cli
 from longhaul.pipeline.cli import COMMANDS, main
 
 Output = pytest.CaptureFixture[str]
@@ -154,3 +156,19 @@ def test_a_failure_does_not_wait_for_ranks_over_nccl(
     assert main(["nonsense"]) == 2
     assert ended == ([2] if backend == "nccl" else [])
     assert capsys.readouterr().err.startswith("longhaul: command: found 'nonsense'")
+
+
+def test_what_is_interrupted_twice_is_interrupted_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main([]) == 130
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "longhaul: interrupted\n"
