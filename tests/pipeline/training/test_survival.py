@@ -223,14 +223,18 @@ def losses(run: Run) -> dict[int, float]:
     return dict(found)
 
 
-def samples(run: Run) -> dict[tuple[int, int], int]:
-    """Checksum of each sample by step and index."""
-    seen: dict[tuple[int, int], int] = {}
+def assert_samples_are_read_once(run: Run, num_updates: int) -> None:
+    """Each sample is of one step, and a step that is repeated reads the same tokens again."""
+    seen: dict[tuple[int, ...], int] = {}
+    steps = defaultdict(set)
     for line in run.trace.read_text().splitlines():
         entry = json.loads(line)
+        key = entry["step"], *entry["index"]
+        assert seen.setdefault(key, entry["crc"]) == entry["crc"], "a repeated step differs"
         for index in entry["index"]:
-            seen[entry["step"], index] = 0
-    return seen
+            steps[index].add(entry["step"])
+    assert sorted(steps) == list(range(num_updates * 8))
+    assert all(found == {index // 8} for index, found in steps.items())
 
 
 def assert_nothing_lost(run: Run, num_updates: int = UPDATES) -> None:
@@ -239,11 +243,7 @@ def assert_nothing_lost(run: Run, num_updates: int = UPDATES) -> None:
     done = json.loads((folder / "DONE").read_text())
     assert done == {"step": num_updates, "tokens": num_updates * 512, "is_tracked": True}
     assert list(losses(run)) == list(range(1, num_updates + 1))
-    by_index = defaultdict(set)
-    for step, index in samples(run):
-        by_index[index].add(step)
-    assert sorted(by_index) == list(range(num_updates * 8))
-    assert all(steps == {index // 8} for index, steps in by_index.items())
+    assert_samples_are_read_once(run, num_updates)
     client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
@@ -280,7 +280,7 @@ def undisturbed(make_run: Any) -> Callable[..., Run]:
     return get
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed3", "deepspeed1", "ddp"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed3", "deepspeed1", "ddp"])
 def test_ended_in_every_way_at_any_moment_a_run_comes_to_the_same(
     make_run: Any, undisturbed: Any, table: list[Row], strategy: str
 ) -> None:
