@@ -12,31 +12,27 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from tries import COMMON, KILLED, SEED, Row, note, said_last, table, wait_for
 
 from longhaul.pipeline.checkpoints.integrity import verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
+__all__ = ["table"]  # a fixture
+
 pytestmark = pytest.mark.soak
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
-SEED = int(os.environ.get("LONGHAUL_SEED", "35"))
 UPDATES = 240
-COMMON = [
-    *("trainer.micro_batch=2", "trainer.hang_seconds=60", "checkpoint.every_tokens=2048"),
-    *("evaluation.tasks=[perplexity]", "evaluation.every_tokens=10240"),
-    # The rate of the papers: at a larger one, the order of sums alone moves losses.
-    "optim.learning_rate=6e-4",
-]
 ZERO = ["trainer.strategy=deepspeed", "trainer.devices=2"]
 STRATEGIES = {
     "single": [],
@@ -48,7 +44,7 @@ STRATEGIES = {
     "fsdp of 4": ["trainer.strategy=fsdp", "trainer.devices=4", "trainer.micro_batch=1"],
 }
 # What is done to a training, and the statuses with which it may end.
-KILLED, FAILED = -signal.SIGKILL, 1
+FAILED = 1
 WAYS: dict[str, tuple[int, ...]] = {
     "kill one rank": (KILLED, FAILED),
     "kill all ranks": (KILLED,),
@@ -66,41 +62,6 @@ WAYS: dict[str, tuple[int, ...]] = {
 }
 
 
-class Row(NamedTuple):
-    """A try."""
-
-    kind: str
-    way: str
-    when: str
-    end: str
-    seconds: float
-    said: str
-
-
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[Row]]:
-    rows: list[Row] = []
-    yield rows
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.kind, row.way].append(row)
-    print(f"\n{len(rows)} tries, seed {SEED}")
-    print("| run | what was done | tries | ends | slowest end, s |\n|---|---|---|---|---|")
-    for (kind, way), group in groups.items():
-        ends = ", ".join(sorted({row.end for row in group}))
-        print(f"| {kind} | {way} | {len(group)} | {ends} | {max(r.seconds for r in group):.1f} |")
-
-
-def note(table: list[Row], row: Row) -> None:
-    table.append(row)
-    print(f"\n| {row.kind} | {row.way} | {row.when} | {row.end} | {row.seconds:.1f} | {row.said} |")
-
-
-def said_last(error: str) -> str:
-    lines = [line for line in error.splitlines() if line.startswith("longhaul:")]
-    return lines[-1][:160] if lines else ""
-
-
 def ranks_of(process: Any) -> list[psutil.Process]:
     """The processes of the ranks, as far as they have started."""
     first = psutil.Process(process.pid)
@@ -114,14 +75,6 @@ def ranks_of(process: Any) -> list[psutil.Process]:
 
 def lines_of(run: Run) -> int:
     return run.trace.read_bytes().count(b"\n") if run.trace.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.003)
 
 
 def wait_for_lines(run: Run, process: Any, count: int) -> None:
@@ -302,7 +255,11 @@ def test_ended_and_resumed_under_other_strategies_and_numbers_of_ranks(
     chance.shuffle(ways)
     survive(run, "each time another strategy", legs, ways, table, chance)
     assert_nothing_lost(run)
-    assert losses(run) == pytest.approx(losses(undisturbed("single")), abs=2e-3)
+    found, wanted = losses(run), losses(undisturbed("single"))
+    # Rounding grows: two strategies that nothing disturbs agree to 1e-4 for 60 updates, and differ
+    # by 0.02 after 240.
+    assert max(abs(found[step] - wanted[step]) for step in range(1, 61)) < 1e-4
+    assert max(abs(found[step] - wanted[step]) for step in wanted) < 0.05
 
 
 def ports_of(process: Any) -> list[int]:
@@ -439,114 +396,3 @@ def test_others_read_a_run_while_it_trains(
     assert status == 0, error
     assert_nothing_lost(run)
     assert_same_bits(run, undisturbed("ddp"))
-
-
-SWEEP_WAYS = {
-    "kill the sweep": (KILLED,),
-    "kill a run": (1,),
-    "kill the sweep and its run": (KILLED,),
-    "SIGTERM to the sweep": (75,),
-    "SIGINT twice to the sweep": (130,),
-}
-SWEEP = ("--sweep", "trainer.seed=1,2", "data.workers=0", "evaluation.tasks=[]")
-
-
-def journaled(run: Run, name: str) -> list[int]:
-    """The updates in a run's journal."""
-    journal = run.path / name / "logs" / "metrics.jsonl"
-    lines = journal.read_bytes().splitlines() if journal.exists() else []
-    found = [json.loads(line) for line in lines if line.endswith(b"}")]
-    return [line["step"] for line in found if line["kind"] == "train"]
-
-
-def processes_of(run: Run) -> list[psutil.Process]:
-    """The runs of a sweep, whose configs are in the folder of the test."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(f"{run.path}/" in word and "-sweep/" in word for word in process.cmdline()):
-                found.append(process)
-    return found
-
-
-def assert_sweep_is_whole(run: Run, names: list[str], num_updates: int) -> None:
-    client = MlflowClient(uri(run))
-    experiment = client.get_experiment_by_name("tests")
-    assert experiment is not None
-    tracked = {one.info.run_name: one for one in client.search_runs([experiment.experiment_id])}
-    assert len(client.search_runs([experiment.experiment_id])) == len(tracked)
-    for name in names:
-        assert tracked[name].info.status == "FINISHED"
-        assert journaled(run, name) == list(range(1, num_updates + 1))
-        history = client.get_metric_history(tracked[name].info.run_id, "train/loss")
-        assert sorted(point.step for point in history) == list(range(1, num_updates + 1))
-
-
-def test_sweeps_that_are_killed(make_run: Any, table: list[Row]) -> None:
-    run, chance = make_run(UPDATES), random.Random(f"{SEED} sweep")
-    names = ["small-seed=1", "small-seed=2"]
-    for way, wanted in SWEEP_WAYS.items():
-        before = sum(len(journaled(run, name)) for name in names)
-        process = run.start("train", "small.yaml", *COMMON, *SWEEP)
-        more = before + chance.randrange(2, 60)
-
-        def has_trained(more: int = more) -> bool:
-            return sum(len(journaled(run, name)) for name in names) >= more
-
-        wait_for(has_trained, process)
-        children = processes_of(run)
-        assert children
-        if way == "kill a run":
-            children[0].kill()
-        elif way.startswith("kill"):
-            process.send_signal(signal.SIGKILL)
-            if way.endswith("run"):
-                children[0].kill()
-        else:
-            number = signal.SIGINT if "INT" in way else signal.SIGTERM
-            process.send_signal(number)
-            if "twice" in way:
-                time.sleep(chance.random())
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
-        began = time.monotonic()
-        status, error = process.end(seconds=300)
-        _, alive = psutil.wait_procs(children, timeout=60)
-        seconds = time.monotonic() - began
-        note(table, Row("sweep", way, f"update {more}", f"{status}", seconds, said_last(error)))
-        assert not alive
-        assert not processes_of(run)
-        assert status in wanted, error
-    status, error = run.start("train", "small.yaml", *COMMON, *SWEEP).end(seconds=300)
-    assert status == 0, error
-    assert_sweep_is_whole(run, names, UPDATES)
-
-
-def test_two_sweeps_in_one_database(make_run: Any, table: list[Row]) -> None:
-    run = make_run(60)
-    commands = [
-        run.start("train", "small.yaml", f"name={name}", *COMMON, *SWEEP) for name in ("a", "b")
-    ]
-    began = time.monotonic()
-    ends = [command.end(seconds=300) for command in commands]
-    statuses = " and ".join(str(status) for status, _ in ends)
-    seconds = time.monotonic() - began
-    note(table, Row("sweep", "another one in the same database", "", statuses, seconds, ""))
-    assert [status for status, _ in ends] == [0, 0], ends
-    names = [f"{name}-seed={seed}" for name in ("a", "b") for seed in (1, 2)]
-    assert_sweep_is_whole(run, names, 60)
-
-
-def test_the_same_sweep_twice_at_once(make_run: Any, table: list[Row]) -> None:
-    run = make_run(60)
-    commands = [run.start("train", "small.yaml", *COMMON, *SWEEP) for _ in range(2)]
-    began = time.monotonic()
-    ends = [command.end(seconds=300) for command in commands]
-    statuses = " and ".join(str(status) for status, _ in ends)
-    last = said_last(max(ends, key=lambda end: end[0])[1])
-    seconds = time.monotonic() - began
-    note(table, Row("sweep", "the same one at once", "", statuses, seconds, last))
-    assert {status for status, _ in ends} <= {0, 1}, ends
-    status, error = run.start("train", "small.yaml", *COMMON, *SWEEP).end(seconds=300)
-    assert status == 0, error
-    assert_sweep_is_whole(run, ["small-seed=1", "small-seed=2"], 60)
