@@ -10,6 +10,7 @@ import logging
 import os
 import resource
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -134,6 +135,8 @@ def _status(arguments: list[str]) -> int:
     except RuntimeError as error:
         return _fail(error, status=1)
     except KeyboardInterrupt:
+        # Pressed again, it would interrupt what Python does at its exit, with a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("longhaul: interrupted", file=sys.stderr)
         return 130
 

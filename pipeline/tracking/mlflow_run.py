@@ -222,6 +222,8 @@ def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "
 
 
 def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
     known = client.get_experiment_by_name(name)
     if known is not None:
         if known.lifecycle_stage != "active":
@@ -237,7 +239,15 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     if uri.startswith(SQLITE):
         beside = Path(uri.removeprefix(SQLITE)).parent / "mlruns"
         location = str(beside / re.sub(r"[^\w.-]", "_", name))
-    return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
+    try:
+        return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+        known = client.get_experiment_by_name(name)
+        if known is None:
+            raise
+        return known.experiment_id  # Another process was faster.
 
 
 def _make_sqlite(path: Path, key: str) -> None:

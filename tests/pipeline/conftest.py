@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from longhaul.datamodules.workers import _SIGNALS
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.tracking.mlflow_run import _make_sqlite, load_mlflow
 
@@ -70,7 +71,7 @@ _IMPORTED = [
     "sqlalchemy.dialects.sqlite",
 ]
 _FORKED = """
-import atexit, multiprocessing, os, resource, socket, sys, threading, traceback
+import atexit, multiprocessing, os, resource, signal, socket, sys, threading, traceback
 from multiprocessing import forkserver
 # What a forked process starts would be forked from the same one.
 multiprocessing.set_start_method(start_method, force=True)
@@ -88,6 +89,8 @@ with socket.socket(socket.AF_UNIX) as listener:
     server = os.fork()
     if server == 0:
         os.close(other_end)
+        # As longhaul starts its own: it outlives signals to the whole group.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             forkserver.main(listener.fileno(), alive, [])
         finally:
@@ -135,6 +138,7 @@ class Command:
             "out": self._files[0].name,
             "error": self._files[1].name,
             "start_method": multiprocessing.get_start_method(),
+            "signals": _SIGNALS,
         }
         self._process = _FORKS.Process(target=exec, args=(_FORKED, given))
         self._process.start()

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import longhaul
 from longhaul.configs import load_run_config
 from longhaul.configs.loader import flatten
 from longhaul.modules.attention import registered_variants
+from longhaul.pipeline import cli
 from longhaul.pipeline.cli import COMMANDS, main
 from longhaul.pipeline.terminal.output import exact_stdout, plain_terminal
 
@@ -251,3 +253,19 @@ def test_too_few_open_files_are_refused_before_anything_is_opened(
     assert main(["train", "run/demo.yaml"]) == 1
     told = "longhaul: found a limit of 20 open files, wanted 128 or more: ulimit -n\n"
     assert capsys.readouterr().err == told
+
+
+def test_what_is_interrupted_twice_is_interrupted_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main([]) == 130
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "longhaul: interrupted\n"

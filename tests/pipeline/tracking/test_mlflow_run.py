@@ -4,8 +4,10 @@ import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.tracking import MlflowClient
 from tracked_runs import copied, history, started_tracker
 
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
@@ -96,3 +98,22 @@ def test_a_server_that_is_away_is_named_with_the_whole_reason(tmp_path: Path) ->
     address = f"http://***@127.0.0.1:{port}"
     assert str(raised.value) == f"tracking.uri: {address} cannot be reached: Connection refused"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_experiment_that_another_process_makes_meanwhile_is_used(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    create_parent(tmp_path / "a", store, "made meanwhile", "a")
+    found, answers = MlflowClient.get_experiment_by_name, iter([None, None])
+
+    def look(client: MlflowClient, name: str) -> Any:
+        return next(answers, found(client, name))
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", look)
+    (tmp_path / "b").mkdir()
+    create_parent(tmp_path / "b", store, "made meanwhile", "b")
+    experiment = found(MlflowClient(store), "made meanwhile")
+    assert experiment is not None
+    runs = MlflowClient(store).search_runs([experiment.experiment_id])
+    assert {run.info.run_name for run in runs} == {"a", "b"}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -61,6 +62,24 @@ def test_a_stopped_sweep_is_resumed_below_one_parent(run: Run) -> None:
     parent = tracked["small-sweep"].info.run_id
     assert {tracked[name].data.tags["mlflow.parentRunId"] for name in names} == {parent}
     assert {one.info.status for one in tracked.values()} == {"FINISHED"}
+
+
+@pytest.mark.wide
+def test_the_run_of_a_killed_sweep_saves_and_ends(run: Run) -> None:
+    axis = ("--sweep", "trainer.seed=1")
+    command = run.start("train", "small.yaml", *axis, *BRIEF, "trainer.max_tokens=512000")
+    name = "small-seed=1"
+    deadline = time.monotonic() + 100
+    while not steps(run, name):
+        assert time.monotonic() < deadline
+        assert command.poll() is None, command.communicate()
+        time.sleep(0.1)
+    (child,) = psutil.Process(command.pid).children()
+    command.send_signal(signal.SIGKILL)
+    command.end()
+    assert psutil.wait_procs([child], timeout=60)[1] == []
+    (checkpoint,) = (run.path / name / "checkpoints").glob("step-*")
+    assert steps(run, name)[-1] == int(checkpoint.name.removeprefix("step-"))
 
 
 @pytest.mark.wide

@@ -12,31 +12,27 @@ import signal
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
+from tries import COMMON, KILLED, SEED, Row, note, said_last, table, wait_for
 
 from longhaul.pipeline.checkpoints.integrity import verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint
 
+__all__ = ["table"]  # a fixture
+
 pytestmark = pytest.mark.soak
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
-SEED = int(os.environ.get("LONGHAUL_SEED", "35"))
-UPDATES = 400
-COMMON = [
-    *("trainer.micro_batch=2", "trainer.hang_seconds=60", "checkpoint.every_tokens=2048"),
-    *("evaluation.tasks=[perplexity]", "evaluation.every_tokens=10240"),
-    # The rate of the papers: at a larger one, the order of sums alone moves losses.
-    "optim.learning_rate=6e-4",
-]
+UPDATES = 240
 ZERO = ["trainer.strategy=deepspeed", "trainer.devices=2"]
 STRATEGIES = {
     "single": [],
@@ -48,7 +44,7 @@ STRATEGIES = {
     "fsdp of 4": ["trainer.strategy=fsdp", "trainer.devices=4", "trainer.micro_batch=1"],
 }
 # What is done to a training, and the statuses with which it may end.
-KILLED, FAILED = -signal.SIGKILL, 1
+FAILED = 1
 WAYS: dict[str, tuple[int, ...]] = {
     "kill one rank": (KILLED, FAILED),
     "kill all ranks": (KILLED,),
@@ -66,41 +62,6 @@ WAYS: dict[str, tuple[int, ...]] = {
 }
 
 
-class Row(NamedTuple):
-    """A try."""
-
-    kind: str
-    way: str
-    when: str
-    end: str
-    seconds: float
-    said: str
-
-
-@pytest.fixture(scope="module")
-def table() -> Iterator[list[Row]]:
-    rows: list[Row] = []
-    yield rows
-    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row.kind, row.way].append(row)
-    print(f"\n{len(rows)} tries, seed {SEED}")
-    print("| run | what was done | tries | ends | slowest end, s |\n|---|---|---|---|---|")
-    for (kind, way), group in groups.items():
-        ends = ", ".join(sorted({row.end for row in group}))
-        print(f"| {kind} | {way} | {len(group)} | {ends} | {max(r.seconds for r in group):.1f} |")
-
-
-def note(table: list[Row], row: Row) -> None:
-    table.append(row)
-    print(f"\n| {row.kind} | {row.way} | {row.when} | {row.end} | {row.seconds:.1f} | {row.said} |")
-
-
-def said_last(error: str) -> str:
-    lines = [line for line in error.splitlines() if line.startswith("longhaul:")]
-    return lines[-1][:160] if lines else ""
-
-
 def ranks_of(process: Any) -> list[psutil.Process]:
     """The processes of the ranks, as far as they have started."""
     first = psutil.Process(process.pid)
@@ -114,14 +75,6 @@ def ranks_of(process: Any) -> list[psutil.Process]:
 
 def lines_of(run: Run) -> int:
     return run.trace.read_bytes().count(b"\n") if run.trace.exists() else 0
-
-
-def wait_for(condition: Callable[[], bool], process: Any, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.003)
 
 
 def wait_for_lines(run: Run, process: Any, count: int) -> None:
@@ -152,16 +105,13 @@ def strike(run: Run, process: Any, way: str, chance: random.Random) -> None:
     elif way == "STOP":
         (folder / "STOP").touch()
     elif way == "SIGINT twice":
-        who = chance.choice([lambda: os.killpg(process.pid, signal.SIGINT), ranks[0].terminate])
-        who = who if who is not ranks[0].terminate else (lambda: ranks[0].send_signal(2))
-        who()
-        time.sleep(chance.random())
-        with suppress(ProcessLookupError, psutil.Error):
-            who()
+        send = chance.choice([os.killpg, os.kill])  # as a terminal does, or to rank 0 alone
+        for seconds in (chance.random(), 0):
+            with suppress(ProcessLookupError):
+                send(process.pid, signal.SIGINT)
+            time.sleep(seconds)
     elif way.startswith("pause"):
-        paused = {"rank 0": ranks[:1], "the last": ranks[-1:], "all rank": ranks}[
-            way[6:14].rstrip(",")
-        ]
+        paused = ranks if "all" in way else ranks[-1:] if "last" in way else ranks[:1]
         for rank in paused:
             rank.suspend()
         time.sleep(chance.uniform(1, 8))
@@ -226,14 +176,18 @@ def losses(run: Run) -> dict[int, float]:
     return dict(found)
 
 
-def samples(run: Run) -> dict[tuple[int, int], int]:
-    """Checksum of each sample by step and index."""
-    seen: dict[tuple[int, int], int] = {}
+def assert_samples_are_read_once(run: Run, num_updates: int) -> None:
+    """Each sample is of one step, and a step that is repeated reads the same tokens again."""
+    seen: dict[tuple[int, ...], int] = {}
+    steps = defaultdict(set)
     for line in run.trace.read_text().splitlines():
         entry = json.loads(line)
+        key = entry["step"], *entry["index"]
+        assert seen.setdefault(key, entry["crc"]) == entry["crc"], "a repeated step differs"
         for index in entry["index"]:
-            seen[entry["step"], index] = 0
-    return seen
+            steps[index].add(entry["step"])
+    assert sorted(steps) == list(range(num_updates * 8))
+    assert all(found == {index // 8} for index, found in steps.items())
 
 
 def assert_nothing_lost(run: Run, num_updates: int = UPDATES) -> None:
@@ -242,11 +196,7 @@ def assert_nothing_lost(run: Run, num_updates: int = UPDATES) -> None:
     done = json.loads((folder / "DONE").read_text())
     assert done == {"step": num_updates, "tokens": num_updates * 512, "is_tracked": True}
     assert list(losses(run)) == list(range(1, num_updates + 1))
-    by_index = defaultdict(set)
-    for step, index in samples(run):
-        by_index[index].add(step)
-    assert sorted(by_index) == list(range(num_updates * 8))
-    assert all(steps == {index // 8} for index, steps in by_index.items())
+    assert_samples_are_read_once(run, num_updates)
     client = MlflowClient(f"sqlite:///{run.path}/mlflow.db")
     experiment = client.get_experiment_by_name("tests")
     assert experiment is not None
@@ -283,7 +233,7 @@ def undisturbed(make_run: Any) -> Callable[..., Run]:
     return get
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed3", "deepspeed1", "ddp"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "deepspeed3", "deepspeed1", "ddp"])
 def test_ended_in_every_way_at_any_moment_a_run_comes_to_the_same(
     make_run: Any, undisturbed: Any, table: list[Row], strategy: str
 ) -> None:
@@ -305,7 +255,11 @@ def test_ended_and_resumed_under_other_strategies_and_numbers_of_ranks(
     chance.shuffle(ways)
     survive(run, "each time another strategy", legs, ways, table, chance)
     assert_nothing_lost(run)
-    assert losses(run) == pytest.approx(losses(undisturbed("single")), abs=2e-3)
+    found, wanted = losses(run), losses(undisturbed("single"))
+    # Rounding grows: two strategies that nothing disturbs agree to 1e-4 for 60 updates, and differ
+    # by 0.02 after 240.
+    assert max(abs(found[step] - wanted[step]) for step in range(1, 61)) < 1e-4
+    assert max(abs(found[step] - wanted[step]) for step in wanted) < 0.05
 
 
 def ports_of(process: Any) -> list[int]:
@@ -385,7 +339,7 @@ def test_the_clock_is_set(
     assert_same_bits(run, undisturbed(strategy))
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(6))
 def test_two_trainings_in_one_folder(make_run: Any, table: list[Row], number: int) -> None:
     run, chance = make_run(60), random.Random(f"{SEED} two {number}")
     strategy = chance.choice(["single", "ddp"])
@@ -404,3 +358,41 @@ def test_two_trainings_in_one_folder(make_run: Any, table: list[Row], number: in
     assert [status for status, _ in ends] == [0, 73], ends
     assert "is being written by another process" in ends[1][1]
     assert_nothing_lost(run, 60)
+
+
+COMPANY = {
+    "export": lambda run, number: ["export", "small", f"exported-{number}"],
+    "report": lambda run, number: ["report", "tests", f"report-{number}", "--uri", uri(run)],
+    "evaluate": lambda run, number: ["evaluate", "small", "--tasks", "perplexity,positions"],
+    "generate": lambda run, number: ["generate", "small", "--prompt", "def", "--tokens", "8"],
+    "status": lambda run, number: ["status", "small"],
+}
+
+
+def uri(run: Run) -> str:
+    return f"sqlite:///{run.path}/mlflow.db"
+
+
+def test_others_read_a_run_while_it_trains(
+    make_run: Any, undisturbed: Any, table: list[Row]
+) -> None:
+    run, chance = make_run(UPDATES), random.Random(f"{SEED} company")
+    process = run.start("train", "small.yaml", *COMMON, *STRATEGIES["ddp"])
+    wait_for(lambda: newest_checkpoint(run.path / "small" / "checkpoints") is not None, process)
+    for number, (what, arguments) in enumerate(2 * list(COMPANY.items())):
+        began, step = time.monotonic(), run.last_step
+        command = run.start(*arguments(run, number))
+        if is_killed := number >= len(COMPANY):
+            time.sleep(chance.random())
+            command.send_signal(signal.SIGKILL)
+        status, error = command.end()
+        seconds = time.monotonic() - began
+        way = f"{what}, killed" if is_killed else what
+        note(table, Row("ddp, read meanwhile", way, f"step {step}", f"{status}", seconds, ""))
+        # A report needs a run that is finished, and says so.
+        wanted = {0, 2} if what == "report" and "wanted a finished run" in error else {0}
+        assert status in (wanted | {KILLED} if is_killed else wanted), error
+    status, error = process.end(seconds=300)
+    assert status == 0, error
+    assert_nothing_lost(run)
+    assert_same_bits(run, undisturbed("ddp"))
