@@ -109,11 +109,11 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
         if keep_state:
             cache.num_tokens += T
-        kept = (
-            slice(-logits_to_keep, None)
-            if isinstance(logits_to_keep, int)
-            else logits_to_keep.cpu()
-        )
+        kept: slice | Tensor
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)
+        else:
+            kept = logits_to_keep.cpu()  # which any device takes as an index
         last = hidden[-1]
         logits = self.lm_head(last if labels is not None else last[:, kept]).float()
         loss = None
