@@ -22,7 +22,7 @@ from longhaul.datamodules.decoding import (
     UnescapingDecoder,
 )
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.native import foreign_content, without_panic_messages
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
@@ -33,6 +33,7 @@ _MOST_SETTINGS_BYTES = 16 << 20  # of a tokenizer_config.json
 # Names of the end-of-text and the bos token in published tokenizer.json files, most common first.
 _EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
+_NEVER = -1e4  # a log-probability far below that of any other way to read a few characters
 # SHA-256 of the files that tiktoken would download.
 _GPT2_HASHES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -204,7 +205,7 @@ class Gpt2Tokenizer(Tokenizer):
         self._encoding, self.sha256 = _gpt2_encoding()
 
     def _encode(self, text: str) -> Ids:
-        with foreign_content("tokenizer gpt2", "cannot encode text"), without_panic_messages():
+        with foreign_content("tokenizer gpt2", "cannot encode text"):
             ids = self._encoding.encode_ordinary(text)
         return np.array(ids, np.int64)
 
@@ -258,17 +259,11 @@ class FileTokenizer(Tokenizer):
         bos: str | int | None = None,
         eos: str | int | None = None,
     ) -> None:
-        # Imported here, because it is slow and only this tokenizer needs it.
-        import tokenizers
-
         self.content = content
         self._where = where
         self.sha256 = hashlib.sha256(content).hexdigest()
         with self._calling("not a tokenizer.json"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
-            # A file may configure truncation or padding to the context of a model.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
+            self._tokenizer = _load(content)
             vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
         end = self._find("eos", eos, _EOT_NAMES, vocabulary)
@@ -278,37 +273,55 @@ class FileTokenizer(Tokenizer):
                 "`eos_token` in a tokenizer_config.json beside it, or --eos TOKEN"
             )
         begin = self._find("bos", bos, _BOS_NAMES, vocabulary) or end
-        (self._eot, self.eot_id), (bos_token, self.bos_id) = end, begin
+        (self._eot, self.eot_id), (self._bos, self.bos_id) = end, begin
         with self._calling("not a tokenizer.json"):
-            # A text that spells a special token does not mean it: it could forge the end of a text.
-            special = [tokenizers.AddedToken(t, special=True) for t in {self._eot, bos_token}]
-            self._tokenizer.add_special_tokens(special)
-            self._tokenizer.encode_special_tokens = True
+            self._split_special_tokens(self._tokenizer)
 
     def _encode(self, text: str) -> Ids:
         with self._calling("cannot encode text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eot_id in ids:
-            ids = self._encode_without_end(text)
-        return np.array(ids, np.int64)
-
-    def _encode_without_end(self, text: str) -> list[int]:
-        """The ids of a text in which the model itself, and no added token, finds the end."""
-        ids: list[int] = []
-        first, *others = text.split(self._eot)
-        parts = [
-            first,
-            *(part for other in others for part in (self._eot[:1], self._eot[1:], other)),
-        ]
-        with self._calling("cannot encode text"):
-            for part in parts:
-                ids += self._tokenizer.encode(part, add_special_tokens=False).ids
-        if self.eot_id in ids:
+            with self._calling("cannot encode text"):
+                ids = self._without_end.encode(text, add_special_tokens=False).ids
+        if self.eot_id in ids:  # of a model of whole words, or one that is a single character
             raise ValueError(
                 f"{self._where}: found its end-of-text token, {shown(self._eot)}, among the ids of "
                 "a text, wanted a token that no text has (--eos TOKEN)"
             )
-        return ids
+        return np.array(ids, np.int64)
+
+    @functools.cached_property
+    def _without_end(self) -> Any:
+        """The tokenizer for the rare text in which the model itself, no added token, finds it."""
+        tokenizer = _load(json.dumps(self.without_end()).encode())
+        self._split_special_tokens(tokenizer)
+        return tokenizer
+
+    def _split_special_tokens(self, tokenizer: Any) -> None:
+        """Let it read a special token in a text as text: it could forge the end of a text."""
+        # Imported here, because it is slow and only this tokenizer needs it.
+        from tokenizers import AddedToken
+
+        special = [AddedToken(token, special=True) for token in {self._eot, self._bos}]
+        tokenizer.add_special_tokens(special)
+        tokenizer.encode_special_tokens = True
+
+    def without_end(self) -> dict[str, Any]:
+        """The values of tokenizer.json, but for what makes the model read text as an end."""
+        values: dict[str, Any] = json.loads(self.content)
+        model = values["model"]
+        if model.get("merges"):
+            # A merge is a pair, or in older files both with a blank between them.
+            model["merges"] = [
+                merge
+                for merge in model["merges"]
+                if "".join(merge.split(" ", 1) if isinstance(merge, str) else merge) != self._eot
+            ]
+        elif isinstance(model.get("vocab"), list):  # of pieces and their log-probabilities
+            model["vocab"] = [
+                [piece, _NEVER if piece == self._eot else score] for piece, score in model["vocab"]
+            ]
+        return values
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling("cannot decode ids"):
@@ -322,7 +335,7 @@ class FileTokenizer(Tokenizer):
     @contextmanager
     def _calling(self, what: str) -> Iterator[None]:
         """Calls of the library in the body that fail, in whatever way, raise ValueError."""
-        with foreign_content(self._where, what), without_panic_messages():
+        with foreign_content(self._where, what):
             yield
 
     def _find(
@@ -340,6 +353,17 @@ class FileTokenizer(Tokenizer):
             f"{self._where}: {role} is {shown(given)}, which is no token of it (--{role} TOKEN "
             "gives another)"
         )
+
+
+def _load(content: bytes) -> Any:
+    # Imported here, because it is slow and only this tokenizer needs it.
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    # A file may configure truncation or padding to the context of a model.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 class _CheckedDecoder:

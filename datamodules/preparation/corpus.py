@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from longhaul.datamodules.preparation.formats import READABLE, Text, content_of, texts_of
+from longhaul.datamodules.preparation.formats import Text, UnreadableError, content_of, texts_of
 from longhaul.datamodules.untrusted import check_regular, shown
 from longhaul.datamodules.urls import MissingInputError
 
@@ -117,18 +117,20 @@ def _files_in(source: Path, destination: Path | None) -> list[_Found]:
         raise MissingInputError(f"{source}: no such file or folder")
     if not source.is_dir():
         check_regular(source)
-        if content_of(source).kind == "binary":
-            raise ValueError(f"{source}: found a binary file, wanted {READABLE}")
+        content_of(source)
         return [_Found(source.name, source, False)]
-    found, binary, special = [], [], []
+    found, unreadable, special = [], [], []
     for each in _walk(source, destination):
         if not each.path.is_file():
             special.append(each)
-        elif content_of(each.path).kind == "binary":
-            binary.append(each)
+            continue
+        try:
+            content_of(each.path)
+        except UnreadableError:
+            unreadable.append(each)
         else:
             found.append(each)
-    _warn(binary, "binary files")
+    _warn(unreadable, "files whose texts cannot be read")
     _warn(special, "links to nothing, FIFOs, sockets and devices")
     return found
 

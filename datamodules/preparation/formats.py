@@ -45,6 +45,10 @@ _MARKS = (
 _BYTE_ORDER_MARK = "\ufeff"
 
 
+class UnreadableError(ValueError):
+    """The format of a file is none whose texts can be read."""
+
+
 @dataclass(frozen=True)
 class Text:
     """One text, read while iterating over its pieces."""
@@ -61,8 +65,7 @@ class Text:
 class Content:
     """What a file holds."""
 
-    kind: Literal["text", "lines", "parquet", "binary"]
-    """`binary` is none of the others."""
+    kind: Literal["text", "lines", "parquet"]
     compression: Compression | None
     encoding: str = "utf-8"
     """Of a text."""
@@ -72,7 +75,8 @@ def content_of(path: Path) -> Content:
     """What a file holds, by its name and first bytes.
 
     Raises:
-        ValueError: it holds texts in a way that cannot be read, or is damaged.
+        UnreadableError: it holds no texts, or holds them in a way that cannot be read.
+        ValueError: it is damaged.
     """
     with open_regular(path) as file:
         head = file.read(_HEAD_BYTES)
@@ -83,23 +87,25 @@ def content_of(path: Path) -> Content:
         with opened(path, packed) as stream, reading(path):
             head = stream.read(_HEAD_BYTES)
         if (again := compression_of(name, head)) is not None:
-            raise ValueError(f"{path}: found {again.name} in {packed.name}, wanted one of them")
+            found = f"{again.name} in {packed.name}"
+            raise UnreadableError(f"{path}: found {found}, wanted one of them")
     if name.endswith(_UNREAD):
-        raise ValueError(
+        raise UnreadableError(
             f"{path}: found {Path(name).suffix}, whose texts cannot be read, wanted {READABLE}"
         )
     if name.endswith(".parquet") or (head.startswith(b"PAR1") and b"\0" in head):
         if packed is not None:
-            raise ValueError(f"{path}: found parquet in {packed.name}, wanted .parquet itself")
+            found = f"parquet in {packed.name}"
+            raise UnreadableError(f"{path}: found {found}, wanted .parquet itself")
         return Content("parquet", None)
     encoding = next((e for mark, e in _MARKS if head.startswith(mark)), "utf-8")
     if name.endswith(_LINES):
         if encoding != "utf-8":
-            raise ValueError(f"{path}: found JSON lines in {encoding.upper()}, wanted UTF-8")
+            raise UnreadableError(f"{path}: found JSON lines in {encoding.upper()}, wanted UTF-8")
         _check_lines(path, name, head)
         return Content("lines", packed)
     if encoding == "utf-8" and b"\0" in head:
-        return Content("binary", packed)
+        raise UnreadableError(f"{path}: found a binary file, wanted {READABLE}")
     return Content("text", packed, encoding)
 
 
@@ -115,7 +121,7 @@ def _check_lines(path: Path, name: str, head: bytes) -> None:
         found = "an object over several lines"
     else:
         found = "an array" if first.startswith(b"[") else "no object"
-    raise ValueError(
+    raise UnreadableError(
         f"{path}: found {found}, wanted an object with `text` on each line; to read the file as "
         "plain text give it another ending"
     )

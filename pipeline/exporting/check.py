@@ -106,9 +106,11 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
     config = json.loads((folder / "tokenizer_config.json").read_bytes())
     exported = Exported.from_file(str(folder / "tokenizer.json"))
+    exported.encode_special_tokens = config["split_special_tokens"]
     is_escaped = config["tokenizer_class"] == "LonghaulTokenizer"
-    found = exported.encode(json.dumps(_TEXT)[1:-1] if is_escaped else _TEXT).ids
-    ids = tokenizer.encode(_TEXT).tolist()
+    text = f"{_TEXT}a{tokenizer.decode([tokenizer.eot_id])} b"
+    found = exported.encode(json.dumps(text)[1:-1] if is_escaped else text).ids
+    ids = tokenizer.encode(text).tolist()
     wanted = [tokenizer.bos_id, *ids] if "bos_token" in config else ids
     if found != wanted:
         raise RuntimeError(f"tokenizer: found ids {found} of the exported one, wanted {wanted}")

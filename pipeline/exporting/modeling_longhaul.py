@@ -109,7 +109,11 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
         if keep_state:
             cache.num_tokens += T
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        kept: slice | Tensor
+        if isinstance(logits_to_keep, int):
+            kept = slice(-logits_to_keep, None)
+        else:
+            kept = logits_to_keep.cpu()  # which any device takes as an index
         last = hidden[-1]
         logits = self.lm_head(last if labels is not None else last[:, kept]).float()
         loss = None
@@ -125,48 +129,52 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             loss=loss,
             logits=logits,
             past_key_values=cache if use_cache else None,
-            hidden_states=hidden.unbind() if output_hidden_states else None,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
         )
 
     def _read_rows(
         self, x: Tensor, mask: Tensor | None, cache: LonghaulCache, keep: bool, every: bool
-    ) -> Tensor:
-        """`_read` of all rows. Rows with padding are read one at a time."""
+    ) -> list[Tensor]:
+        """`_read` of all rows. Rows with padding are read one at a time.
+
+        Blocks may be on different devices, and so may what they return.
+        """
+        mask = None if mask is None or mask.all() else mask.to(x.device)
         # Without a state, what follows a token is of no importance.
-        if mask is not None and (mask.all() or (not keep and (mask[:, 1:] <= mask[:, :-1]).all())):
-            mask = None
+        is_after = mask is not None and not keep and bool((mask[:, 1:] <= mask[:, :-1]).all())
         order = list(range(len(x)))
-        if mask is None and [rows for rows, _ in cache.groups] == [order]:
+        if (mask is None or is_after) and [rows for rows, _ in cache.groups] == [order]:
             hidden, after = self._read(x, cache.groups[0][1], keep, every)
             if keep:
                 cache.groups = [(order, after)]
-            return hidden
-        nothing = x.new_zeros(len(self.blocks) + 1 if every else 1, *x.shape[1:])
-        outputs = dict.fromkeys(order, nothing)
+            return hidden if mask is None else [_filled_up(one, mask) for one in hidden]
+        outputs: dict[int, list[Tensor]] = {}
         groups = []
         for rows, state in cache.groups:
             if mask is None or mask[rows].all():
                 hidden, after = self._read(x[rows], state, keep, every)
-                outputs |= dict(zip(rows, hidden.unbind(dim=1), strict=True))
+                for place, row in enumerate(rows):
+                    outputs[row] = [one[place] for one in hidden]
                 groups.append((rows, after))
                 continue
             for place, row in enumerate(rows):
                 after = None if state is None else select_rows(state, [place])
                 if (kept := mask[row]).any():
                     hidden, after = self._read(x[row : row + 1, kept], after, keep, every)
-                    count = kept.cumsum(dim=0)  # real tokens so far
-                    outputs[row] = hidden[:, 0, (count - 1).clamp(min=0)] * (count > 0)[:, None]
+                    outputs[row] = [_filled_up(one, kept[None])[0] for one in hidden]
                 groups.append(([row], after))
         if keep:
             cache.groups = groups
             cache.join_groups()
-        return torch.stack([outputs[row] for row in order], dim=1)
+        like = next(iter(outputs.values()), [x[0]] * (len(self.blocks) + 1 if every else 1))
+        nothing = [torch.zeros_like(one) for one in like]
+        by_row = [outputs.get(row, nothing) for row in order]
+        return [torch.stack(ones) for ones in zip(*by_row, strict=True)]
 
-    def _read(self, x: Tensor, state: Any, keep: bool, every: bool) -> tuple[Tensor, Any]:
+    def _read(self, x: Tensor, state: Any, keep: bool, every: bool) -> tuple[list[Tensor], Any]:
         """Activations of rows without padding, and the states of all layers after them.
 
-        Activations are (1, B, T, D) after the final norm, or with `every` (1 + L, B, T, D): those
-        before each block, too.
+        Activations are (B, T, D) after the final norm, with `every` those before each block, too.
         """
         T, after = x.shape[1], []
         if self.config.caches_tokens:
@@ -185,7 +193,14 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             if not self.config.caches_tokens:
                 after.append(layer_after)
         hidden.append(self.final_norm(x))
-        return torch.stack([one[:, -T:] for one in hidden]), after if keep else None
+        return [one[:, -T:] for one in hidden], after if keep else None
+
+
+def _filled_up(hidden: Tensor, mask: Tensor) -> Tensor:
+    """At padding those of the token before it, or zeros: (B, T, D) from those of the tokens."""
+    count = mask.to(hidden.device).cumsum(dim=1)  # of tokens so far
+    last = (count - 1).clamp(min=0)
+    return hidden.take_along_dim(last[..., None], dim=1) * (count > 0)[..., None]
 
 
 def _mask_of(attention_mask: Tensor | None, B: int, T: int) -> Tensor | None:

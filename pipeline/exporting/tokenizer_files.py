@@ -27,16 +27,20 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool
         "clean_up_tokenization_spaces": False,
         # Texts of a batch are continued at their ends, which padding must not follow.
         "padding_side": "left",
+        # Special tokens in a text are read as plain text, as in training.
+        "split_special_tokens": True,
     }
     if isinstance(tokenizer, FileTokenizer):
-        content = _without_additions(tokenizer.content)
+        content = tokenizer.without_end()
+        # Training neither adds tokens around texts, nor truncates or pads them.
+        content |= {"post_processor": None, "truncation": None, "padding": None}
         # Only added tokens may be special: transformers would look for any other one in every text.
         added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
+        for token in content.get("added_tokens", []):
+            token["special"] |= token["id"] in (tokenizer.bos_id, tokenizer.eot_id)
     else:
         content = _byte_tokenizer() if tokenizer.name == "bytes" else _gpt2_tokenizer()
         added = {tokenizer.eot_id: END_OF_TEXT}
-        # Special tokens in a text are read as plain text, as in training.
-        config["split_special_tokens"] = True
     for role, token in (("bos", tokenizer.bos_id), ("eos", tokenizer.eot_id)):
         if token in added:
             config[f"{role}_token"] = added[token]
@@ -88,12 +92,6 @@ def _begin_with(token: str, token_id: int) -> dict[str, Any]:
         "pair": [begin, first, second],
         "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
     }
-
-
-def _without_additions(content: bytes) -> dict[str, Any]:
-    """A tokenizer.json that neither adds tokens around texts, nor truncates or pads them."""
-    values: dict[str, Any] = json.loads(content)
-    return values | {"post_processor": None, "truncation": None, "padding": None}
 
 
 def _byte_tokenizer() -> dict[str, Any]:

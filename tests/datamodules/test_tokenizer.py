@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from longhaul.datamodules.native import foreign_content, without_panic_messages
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import Tokenizer, build_tokenizer
 
 TEXTS = (
@@ -171,25 +171,20 @@ def characters(*more: str) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
 
 
-@pytest.mark.parametrize("kind", ["special", "added", "in the model", "a word"])
+@pytest.mark.parametrize("kind", ["special", "added", "in the model"])
 def test_a_text_cannot_spell_the_end_of_a_text(tmp_path: Path, kind: str) -> None:
     tokenizer = characters("</s>", "<s>")
     if kind == "special":
         tokenizer.add_special_tokens(["</s>", "<s>"])
     elif kind == "added":
         tokenizer.add_tokens(["</s>", "<s>"])
-    elif kind == "a word":
-        words = {"a": 0, "b": 1, "</s>": 2, "[UNK]": 3}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     built = build_tokenizer(str(saved(tmp_path / "tokenizer.json", tokenizer)))
     text = "a </s> b</s></s><s>"
     ids = built.encode(text).tolist()
     assert built.eot_id not in ids
     assert built.bos_id not in ids
-    if kind != "a word":
-        assert ids == [ord(char) - 32 for char in text]
-        assert built.decode([*ids, built.eot_id]).endswith("</s>")
+    assert ids == [ord(char) - 32 for char in text]
+    assert built.decode([*ids, built.eot_id]).endswith("</s>")
 
 
 def test_a_text_that_is_the_end_of_a_text_is_refused(tmp_path: Path) -> None:
@@ -197,6 +192,13 @@ def test_a_text_that_is_the_end_of_a_text_is_refused(tmp_path: Path) -> None:
     built = build_tokenizer(str(path), eos="a")
     with pytest.raises(ValueError, match=f"^{path}: found its end-of-text token, 'a', among the"):
         built.encode("banana")
+    words = {"a": 0, "b": 1, "</s>": 2, "[UNK]": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    built = build_tokenizer(str(saved(path, tokenizer)))
+    assert built.encode("a b a</s>").tolist() == [0, 1, 3]
+    with pytest.raises(ValueError, match=f"^{path}: found its end-of-text token, '</s>', among"):
+        built.encode("a </s> b")
 
 
 HOSTILE: dict[str, dict[str, Any]] = {
@@ -233,7 +235,7 @@ def there_and_back(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [*HOSTILE, "prefix"])
 def test_a_tokenizer_that_makes_the_library_panic_is_one_line(
-    tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = characters("</s>")
     changed = HOSTILE.get(kind, {})
@@ -242,22 +244,21 @@ def test_a_tokenizer_that_makes_the_library_panic_is_one_line(
         model = json.loads(tokenizer.to_str())["model"]
         changed = {"model": {**model, "continuing_subword_prefix": "#" * 20}}
     path = saved(tmp_path / "tokenizer.json", tokenizer, **changed)
-    with pytest.raises(ValueError, match=f"^{path}: (not a tokenizer|cannot (en|de)code)") as one:
-        there_and_back(path)
+    moved: list[object] = []
+    message = f"^{path}: (not a tokenizer|cannot (en|de)code)"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup2", lambda *files: moved.append(files))
+        with pytest.raises(ValueError, match=message) as one:
+            there_and_back(path)
     assert "\n" not in str(one.value)
-    assert capfd.readouterr() == ("", "")
+    # Descriptors belong to the whole process: its other threads write there meanwhile.
+    assert not moved
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_call_stays_interrupted(error: type[BaseException]) -> None:
-    with pytest.raises(error), foreign_content("a", "b"), without_panic_messages():
+    with pytest.raises(error), foreign_content("a", "b"):
         raise error
-
-
-def test_what_a_library_says_without_a_panic_is_not_lost(capfd) -> None:
-    with without_panic_messages():
-        os.write(2, b"a warning\n")
-    assert capfd.readouterr().err == "a warning\n"
 
 
 @pytest.mark.parametrize("as_object", [False, True])

@@ -66,7 +66,7 @@ def test_files_that_are_left_out_are_named(
     for number in range(7):
         (tmp_path / f"{number}.png").write_bytes(b"\x89PNG\0")
     assert names(tmp_path) == ["a.txt"]
-    assert "7 binary files are left out: '" in caplog.text
+    assert "7 files whose texts cannot be read are left out: '" in caplog.text
     assert "0.png'" in caplog.text
     assert caplog.text.rstrip().endswith("and 2 more")
 

@@ -98,6 +98,25 @@ def test_damaged_compressed_files_are_named(tmp_path: Path, ending: str) -> None
             gzip.compress(b"PAR1", mtime=0),
             "found parquet in gzip, wanted .parquet itself",
         ),
+        ("a.bin", b"\0\1", "found a binary file, wanted plain text, JSON lines"),
+    ],
+)
+def test_files_of_other_formats_are_refused_or_left_out_of_a_folder(
+    tmp_path: Path, name: str, content: bytes, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / name, content)
+    (tmp_path / "b.txt").write_text("good")
+    assert read(tmp_path) == ["good"]
+    (warning,) = caplog.messages
+    assert warning.startswith("1 files whose texts cannot be read are left out: '")
+    assert warning.endswith(f"/{name}'")
+    with pytest.raises(ValueError, match=f"^{path}: {message}"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
         ("a.json", b'{"body": "x"}\n', "1: no `text`, wanted an object"),
         ("a.txt", b"\xff\xfea", "damaged, .utf-16-le. codec can't decode"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b\\ud800c"}\n', "2: `text`: found '.ud800', half"),
@@ -105,7 +124,7 @@ def test_damaged_compressed_files_are_named(tmp_path: Path, ending: str) -> None
     ],
 )
 @pytest.mark.parametrize("is_named", [True, False])
-def test_what_cannot_be_read_is_refused_by_name(
+def test_what_is_damaged_is_refused_by_name(
     tmp_path: Path, name: str, content: bytes, message: str, is_named: bool
 ) -> None:
     path = written(tmp_path / name, content)

@@ -77,6 +77,35 @@ def test_logits_before_the_first_token_have_not_read_it(model: LonghaulForCausal
         assert not model(x, padded()).logits[0, :5].any()
 
 
+def test_at_padding_stand_the_logits_of_the_token_before_it(model: LonghaulForCausalLM) -> None:
+    x, mask = tokens(), torch.ones_like(tokens())
+    mask[0, 7:] = mask[1, 10:] = 0
+    for use_cache in (False, True):
+        logits = model(x, mask, use_cache=use_cache).logits
+        for row, T in enumerate((7, 10, 12)):
+            alone = model(x[row : row + 1, :T]).logits[0]
+            wanted = torch.cat([alone, alone[-1:].expand(12 - T, -1)])
+            torch.testing.assert_close(logits[row], wanted)
+
+
+def test_blocks_may_be_on_two_devices() -> None:
+    """The second is `meta`, which computes shapes alone."""
+    model = model_of("softmax")
+    for part in (*model.blocks[1:], model.final_norm, model.lm_head):
+        part.to("meta").register_forward_pre_hook(
+            lambda _, values, options: (
+                tuple(x.to("meta") for x in values if x is not None),
+                options,
+            ),
+            with_kwargs=True,
+        )
+    mask = padded()
+    mask[2] = 0  # a row without a token
+    output = model(tokens(), mask, use_cache=False, output_hidden_states=True)
+    assert [one.device.type for one in output.hidden_states] == ["cpu", "cpu", "meta"]
+    assert output.logits.device.type == "meta"
+
+
 def test_hidden_states_are_inputs_of_blocks_and_the_last_output(model: LonghaulForCausalLM) -> None:
     found: list[Tensor] = []
     hooks = [b.register_forward_pre_hook(lambda _, x: found.append(x[0])) for b in model.blocks]
