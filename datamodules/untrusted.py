@@ -124,16 +124,20 @@ def check_no_links(folder: Path, *names: str) -> None:
         folder: where something is to be written; it need not exist.
         names: of entries of it that are looked at, with all below them; none means all entries.
     """
-    if not folder.is_dir():
-        return
-    for entry in os.scandir(folder):
-        if names and entry.name not in names:
-            continue
-        if entry.is_symlink():
-            found = shown(os.readlink(entry.path))
-            raise ValueError(f"{entry.path}: found a link to {found}, wanted no link in {folder}")
-        if entry.is_dir():
-            check_no_links(Path(entry.path))
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, folders, files in os.walk(folder, onerror=fail if folder.is_dir() else None):
+        if parent == str(folder) and names:
+            folders[:] = [name for name in folders if name in names]
+            files = [name for name in files if name in names]
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
+            if os.path.islink(path):
+                raise ValueError(
+                    f"{path}: found a link to {shown(os.readlink(path))}, wanted no link in "
+                    f"{folder}; to keep the run on another disk, move it there whole"
+                )
 
 
 def open_to_write(path: Path, flags: int) -> int:
