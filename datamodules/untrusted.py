@@ -124,20 +124,19 @@ def check_no_links(folder: Path, *names: str) -> None:
         folder: where something is to be written; it need not exist.
         names: of entries of it that are looked at, with all below them; none means all entries.
     """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for parent, folders, files in os.walk(folder, onerror=fail if folder.is_dir() else None):
-        if parent == str(folder) and names:
-            folders[:] = [name for name in folders if name in names]
-            files = [name for name in files if name in names]
-        for path in (os.path.join(parent, name) for name in (*folders, *files)):
-            if os.path.islink(path):
-                raise ValueError(
-                    f"{path}: found a link to {shown(os.readlink(path))}, wanted no link in "
-                    f"{folder}; to keep the run on another disk, move it there whole"
-                )
+    if not folder.is_dir():
+        return
+    # Not os.walk, which recurses before Python 3.12: folders may be nested a thousand deep.
+    left = [entry for entry in os.scandir(folder) if not names or entry.name in names]
+    while left:
+        entry = left.pop()
+        if entry.is_symlink():
+            raise ValueError(
+                f"{entry.path}: found a link to {shown(os.readlink(entry.path))}, wanted no link "
+                f"in {folder}; to keep the run on another disk, move it there whole"
+            )
+        if entry.is_dir():
+            left += os.scandir(entry.path)
 
 
 def open_to_write(path: Path, flags: int) -> int:

@@ -1,10 +1,13 @@
 """What files may say of commands, hosts and databases."""
 
+import inspect
+import sys
 from pathlib import Path
 
 import pytest
 
 from longhaul.datamodules.named import is_named, is_named_store, names, remember
+from longhaul.datamodules.untrusted import check_no_links
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +104,23 @@ def test_a_torn_line_hides_no_other(state: Path) -> None:
     assert is_named("pipe:cat b")
     assert is_named(("slurm.extra", "--reservation=a"))
     assert not is_named(("slurm.account", "--reservation=a"))
+
+
+def test_a_link_is_found_however_deep_it_lies(tmp_path: Path) -> None:
+    inner = tmp_path
+    for _ in range(100):
+        inner /= "a"
+    inner.mkdir(parents=True)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack(0)) + 60)
+        check_no_links(tmp_path, "a")
+        (inner / "b").symlink_to("/tmp")
+        check_no_links(tmp_path, "logs")
+        with pytest.raises(ValueError, match="/b: found a link to '/tmp'"):
+            check_no_links(tmp_path, "a")
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_a_job_has_what_was_named_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
