@@ -7,6 +7,8 @@ is imported here is quick to import, so that values are checked before torch is.
 import re
 from dataclasses import dataclass, field
 
+from longhaul.datamodules.urls import SQLITE
+
 _MOST_SECONDS = 100_000_000  # three years; a lock cannot wait for more than 292
 # The largest seed of NumPy; sbatch's formats of times, but for minutes alone, and of sizes.
 _MOST_SEED = (1 << 32) - 1
@@ -231,10 +233,12 @@ class TrackingConfig:
     """Id of the parent run in MLflow, or null; --sweep sets it."""
 
     def __post_init__(self) -> None:
-        if not self.uri.startswith(("sqlite:///", "http://", "https://")):
+        if not self.uri.startswith((SQLITE, "http://", "https://")):
             raise ValueError(
                 f"tracking.uri: found {self.uri!r}, wanted sqlite:///FILE or http(s)://HOST:PORT"
             )
+        if self.uri.startswith(SQLITE) and re.search("[?#]", self.uri):
+            raise ValueError(f"tracking.uri: found {self.uri!r}, wanted a path without ? and #")
         if not self.experiment:
             raise ValueError("tracking.experiment: found '', wanted a name")
         _positive("tracking", self, "every_updates")

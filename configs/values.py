@@ -37,6 +37,7 @@ from longhaul.configs.schema import (
 )
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.untrusted import one_line, read_regular, shown
+from longhaul.datamodules.urls import SQLITE
 
 _LARGEST_NUMBER = 1 << 62
 MOST_BYTES = 1 << 20
@@ -244,6 +245,11 @@ def _command_line(overrides: Sequence[str]) -> DictConfig:
                 raise
             raise ConfigError(f"command line: {one_line(error)}") from None
     return values
+
+
+def typed_keys(overrides: Sequence[str]) -> set[str]:
+    """The keys to which `key.sub=value` strings give values, and those above them."""
+    return {key for key, _ in leaves(OmegaConf.to_container(_command_line(overrides)))}
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> ConfigError:
@@ -466,6 +472,6 @@ def _check_text(text: str, path: str) -> None:
 def _at_home(location: str) -> str:
     """A path or sqlite URI with `~` at its beginning replaced by the home folder."""
     scheme, path = "", location
-    if location.startswith("sqlite:///"):
-        scheme, path = location[:10], location[10:]
+    if location.startswith(SQLITE):
+        scheme, path = SQLITE, location.removeprefix(SQLITE)
     return scheme + (os.path.expanduser(path) if path.startswith("~") else path)

@@ -127,14 +127,17 @@ def check_no_links(folder: Path, *names: str) -> None:
     """
     if not folder.is_dir():
         return
-    for entry in os.scandir(folder):
-        if names and entry.name not in names:
-            continue
+    # Not os.walk, which recurses before Python 3.12: folders may be nested a thousand deep.
+    left = [entry for entry in os.scandir(folder) if not names or entry.name in names]
+    while left:
+        entry = left.pop()
         if entry.is_symlink():
-            found = shown(os.readlink(entry.path))
-            raise ValueError(f"{entry.path}: found a link to {found}, wanted no link in {folder}")
+            raise ValueError(
+                f"{entry.path}: found a link to {shown(os.readlink(entry.path))}, wanted no link "
+                f"in {folder}; to keep the run on another disk, move it there whole"
+            )
         if entry.is_dir():
-            check_no_links(Path(entry.path))
+            left += os.scandir(entry.path)
 
 
 def open_to_write(path: Path, flags: int) -> int:

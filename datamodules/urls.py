@@ -15,6 +15,9 @@ from urllib.request import url2pathname
 
 from longhaul.datamodules.untrusted import open_to_write
 
+SQLITE = "sqlite:///"
+"""What the address of an MLflow database begins with, before the path of its file."""
+
 _BLOCK_BYTES = 1 << 20
 _ATTEMPTS = 3
 

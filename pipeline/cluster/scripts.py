@@ -10,6 +10,8 @@ from importlib import resources
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.named import VARIABLE, names
+from longhaul.pipeline.runs.named_keys import places_of_job
 
 _SETTINGS_END = "# -- settings end here --\n"
 # The signal to stop comes before the time limit by the seconds that a stop may take, plus these by
@@ -36,7 +38,7 @@ def train_script(config: RunConfig, run: Path, config_file: Path) -> str:
             *_common_options(config, config.name, run, "%j"),
             *_rank_options(config),
         ],
-        [*_assigned(settings), *_preparations(config)],
+        [*_assigned(settings), *_preparations(config, run)],
         [str(config_file)],
     )
 
@@ -84,7 +86,7 @@ def evaluate_script(config: RunConfig, run: Path) -> str:
         **_place_settings(config),
         "THEN": " ".join(config.slurm.then),
     }
-    return _script("evaluate", options, [*_assigned(settings), *_preparations(config)], [])
+    return _script("evaluate", options, [*_assigned(settings), *_preparations(config, run)], [])
 
 
 def _place_settings(config: RunConfig) -> dict[str, str]:
@@ -102,12 +104,15 @@ def _assigned(settings: Mapping[str, str]) -> list[str]:
     return [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
 
 
-def _preparations(config: RunConfig) -> list[str]:
+def _preparations(config: RunConfig, run: Path) -> list[str]:
     """What a job does first: it loads modules and exports variables, in that order."""
     lines = [f"module load {shlex.quote(name)} || exit 69" for name in config.slurm.modules]
     for entry in config.slurm.environment:
         name, _, value = entry.partition("=")
         lines.append(f"export {name}={shlex.quote(value)}")
+    # The list of what the user has named may not be on the node.
+    if named := names(places_of_job(config, run)):
+        lines.append(f"export {VARIABLE}={shlex.quote(chr(10).join(named))}")
     return lines
 
 

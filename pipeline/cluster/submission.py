@@ -17,8 +17,9 @@ from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, tra
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.checks import check_run
-from longhaul.pipeline.runs.folder import RunFolder, load_run
-from longhaul.pipeline.runs.sweep import read_sweep, with_absolute_root
+from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
+from longhaul.pipeline.runs.named_keys import SUBMITTED
+from longhaul.pipeline.runs.sweep import read_sweep, remember_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
 
@@ -49,7 +50,7 @@ def submit(
         ConfigError: the run could not work on the cluster.
         RuntimeError: there is no Slurm, or the run is queued already.
     """
-    config = with_absolute_root(load_run(path, overrides))
+    config = with_absolute_root(load_run(path, overrides, SUBMITTED))
     _check([config], after, dry_run)
     job = _training_job(config)
     if dry_run:
@@ -57,6 +58,7 @@ def submit(
         return
     if _is_finished(config):
         return
+    remember_named(config, path, overrides, SUBMITTED)
     folder = RunFolder.of(config)
     options = _dependency_on(after)
     with _removed_if_refused([job]):
@@ -88,7 +90,7 @@ def submit_sweep(
         sweep: items such as `key.sub=A,B`.
         throttle: most runs at the same time.
     """
-    runs = read_sweep(path, overrides, sweep)
+    runs = read_sweep(path, overrides, sweep, SUBMITTED)
     folder, configs = runs.folder, runs.configs
     _check(configs, after, dry_run)
     if not dry_run:
@@ -101,6 +103,7 @@ def submit_sweep(
         print(text, end="")
         return
     configs = dataclasses.replace(runs, configs=configs).below_parent().configs
+    remember_sweep(runs, path, overrides, sweep, SUBMITTED)
     array, options = _Job("sweep", folder / "slurm" / "sweep.sbatch", text), _dependency_on(after)
     # Not the sweep's own folder, which names its parent run in MLflow.
     with _removed_if_refused(jobs):

@@ -31,12 +31,14 @@ def main(args: argparse.Namespace) -> int:
         return _train_sweep(args, axes)
     from longhaul.pipeline.planning.capacity import check_capacity
     from longhaul.pipeline.planning.out_of_memory import with_advice
-    from longhaul.pipeline.runs.folder import load_run
+    from longhaul.pipeline.runs.folder import load_run, remember_named
+    from longhaul.pipeline.runs.named_keys import TRAINED
     from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
     from longhaul.pipeline.training.run import train
 
     config = load_run(args.config, args.overrides)
     check_capacity(config)
+    remember_named(config, args.config, args.overrides, TRAINED)
     try:
         return train(config)
     except JournalBusyError as error:
@@ -52,11 +54,13 @@ def _train_sweep(args: argparse.Namespace, axes: Sequence[str]) -> int:
     if args.parallel < 1:
         raise ValueError(f"--parallel: found {args.parallel}, wanted 1 or more")
     from longhaul.pipeline.planning.capacity import check_capacity
-    from longhaul.pipeline.runs.sweep import read_sweep
+    from longhaul.pipeline.runs.named_keys import TRAINED
+    from longhaul.pipeline.runs.sweep import read_sweep, remember_sweep
     from longhaul.pipeline.training.local_sweep import train_sweep
 
-    sweep = read_sweep(args.config, args.overrides, axes)
+    sweep = read_sweep(args.config, args.overrides, axes, TRAINED)
     # Each run checks itself too, but only when its turn comes, after hours of the runs before.
     for config in sweep.configs:
         check_capacity(config)
+    remember_sweep(sweep, args.config, args.overrides, axes, TRAINED)
     return train_sweep(sweep, parallel=args.parallel)

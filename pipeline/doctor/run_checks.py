@@ -9,7 +9,7 @@ from pathlib import Path
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
 from longhaul.pipeline.planning.sizes import build_on_meta
@@ -35,8 +35,8 @@ def check_tracking(config: RunConfig) -> Finding:
     """Whether MLflow can be reached; a run continues without it, hence no failure."""
     uri = config.tracking.uri
     waiting = "metrics wait in logs/metrics.jsonl until it answers; or set tracking.uri"
-    if uri.startswith("sqlite:///"):
-        existing = nearest_existing(Path(uri.removeprefix("sqlite:///")))
+    if uri.startswith(SQLITE):
+        existing = nearest_existing(Path(uri.removeprefix(SQLITE)))
         if os.access(existing, os.W_OK):
             return Finding("ok", "tracking", f"{uri} can be written")
         return Finding("warning", "tracking", f"{existing} cannot be written", "set tracking.uri")

@@ -17,7 +17,8 @@ from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
 from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
-from longhaul.pipeline.runs.folder import check_named_data, stored_config
+from longhaul.pipeline.runs.folder import stored_config
+from longhaul.pipeline.runs.named_keys import READ, check_named
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
 from longhaul.pipeline.runs.trained_model import (
     NamedModel,
@@ -76,11 +77,10 @@ def evaluate_checkpoint(
     folder, _ = find_checkpoint(named.run_or_checkpoint)
     folder.check_no_links(*_WRITTEN)
     config = stored_config(folder)
-    if data is None:
-        for key in ("manifest", "validation_manifest"):
-            check_named_data(f"data.{key}", getattr(config.data, key), folder)
-    else:
-        config = with_moved_data(folder, config, data)
+    typed: set[str] = set()
+    if data is not None:
+        config, typed = with_moved_data(folder, config, data)
+    check_named(config, folder.path, READ, "give --data a folder on this machine", typed)
     # Not every task reads them. They must not be other data than those of the run.
     check_same_data(folder, config.data, config.data, may_be_gone=True)
     measure_together(devices, _load_and_evaluate, named, names, options, config.data, again)

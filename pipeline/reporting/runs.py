@@ -20,6 +20,7 @@ from tqdm import tqdm
 from longhaul.configs import ConfigError, RunConfig, load_stored_config
 from longhaul.datamodules.plain_text import plain
 from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
+from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
 from longhaul.pipeline.reporting.tables import MOST_LOSS, TABLES, read_table
@@ -228,7 +229,7 @@ def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
 def _checked_uri(uri: str) -> str:
     """The absolute URI. Raises ValueError for a missing database, which MLflow would create."""
     uri = absolute_uri(uri)
-    path = uri.removeprefix("sqlite:///")
+    path = uri.removeprefix(SQLITE)
     if path != uri and not Path(path).is_file():
         raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
     return uri

@@ -13,7 +13,8 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
 from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
 from longhaul.datamodules.urls import is_remote, local_path
-from longhaul.pipeline.runs.folder import RunFolder, check_named_data
+from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.runs.named_keys import check_named
 from longhaul.pipeline.system.files import write_atomically
 
 # The folder in RUN/data of each key of the config that names a manifest.
@@ -44,7 +45,8 @@ def training_manifest(folder: RunFolder, config: RunConfig) -> Manifest:
     """The manifest of the data that a run was trained on, beside which its tokenizer is."""
     recorded = recorded_manifest(folder, "manifest")
     if recorded is None:
-        check_named_data("data.manifest", config.data.manifest, folder)
+        help_ = f"put the manifest and its tokenizer into {folder.data / 'train'}"
+        check_named(config, folder.path, ["data.manifest"], help_)
         return load_manifest(config.data.manifest)
     return recorded
 
@@ -83,8 +85,10 @@ def check_same_data(
             raise ConfigError(f"data.{key}: {difference}")
 
 
-def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunConfig:
-    """The config with the places where the run's data are now.
+def with_moved_data(
+    folder: RunFolder, config: RunConfig, location: str
+) -> tuple[RunConfig, set[str]]:
+    """The config with the places where the run's data are now, and the keys that name them.
 
     Args:
         folder: of the run.
@@ -119,15 +123,8 @@ def with_moved_data(folder: RunFolder, config: RunConfig, location: str) -> RunC
     if not moved:
         cause = f"found no {MANIFEST_NAME} in {location}, wanted the shards of {folder.path}"
         raise ValueError(f"--data: {differences[-1] if differences else cause}")
-    own = config.data
-    for key in _COPIES.keys() - moved.keys():
-        check_named_data(f"data.{key}", getattr(own, key), folder)
-    data = dataclasses.replace(
-        own,
-        manifest=moved.get("manifest", own.manifest),
-        validation_manifest=moved.get("validation_manifest", own.validation_manifest),
-    )
-    return dataclasses.replace(config, data=data)
+    data = dataclasses.replace(config.data, **moved)  # type: ignore[arg-type]
+    return dataclasses.replace(config, data=data), {f"data.{key}" for key in moved}
 
 
 @contextmanager

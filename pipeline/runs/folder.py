@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from longhaul.configs import (
@@ -14,14 +14,15 @@ from longhaul.configs import (
     to_yaml,
 )
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.named import is_named, is_named_store, remember
+from longhaul.configs.values import typed_keys
+from longhaul.datamodules.named import remember
 from longhaul.datamodules.untrusted import check_no_links, parse_json, read_regular, shown
-from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.checkpoints.store import newest_step
 from longhaul.pipeline.runs.done import Finished, read_done
+from longhaul.pipeline.runs.named_keys import TRAINED, check_named, places_to_name
 from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes
 from longhaul.pipeline.system.files import write_atomically
-from longhaul.pipeline.tracking.mlflow_run import SQLITE
 
 # Keys that must not change when a run is resumed, because they determine its results. A resumed run
 # may train longer, in another place, and on other devices. Shards may be moved too: that they are
@@ -51,9 +52,9 @@ _PLACES = (
     "tracking.uri",
 )
 
-# What begins what is neither a command nor a host, in the list of what the user has named.
-_CACHE = "cache-folder:///"
-_OPTION = "sbatch-option:///"
+# What a run folder holds. Beside one of these, a config.yaml may be someone else's: whoever made
+# the folder may have left out what `_has_run` looks for.
+_ENTRIES = ("data", "logs", "checkpoints", "slurm", "evaluation", "mlflow_run_id")
 
 
 class RunFolder:
@@ -139,11 +140,7 @@ class RunFolder:
             mark.unlink(missing_ok=True)
 
     def check_no_links(self, *names: str) -> None:
-        """Raise ValueError at a link, which nothing that is written here may follow.
-
-        Args:
-            names: of the files and folders that are looked at; none means all.
-        """
+        """Raise ValueError at a link in the files and folders of these names, before a write."""
         check_no_links(self.path, *names)
 
     def finished(self) -> Finished | None:
@@ -194,7 +191,9 @@ def stored_config(folder: RunFolder) -> RunConfig:
     return dataclasses.replace(config, root=str(folder.path.parent), name=folder.path.name)
 
 
-def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run(
+    path: str | Path, overrides: Sequence[str] = (), sections: Sequence[str] = TRAINED
+) -> RunConfig:
     """The run that a config describes, with absolute paths, so that any working folder will do.
 
     Paths begin at the working folder. If the file is a run's, those in it begin at the run folder,
@@ -202,93 +201,63 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path, overrides: as in `load_run_config`.
+        sections: of a run's config, which may say only what the user has named (named_keys.py).
 
     Raises:
         ConfigError: one line with the key, the value found and the value wanted.
     """
+    folder, places = _run_of(path)
+    config = _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
+    if folder is not None:
+        help_ = "KEY=... on the command line allows it"
+        check_named(config, folder.path, sections, help_, typed_keys(overrides))
+    return config
+
+
+def remember_named(
+    config: RunConfig, path: str | Path, overrides: Sequence[str], sections: Sequence[str]
+) -> None:
+    """Remember what the user has named for a run that is to be started or queued.
+
+    Args:
+        config, path, overrides, sections: what `load_run` gave, and what it was given.
+    """
+    folder, _ = _run_of(path)
+    typed = None if folder is None else typed_keys(overrides)
+    places = places_to_name(config, sections).items()
+    remember(one for key, some in places if typed is None or key in typed for one in some)
+
+
+def _run_of(path: str | Path) -> tuple[RunFolder | None, list[str]]:
+    """The run folder to which a config belongs, and overrides with the places in it.
+
+    None means that the config is the user's own words.
+    """
     file = Path(os.path.abspath(path))
-    folder = RunFolder(file.parent)
-    places: list[str] = []
-    if file == folder.config_file and _is_run(folder):
-        values = flatten(to_dict(stored_config(folder)))
-        places = [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
-    elif file.parent.name == "slurm" and file.with_name("train.sbatch").exists():
-        # Of a run that was submitted: `submit` has written it with absolute paths.
-        folder = RunFolder(file.parent.parent)
+    is_submitted = file.parent.name == "slurm" and file.name == "config.yaml"
+    folder = RunFolder(file.parent.parent if is_submitted else file.parent)
+    if is_submitted and file.with_name("train.sbatch").exists():
+        # `submit` has written it with absolute paths.
         stored = load_stored_config(file)
         if os.path.realpath(RunFolder.of(stored).path) != os.path.realpath(folder.path):
             raise ConfigError(
                 f"root: found {shown(stored.root)} with the name {shown(stored.name)} in {file}, "
                 f"wanted those of {folder.path}"
             )
-    else:
-        config = _with_paths(load_run_config(path, overrides), os.path.abspath)
-        _remember_named(config, None)
-        return config
-    config = _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
-    typed = {override.partition("=")[0] for override in overrides}
-    _check_named(config, folder, typed)
-    _remember_named(config, typed)
-    return config
+    elif file == folder.config_file and _has_run(folder):
+        values = flatten(to_dict(stored_config(folder)))
+        return folder, [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
+    elif file.name != "config.yaml" or not any(
+        os.path.lexists(folder.path / name) for name in _ENTRIES
+    ):
+        return None, []
+    return folder, []
 
 
-def _is_run(folder: RunFolder) -> bool:
-    """Whether a config lies in the folder of a run; other configs are the user's own words."""
+def _has_run(folder: RunFolder) -> bool:
+    """Whether a run was started in a folder, so that places in its config begin there."""
     marks = (folder.environment_file, folder.done_file, folder.log_file.with_name("metrics.jsonl"))
     return any(map(os.path.lexists, marks)) or any(folder.checkpoints.glob("step-*"))
-
-
-def _check_named(config: RunConfig, folder: RunFolder, typed: Collection[str]) -> None:
-    """Raise ConfigError at what the config of a run folder may not say (datamodules/named.py).
-
-    Args:
-        typed: keys whose values do not come from the run folder.
-    """
-    data = config.data
-    is_cache_used = any(is_remote(one or "") for one in (data.manifest, data.validation_manifest))
-    for key, places in _places_to_name(config).items():
-        if key in typed or (key == "data.cache_dir" and not is_cache_used):
-            continue
-        for place in places:
-            is_allowed = (
-                is_named_store(place, folder.path) if key == "tracking.uri" else is_named(place)
-            )
-            if not is_allowed:
-                _refuse(key, place, folder)
-
-
-def _places_to_name(config: RunConfig) -> dict[str, list[str]]:
-    """By key, what a config has that the config of someone else's run may not bring in."""
-    data = config.data
-    cache = [] if data.cache_dir is None else [f"{_CACHE}{os.path.realpath(data.cache_dir)}"]
-    return {
-        "data.manifest": [data.manifest],
-        "data.validation_manifest": [data.validation_manifest] if data.validation_manifest else [],
-        "data.cache_dir": cache,
-        "tracking.uri": [config.tracking.uri],
-        "slurm.extra": [f"{_OPTION}{option}" for option in config.slurm.extra],
-    }
-
-
-def _remember_named(config: RunConfig, typed: Collection[str] | None) -> None:
-    """Remember what the user has named; None for `typed` means that all of it was typed."""
-    places = _places_to_name(config)
-    remember(one for key, some in places.items() if typed is None or key in typed for one in some)
-
-
-def check_named_data(key: str, location: str | None, folder: RunFolder) -> None:
-    """Raise ConfigError if the config of a run names data that need a command or another host."""
-    if location is not None and not is_named(location):
-        _refuse(key, location, folder)
-
-
-def _refuse(key: str, found: str, folder: RunFolder) -> None:
-    found = found.removeprefix(_CACHE).removeprefix(_OPTION)
-    raise ConfigError(
-        f"{key}: found {shown(found)} in the config of {folder.path}, wanted nothing but paths "
-        f"there, or what you have named before; to allow it, train with {key}=... on the command "
-        "line (docs/safety.md)"
-    )
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from longhaul.datamodules.untrusted import one_line
-from longhaul.pipeline.terminal.output import message
+from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
@@ -205,13 +205,14 @@ def _run_in_child(
     measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
 ) -> None:
     """Main function of the other processes."""
-    try:
-        _join(measure, rank, count, rendezvous, args, kwargs)
-    except ValueError:
-        os._exit(2)
-    except (OSError, RuntimeError) as error:
-        print(f"longhaul: rank {rank}: {message(error)}", file=sys.stderr)
-        os._exit(1)
+    with plain_terminal():
+        try:
+            _join(measure, rank, count, rendezvous, args, kwargs)
+        except ValueError:
+            os._exit(2)
+        except (OSError, RuntimeError) as error:
+            print(f"longhaul: rank {rank}: {message(error)}", file=sys.stderr)
+            os._exit(1)
 
 
 def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ its control characters shown as escapes, but for generated texts that go to a fi
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
@@ -67,6 +67,10 @@ class _Plain:
     def write(self, text: str) -> int:
         self.stream.write(plain(text, _KEPT))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import inner_path
-from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.tracking.metrics_journal import Journal, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
@@ -37,7 +37,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     short_error,
     truncate,
 )
-from longhaul.pipeline.tracking.mlflow_run import SQLITE, check_active, open_run, stored_run_id
+from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel

@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from longhaul.datamodules.untrusted import open_to_write, read_regular
+from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_limits import is_refusal, short_error, without_secrets
 
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 KEY_TAG = "longhaul.run_key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"  # "Machine learning" on MLflow's pages
-SQLITE = "sqlite:///"
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

@@ -56,6 +56,12 @@ logger = logging.getLogger(__name__)
 # then is sent when the same command runs again.
 _SECONDS_TO_UPLOAD = 30.0
 
+# What training writes into a run folder.
+_WRITTEN = (
+    *("config.yaml", "environment.json", "data", "logs", "checkpoints", "evaluation"),
+    *("mlflow_run_id", "DONE", "STOP", "STOPPED"),
+)
+
 
 def train(config: RunConfig, *callbacks: Callback) -> int:
     """Train up to the config's token budget, from the run's newest checkpoint if there is one.
@@ -74,7 +80,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     check_tasks(config.evaluation.tasks, "evaluation.tasks")
     trainer = _build_trainer(config, callbacks)
     folder = RunFolder.of(config)
-    folder.check_no_links()
+    folder.check_no_links(*_WRITTEN)
     folder.check_same_run(config)
     finished = _finished(config, folder, is_first=trainer.is_global_zero)
     if folder.config_file.exists():

@@ -67,6 +67,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("trainer.devices=2", "trainer.strategy: found single with 2 processes, wanted ddp"),
         ("name=a/b", "name: found 'a/b'"),
         ("tracking.uri=file:///x", "tracking.uri: found 'file:///x'"),
+        ("tracking.uri=sqlite:////me/.bashrc?.db", "tracking.uri: found 'sqlite:////me/.bashrc"),
         ("optim.schedule.name=step", "optim.schedule.name: found 'step'"),
         ("optim.name=adam", "optim.weight_decay: found 0.1, wanted 0 for adam"),
         ("model.width=190", "model.width: found 190, wanted a multiple of 2 x model.heads = 12"),

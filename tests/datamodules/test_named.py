@@ -1,10 +1,13 @@
 """What files may say of commands, hosts and databases."""
 
+import inspect
+import sys
 from pathlib import Path
 
 import pytest
 
-from longhaul.datamodules.named import is_named, is_named_store, remember
+from longhaul.datamodules.named import is_named, is_named_store, names, remember
+from longhaul.datamodules.untrusted import check_no_links
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +95,47 @@ def test_a_list_that_others_may_have_written_names_nothing(state: Path, damage: 
     assert not is_named("pipe:cat a")
 
 
+def test_a_torn_line_hides_no_other(state: Path) -> None:
+    remember(["pipe:cat a"])
+    with state.open("a") as file:
+        file.write('{"a": 1}\n"pipe:cat')
+    remember(["pipe:cat b", ("slurm.extra", "--reservation=a")])
+    assert is_named("pipe:cat a")
+    assert is_named("pipe:cat b")
+    assert is_named(("slurm.extra", "--reservation=a"))
+    assert not is_named(("slurm.account", "--reservation=a"))
+
+
+def test_a_link_is_found_however_deep_it_lies(tmp_path: Path) -> None:
+    inner = tmp_path
+    for _ in range(100):
+        inner /= "a"
+    inner.mkdir(parents=True)
+    limit = sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(len(inspect.stack(0)) + 60)
+        check_no_links(tmp_path, "a")
+        (inner / "b").symlink_to("/tmp")
+        check_no_links(tmp_path, "logs")
+        with pytest.raises(ValueError, match="/b: found a link to '/tmp'"):
+            check_no_links(tmp_path, "a")
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_a_job_has_what_was_named_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = names(["data/train", "pipe:cat a", "http://me:secret@lab:1/x"])
+    assert lines == ['"http://lab:1"', '"pipe:cat a"']
+    monkeypatch.setenv("LONGHAUL_NAMED", "\n".join(lines))
+    assert is_named("http://lab:1")
+    assert not is_named("http://lab:2")
+
+
 def test_where_nothing_can_be_kept_nothing_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     remember(["pipe:cat a"])
     assert not is_named("pipe:cat a")
+    assert "what you have named is not remembered" in caplog.text

@@ -222,7 +222,7 @@ def test_what_is_printed_is_plain_and_a_generated_text_is_exact_in_a_file(
         monkeypatch.setattr(sys.stdout, "isatty", lambda one=is_terminal: one)
         with plain_terminal():
             print("a\x1b[2J\x9b\r\n", end="")
-            print("b\x07", file=sys.stderr)
+            sys.stderr.writelines(["b\x07", "\n"])
             print("a\x1b[2J", file=exact_stdout())
         out, error = capsys.readouterr()
         assert out == f"a\\x1b[2J\\x9b\r\n{wanted}\n"

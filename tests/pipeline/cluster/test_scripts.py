@@ -17,6 +17,8 @@ ASKED = [
     "slurm.container=docker://nvcr.io#nvidia/pytorch:25.01-py3",
     "slurm.container_mounts=[/data:/data:ro, '/home/me:/home/me']",
     "name=a b $(touch pwned) 'q' \U0001f600",
+    "data.manifest=pipe:cat 'a' \"b\" $(touch pwned) `id`; cat manifest.json",
+    "tracking.uri=http://me:secret@lab:5000",
 ]
 
 

@@ -1,16 +1,21 @@
 """What the config of someone else's run may not bring about."""
 
+import json
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from longhaul.configs import ConfigError
+from longhaul.configs import ConfigError, to_yaml
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.runs.folder import RunFolder, load_run
+from longhaul.pipeline.cluster.scripts import train_script
+from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
+from longhaul.pipeline.runs.named_keys import SUBMITTED
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
@@ -69,12 +74,81 @@ def test_what_was_typed_is_used_and_remembered_for_the_runs_of_the_user(
         load_run(file)
     typed = [f"data.manifest={location}", "tracking.uri=http://127.0.0.1:9"]
     with pytest.raises(ConfigError, match=r"^slurm.extra: found '--reservation=a'"):
-        load_run(file, typed)
-    load_run(file, [*typed, "slurm.extra=[--reservation=a]"])
-    assert load_run(file).data.manifest == location
+        load_run(file, typed, SUBMITTED)
+    typed += ["slurm={extra: [--reservation=a]}"]
+    config = load_run(file, typed, SUBMITTED)
+    with pytest.raises(ConfigError, match=r"^data.manifest: found"):  # looking is not trusting
+        load_run(file)
+    remember_named(config, file, typed, SUBMITTED)
+    assert load_run(file, [], SUBMITTED).data.manifest == location
     change(foreign, "data.manifest", f"{location} ")
     with pytest.raises(ConfigError, match=r"^data.manifest: found"):
         load_run(file)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("container", "docker://theirs"),
+        ("environment", ["LD_PRELOAD=/tmp/theirs.so"]),
+        ("modules", ["theirs"]),
+        ("account", "mine"),
+        ("partition", "dear"),
+    ],
+)
+def test_a_job_gets_nothing_of_slurm_that_only_the_config_names(
+    foreign: Path, key: str, value: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(foreign, f"slurm.{key}", value)
+    file = str(foreign / "config.yaml")
+    assert load_run(file).slurm  # `train` uses none of it
+    assert main(["submit", file, "--dry-run"]) == 2
+    assert f"slurm.{key}: found " in capsys.readouterr().err
+    assert main(["submit", file, "--dry-run", f"slurm.{key}={json.dumps(value)}"]) == 0
+    assert main(["submit", file, "--dry-run"]) == 2
+
+
+def test_a_job_needs_no_list_on_its_node(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.yaml"
+    location = "pipe:cat 'a b'/manifest.json; echo $HOME"
+    change(foreign, "data.manifest", location)
+    change(foreign, "data.cache_dir", str(tmp_path / "a cache"))
+    change(foreign, "tracking.uri", "http://me:secret@127.0.0.1:9/x")
+    (foreign / "config.yaml").rename(own)
+    config = load_run(own, [f"root={foreign.parent}", f"name={foreign.name}"], SUBMITTED)
+    script = train_script(config, foreign, foreign / "slurm" / "config.yaml")
+    assert "secret" not in script
+    file = foreign / "slurm" / "config.yaml"
+    file.parent.mkdir()
+    file.with_name("train.sbatch").write_text(script)
+    file.write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match=r"^data.manifest: found"):
+        load_run(file)
+    (line,) = re.findall(r"^export LONGHAUL_NAMED='[^$]*\$HOME.*?'$", script, re.M | re.S)
+    shown = subprocess.run(
+        ["bash", "-c", f'{line}\nprintf %s "$LONGHAUL_NAMED"'], capture_output=True, text=True
+    )
+    monkeypatch.setenv("LONGHAUL_NAMED", shown.stdout)
+    assert load_run(file).data.manifest == location
+
+
+def test_a_flow_mapping_on_the_command_line_is_typed_too(foreign: Path) -> None:
+    uri = "http://127.0.0.1:9"
+    config = load_run(foreign / "config.yaml", [f"tracking={{uri: '{uri}'}}"])
+    assert config.tracking.uri == uri
+
+
+def test_an_evaluation_does_not_write_into_a_cache_that_only_the_config_names(
+    foreign: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(foreign, "data.cache_dir", str(foreign.parent / "elsewhere"))
+    command = ["evaluate", str(foreign), "--tasks", "bigram", "--data"]
+    assert main([*command, f"pipe:cat {corpus}/train/manifest.json"]) == 2
+    assert "data.cache_dir: found " in (printed := capsys.readouterr().err)
+    assert "give --data a folder on this machine" in printed
+    assert not (foreign.parent / "elsewhere").exists()
 
 
 def test_an_evaluation_sends_nothing_to_a_server_that_nobody_named(
@@ -90,7 +164,9 @@ def test_an_evaluation_sends_nothing_to_a_server_that_nobody_named(
     assert "bigram" in (foreign / "logs" / "evaluation.jsonl").read_text()
 
 
-@pytest.mark.parametrize("mark", ["environment.json", "checkpoints", "logs/metrics.jsonl", "DONE"])
+@pytest.mark.parametrize(
+    "mark", ["environment.json", "checkpoints", "logs/metrics.jsonl", "DONE", "data"]
+)
 def test_a_run_is_known_by_any_of_its_files(foreign: Path, mark: str) -> None:
     change(foreign, "data.manifest", "pipe:touch pwned; cat manifest.json")
     for path in foreign.iterdir():
@@ -116,6 +192,11 @@ def test_the_config_of_a_submitted_run_is_that_of_its_folder(foreign: Path) -> N
         load_run(file)
 
 
+def test_a_link_beside_what_is_written_stops_no_training(foreign: Path) -> None:
+    (foreign / "latest").symlink_to(foreign / "checkpoints")
+    assert main(["train", str(foreign / "config.yaml")]) == 0  # it is finished
+
+
 @pytest.mark.parametrize(
     "name", ["logs", "logs/evaluation.jsonl", "logs/run_key.lock", "evaluation", "mlflow_run_id"]
 )
@@ -132,6 +213,8 @@ def test_no_link_is_followed_where_something_is_written(
     path.symlink_to(precious if name in ("logs", "evaluation") else precious / "a")
     for command in (["evaluate", str(foreign)], ["train", str(foreign / "config.yaml")]):
         assert main(command) == 2
-        assert f"{path}: found a link to " in capsys.readouterr().err
+        printed = capsys.readouterr().err
+        assert f"{path}: found a link to " in printed
+        assert "move it there whole" in printed
     assert os.listdir(precious) == ["a"]
     assert (precious / "a").read_text() == "precious"
