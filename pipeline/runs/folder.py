@@ -245,10 +245,13 @@ def _run_of(path: str | Path) -> tuple[RunFolder | None, list[str]]:
                 f"wanted those of {folder.path}"
             )
     elif file == folder.config_file and _has_run(folder):
+        if "${" in str(file):  # which a value of a config would have replaced
+            raise ConfigError(f"{file}: found '${{' in the path of a run, wanted a path without it")
         values = flatten(to_dict(stored_config(folder)))
         return folder, [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
-    elif file.name != "config.yaml" or not any(
-        os.path.lexists(folder.path / name) for name in _ENTRIES
+    elif not _has_run(folder) and (
+        file.name != "config.yaml"
+        or not any(os.path.lexists(folder.path / name) for name in _ENTRIES)
     ):
         return None, []
     return folder, []

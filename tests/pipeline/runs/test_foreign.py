@@ -218,3 +218,21 @@ def test_no_link_is_followed_where_something_is_written(
         assert "move it there whole" in printed
     assert os.listdir(precious) == ["a"]
     assert (precious / "a").read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["best.yaml", "slurm/config.yaml"])
+def test_any_config_in_the_folder_of_a_run_is_a_runs(foreign: Path, name: str) -> None:
+    change(foreign, "data.manifest", "pipe:touch pwned")
+    (foreign / "slurm").mkdir(exist_ok=True)
+    shutil.copy(foreign / "config.yaml", foreign / name)
+    with pytest.raises(ConfigError, match=r"^data.manifest: found 'pipe:touch pwned'"):
+        load_run(foreign / name)
+
+
+def test_the_name_of_a_folder_is_not_resolved(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET", "topsecret")
+    moved = foreign.rename(foreign.with_name("${oc.env:SECRET}"))
+    with pytest.raises(ConfigError, match=r"found '\$\{' in the path of a run"):
+        load_run(moved / "config.yaml")
