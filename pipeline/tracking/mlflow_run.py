@@ -24,16 +24,19 @@ import logging
 import os
 import re
 import socket
+import sqlite3
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import open_to_write, read_regular
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_limits import is_refusal, short_error, without_secrets
@@ -48,6 +51,9 @@ KEY_TAG = "longhaul.run_key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"  # "Machine learning" on MLflow's pages
 SQLITE = "sqlite:///"
+# What SQLite keeps beside a database that is open, or that a crash has left.
+_BESIDE = ("-journal", "-wal", "-shm", "-mj")
+_TABLES = {"alembic_version", "experiments", "latest_metrics", "runs"}  # some of MLflow's
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -122,6 +128,9 @@ def open_run(
         experiment: the experiment for a new run.
         run_name: the name for a new run.
         start_ms: start time of a new run, in milliseconds since 1970.
+
+    Raises:
+        RuntimeError: the run is deleted, or the database may not be opened.
     """
     from mlflow.tracking import MlflowClient  # slow, see load_mlflow
 
@@ -129,7 +138,10 @@ def open_run(
     with _exclusive(run_dir / "logs" / "run_key.lock"):
         key = _run_key(run_dir)
         if uri.startswith(SQLITE):
-            _make_sqlite(Path(uri.removeprefix(SQLITE)), key)
+            database = Path(uri.removeprefix(SQLITE))
+            if not is_named(uri):
+                _check_unnamed(database)
+            _make_sqlite(database, key)
         client = MlflowClient(uri)
         run = _find(client, run_dir, experiment, key)
         if run is None:
@@ -240,6 +252,37 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
 
 
+def _check_unnamed(path: Path) -> None:
+    """Raise RuntimeError unless a database that the user has not named is MLflow's, and alone.
+
+    SQLite does what a journal beside a database says, and removes a file that the journal names.
+    MLflow creates its tables in any database.
+    """
+    if "?" in path.name:  # SQLAlchemy opens the file whose name ends there
+        raise RuntimeError(f"found {path.name!r}, wanted a database without ? in its name")
+    beside = os.listdir(path.parent) if path.parent.exists() else []
+    for name in sorted(beside):
+        if name.startswith(tuple(f"{path.name}{ending}" for ending in _BESIDE)):
+            raise RuntimeError(
+                f"found {name}, as after a crash, wanted {path.name} alone; if you trust both, "
+                "open it once with `mlflow ui`, or set MLFLOW_TRACKING_URI to it"
+            )
+    if path.name not in beside:
+        return
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise RuntimeError(f"found {path.name}, which is no regular file, wanted a database")
+    try:
+        # Without `immutable`, SQLite would leave files beside some databases.
+        address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            is_mlflows = {name for (name,) in tables} >= _TABLES
+    except sqlite3.Error:
+        is_mlflows = False
+    if not is_mlflows:
+        raise RuntimeError(f"found {path.name} without MLflow's tables, wanted MLflow's database")
+
+
 def _make_sqlite(path: Path, key: str) -> None:
     if path.exists():
         return
@@ -247,7 +290,8 @@ def _make_sqlite(path: Path, key: str) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{key}")
-    temporary.unlink(missing_ok=True)
+    for ending in ("", *_BESIDE):
+        temporary.with_name(f"{temporary.name}{ending}").unlink(missing_ok=True)
     try:
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
             f"{SQLITE}{temporary}", str(path.parent / "mlruns")

@@ -2,11 +2,12 @@
 
 import shutil
 import socket
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tracked_runs import copied, history, started_tracker
+from tracked_runs import client_of, copied, history, started_tracker
 
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
 
@@ -96,3 +97,70 @@ def test_a_server_that_is_away_is_named_with_the_whole_reason(tmp_path: Path) ->
     address = f"http://***@127.0.0.1:{port}"
     assert str(raised.value) == f"tracking.uri: {address} cannot be reached: Connection refused"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["-journal", "-wal", "-shm", "-mj0123ABCD"])
+@pytest.mark.parametrize("has_database", [True, False])
+def test_an_unnamed_database_with_a_journal_is_not_opened(
+    empty_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+    has_database: bool,
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    if not has_database:
+        (tmp_path / "mlflow.db").unlink()
+    journal = tmp_path / f"mlflow.db{ending}"
+    journal.touch()
+    message = f"^found mlflow.db{ending}, as after a crash, wanted mlflow.db alone; if you trust"
+    with pytest.raises(RuntimeError, match=message):
+        create_parent(tmp_path / "run", uri, "tests", "run")
+    assert journal.exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    if has_database and ending == "-journal":  # the user has named it
+        create_parent(tmp_path / "run", uri, "tests", "run")
+
+
+def test_a_database_that_a_crash_left_is_told_what_to_do(
+    empty_store: Path, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    (tmp_path / "mlflow.db-journal").touch()
+    tracker = started_tracker(run_dir, uri)
+    tracker.log("train", 1, {"loss": 1.0})
+    assert not tracker.finish("KILLED", timeout_s=1)
+    assert "open it once with `mlflow ui`, or set MLFLOW_TRACKING_URI to it" in caplog.text
+    assert '"loss": 1.0' in (run_dir / "logs" / "metrics.jsonl").read_text()
+
+
+def test_an_unnamed_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path, other = tmp_path / "mine.db", tmp_path / "other.db"
+    for file in (path, other):
+        with sqlite3.connect(file) as database:
+            database.execute("CREATE TABLE runs (a)")
+            database.execute("CREATE TABLE experiments (a)")
+        database.close()
+    content = path.read_bytes()
+    (tmp_path / "link.db").symlink_to(other)
+    (tmp_path / "text.db").write_text("text")
+    for name, message in (
+        ("mine.db", "^found mine.db without MLflow's tables"),
+        ("text.db", "^found text.db without MLflow's tables"),
+        ("link.db", "^found link.db, which is no regular file"),
+        ("mine.db?a=.db", "wanted a database without [?] in its name"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            create_parent(tmp_path / "run", f"sqlite:///{tmp_path}/{name}", "tests", "run")
+    assert path.read_bytes() == other.read_bytes() == content
+
+
+def test_an_unnamed_database_that_was_closed_is_used_whatever_its_journal_mode(
+    empty_store: Path, tmp_path: Path
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    database.close()
+    run_id = create_parent(tmp_path / "run", uri, "tests", "run")
+    assert client_of(uri).get_run(run_id).info.run_name == "run"
