@@ -205,6 +205,27 @@ def check_active(run: "Run") -> None:
         raise RuntimeError(f"run {run.info.run_id} is deleted in MLflow; restore it there")
 
 
+def checked_parent(client: "MlflowClient", run_id: str | None, experiment_id: str) -> str | None:
+    """The id of a parent, None if it is no run of longhaul's in the same experiment.
+
+    The config that names it may be someone else's.
+    """
+    if run_id is None:
+        return None
+    try:
+        parent = client.get_run(run_id)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        found = short_error(error)
+    else:
+        if KEY_TAG in parent.data.tags and parent.info.experiment_id == experiment_id:
+            return run_id
+        found = "it is no run of longhaul's in the same experiment"
+    logger.warning("tracking.parent_run_id is ignored: %s", found)
+    return None
+
+
 def stored_run_id(run_dir: Path) -> str | None:
     """The id in `RUN/mlflow_run_id`, None if MLflow has never been reached."""
     path = run_dir / "mlflow_run_id"
@@ -221,7 +242,14 @@ def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "
     run_id = stored_run_id(run_dir)
     if run_id is not None:
         try:
-            return client.get_run(run_id)
+            run = client.get_run(run_id)
+            if run.data.tags.get(KEY_TAG) == key:
+                return run
+            logger.warning(
+                "%s: found run %s of another folder; MLflow has this folder as a run of its own",
+                run_dir / "mlflow_run_id",
+                run_id,
+            )
         except MlflowException as error:
             # It is another server or a new database. The whole journal is uploaded there.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -248,7 +276,7 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     location = None
     if uri.startswith(SQLITE):
         beside = Path(uri.removeprefix(SQLITE)).parent / "mlruns"
-        location = str(beside / re.sub(r"[^\w.-]", "_", name))
+        location = str(beside / re.sub(r"[^\w.-]|^\.{1,2}$", "_", name))
     return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
 
 
@@ -314,10 +342,12 @@ def _run_key(run_dir: Path) -> str:
         known = re.sub(r"[^0-9a-f]", "", known)[:32] or key
         if known_folder == folder:
             return known
-        if _is_copy(path, Path(known_folder) / "logs" / "run_key"):
-            logger.warning(
-                "%s is a copy of %s: it gets an MLflow run of its own", folder, known_folder
-            )
+        is_path = known_folder.startswith("/") and known_folder.isprintable()
+        original = Path(known_folder) / "logs" / "run_key"
+        if is_path and _is_copy(path, original):
+            is_own = original.stat().st_uid == os.getuid()
+            shown = known_folder if is_own else Path(known_folder).name
+            logger.warning("%s is a copy of %s: it gets an MLflow run of its own", folder, shown)
             (run_dir / "mlflow_run_id").unlink(missing_ok=True)
         else:
             key = known

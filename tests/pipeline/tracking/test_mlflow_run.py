@@ -1,5 +1,6 @@
 """Which run of MLflow a run folder has, wherever the folder and the store are."""
 
+import os
 import shutil
 import socket
 import sqlite3
@@ -48,6 +49,50 @@ def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: s
     if how == "copied":
         assert log(run_dir, 3) == first
         assert history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_folder_does_not_take_the_run_of_another_folder(
+    store: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = create_parent(tmp_path / "own", store, "tests", "own")
+    (run_dir / "mlflow_run_id").write_text(own)
+    run_id = create_parent(run_dir, store, "tests", "foreign")
+    assert run_id != own
+    assert caplog.text.count(f"mlflow_run_id: found run {own} of another folder") == 1
+    (run_dir / "mlflow_run_id").write_text(own)  # and its own is found again
+    assert create_parent(run_dir, store, "tests", "foreign") == run_id
+
+
+def test_a_copy_is_told_of_by_a_path_that_can_be_printed(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def create(name: str, original: str) -> str:
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "run_key").write_text(f"{'ab' * 16}\n{original}")
+        return create_parent(tmp_path / name, store, "tests", name)
+
+    for name in ("one", "t\nwo"):
+        original = str(tmp_path / "x" / name)
+        (tmp_path / "x" / name / "logs").mkdir(parents=True)
+        (tmp_path / "x" / name / "logs" / "run_key").write_text(f"{'ab' * 16}\n{original}")
+    create("a", str(tmp_path / "x" / "t\nwo"))
+    assert "is a copy of" not in caplog.text
+    create("b", str(tmp_path / "x" / "one"))
+    assert f"is a copy of {tmp_path}/x/one: it" in caplog.text
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    create("c", str(tmp_path / "x" / "one"))
+    assert "is a copy of one: it" in caplog.text
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/../b"])
+def test_artifacts_lie_below_mlruns_whatever_an_experiment_is_called(
+    store: str, tmp_path: Path, name: str
+) -> None:
+    run_id = create_parent(tmp_path / "run", store, name, "run")
+    artifacts = Path(client_of(store).get_run(run_id).info.artifact_uri)
+    above = Path(store.removeprefix("sqlite:///")).parent / "mlruns"
+    assert artifacts.resolve().parent.parent.parent == above.resolve()
 
 
 @pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "file:///tmp/mlruns", ""])
