@@ -287,6 +287,17 @@ class Journal:
         self._last[line["kind"]] = line
 
 
+def parsed_positions(text: str) -> dict[str, int]:
+    """The positions in a tag. Nothing if someone has changed it: all lines are then sent again."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {kind: value for kind, value in found.items() if type(value) is int}
+
+
 def position(line: Mapping[str, Any]) -> int:
     """A line's step or number, by which the lines of a kind are ordered."""
     return int(line["number"] if "number" in line else line["step"])

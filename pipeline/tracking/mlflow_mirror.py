@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import inner_path
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
-from longhaul.pipeline.tracking.metrics_journal import Journal, position
+from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
@@ -37,7 +37,12 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     short_error,
     truncate,
 )
-from longhaul.pipeline.tracking.mlflow_run import check_active, open_run, stored_run_id
+from longhaul.pipeline.tracking.mlflow_run import (
+    check_active,
+    checked_parent,
+    open_run,
+    stored_run_id,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import LoggedModel
@@ -153,10 +158,11 @@ class MlflowMirror:
         )
         self.run_id = run.info.run_id
         self._experiment_id = run.info.experiment_id
-        self._uploaded = _parsed_positions(run.data.tags.get(self._position_tag, ""))
+        self._uploaded = parsed_positions(run.data.tags.get(self._position_tag, ""))
         self._offset = 0
         self._losses = _Losses(self.run_name)
         self._connection = client
+        self.parent_run_id = checked_parent(client, self.parent_run_id, self._experiment_id)
 
     def _unsent(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [line for line in lines if position(line) > self._uploaded.get(line["kind"], -1)]
@@ -278,10 +284,13 @@ class MlflowMirror:
         self._set_tags(changed)
 
     def _send_tags(self, values: Mapping[str, str]) -> None:
-        """Set tags, but leave a description alone that someone may have edited in MLflow."""
+        """Set tags, but no other parent, and no description that may have been edited in MLflow."""
+        omitted = set()
         if NOTE_TAG in self._client.get_run(self.run_id).data.tags:
-            values = {name: value for name, value in values.items() if name != NOTE_TAG}
-        self._set_tags(values)
+            omitted.add(NOTE_TAG)
+        if values.get(PARENT_TAG) != self.parent_run_id:
+            omitted.add(PARENT_TAG)
+        self._set_tags({name: value for name, value in values.items() if name not in omitted})
 
     def _send_datasets(self, datasets: Iterable[Mapping[str, str]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -464,17 +473,6 @@ class _Losses:
         for name, value in (("best", self._best[kind]), ("last", loss)):
             metric = f"{name}/{self._run_name}"[:MAX_NAME_CHARACTERS]
             self.unsent.append((metric, value, time_ms, step))
-
-
-def _parsed_positions(text: str) -> dict[str, int]:
-    """The positions in a tag. Nothing if someone has changed it: all lines are then sent again."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    if not isinstance(found, dict):
-        return {}
-    return {kind: value for kind, value in found.items() if type(value) is int}
 
 
 def _is_event(line: Mapping[str, Any]) -> bool:

@@ -24,16 +24,19 @@ import logging
 import os
 import re
 import socket
+import sqlite3
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.system.files import write_atomically
@@ -48,6 +51,9 @@ logger = logging.getLogger(__name__)
 KEY_TAG = "longhaul.run_key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"  # "Machine learning" on MLflow's pages
+# What SQLite keeps beside a database that is open, or that a crash has left.
+_BESIDE = ("-journal", "-wal", "-shm", "-mj")
+_TABLES = {"alembic_version", "experiments", "latest_metrics", "runs"}  # some of MLflow's
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -122,6 +128,9 @@ def open_run(
         experiment: the experiment for a new run.
         run_name: the name for a new run.
         start_ms: start time of a new run, in milliseconds since 1970.
+
+    Raises:
+        RuntimeError: the run is deleted, or the database may not be opened.
     """
     from mlflow.tracking import MlflowClient  # slow, see load_mlflow
 
@@ -129,7 +138,10 @@ def open_run(
     with _exclusive(run_dir / "logs" / "run_key.lock"):
         key = _run_key(run_dir)
         if uri.startswith(SQLITE):
-            _make_sqlite(Path(uri.removeprefix(SQLITE)), key)
+            database = Path(uri.removeprefix(SQLITE))
+            if not is_named(uri):
+                _check_unnamed(database)
+            _make_sqlite(database, key)
         client = MlflowClient(uri)
         run = _find(client, run_dir, experiment, key)
         if run is None:
@@ -193,6 +205,27 @@ def check_active(run: "Run") -> None:
         raise RuntimeError(f"run {run.info.run_id} is deleted in MLflow; restore it there")
 
 
+def checked_parent(client: "MlflowClient", run_id: str | None, experiment_id: str) -> str | None:
+    """The id of a parent, None if it is no run of longhaul's in the same experiment.
+
+    The config that names it may be someone else's.
+    """
+    if run_id is None:
+        return None
+    try:
+        parent = client.get_run(run_id)
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        found = short_error(error)
+    else:
+        if KEY_TAG in parent.data.tags and parent.info.experiment_id == experiment_id:
+            return run_id
+        found = "it is no run of longhaul's in the same experiment"
+    logger.warning("tracking.parent_run_id is ignored: %s", found)
+    return None
+
+
 def stored_run_id(run_dir: Path) -> str | None:
     """The id in `RUN/mlflow_run_id`, None if MLflow has never been reached."""
     path = run_dir / "mlflow_run_id"
@@ -209,7 +242,14 @@ def _find(client: "MlflowClient", run_dir: Path, experiment: str, key: str) -> "
     run_id = stored_run_id(run_dir)
     if run_id is not None:
         try:
-            return client.get_run(run_id)
+            run = client.get_run(run_id)
+            if run.data.tags.get(KEY_TAG) == key:
+                return run
+            logger.warning(
+                "%s: found run %s of another folder; MLflow has this folder as a run of its own",
+                run_dir / "mlflow_run_id",
+                run_id,
+            )
         except MlflowException as error:
             # It is another server or a new database. The whole journal is uploaded there.
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
@@ -238,7 +278,7 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     location = None
     if uri.startswith(SQLITE):
         beside = Path(uri.removeprefix(SQLITE)).parent / "mlruns"
-        location = str(beside / re.sub(r"[^\w.-]", "_", name))
+        location = str(beside / re.sub(r"[^\w.-]|^\.{1,2}$", "_", name))
     try:
         return client.create_experiment(name, location, {KIND_TAG: TRAINING_KIND})
     except MlflowException as error:
@@ -250,6 +290,37 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
         return known.experiment_id  # Another process was faster.
 
 
+def _check_unnamed(path: Path) -> None:
+    """Raise RuntimeError unless a database that the user has not named is MLflow's, and alone.
+
+    SQLite does what a journal beside a database says, and removes a file that the journal names.
+    MLflow creates its tables in any database.
+    """
+    if "?" in path.name:  # SQLAlchemy opens the file whose name ends there
+        raise RuntimeError(f"found {path.name!r}, wanted a database without ? in its name")
+    beside = os.listdir(path.parent) if path.parent.exists() else []
+    for name in sorted(beside):
+        if name.startswith(tuple(f"{path.name}{ending}" for ending in _BESIDE)):
+            raise RuntimeError(
+                f"found {name}, as after a crash, wanted {path.name} alone; if you trust both, "
+                "open it once with `mlflow ui`, or set MLFLOW_TRACKING_URI to it"
+            )
+    if path.name not in beside:
+        return
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise RuntimeError(f"found {path.name}, which is no regular file, wanted a database")
+    try:
+        # Without `immutable`, SQLite would leave files beside some databases.
+        address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(address, uri=True)) as database:
+            tables = database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            is_mlflows = {name for (name,) in tables} >= _TABLES
+    except sqlite3.Error:
+        is_mlflows = False
+    if not is_mlflows:
+        raise RuntimeError(f"found {path.name} without MLflow's tables, wanted MLflow's database")
+
+
 def _make_sqlite(path: Path, key: str) -> None:
     if path.exists():
         return
@@ -257,7 +328,8 @@ def _make_sqlite(path: Path, key: str) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{key}")
-    temporary.unlink(missing_ok=True)
+    for ending in ("", *_BESIDE):
+        temporary.with_name(f"{temporary.name}{ending}").unlink(missing_ok=True)
     try:
         store = SqlAlchemyStore(  # type: ignore[no-untyped-call]
             f"{SQLITE}{temporary}", str(path.parent / "mlruns")
@@ -280,10 +352,12 @@ def _run_key(run_dir: Path) -> str:
         known = re.sub(r"[^0-9a-f]", "", known)[:32] or key
         if known_folder == folder:
             return known
-        if _is_copy(path, Path(known_folder) / "logs" / "run_key"):
-            logger.warning(
-                "%s is a copy of %s: it gets an MLflow run of its own", folder, known_folder
-            )
+        is_path = known_folder.startswith("/") and known_folder.isprintable()
+        original = Path(known_folder) / "logs" / "run_key"
+        if is_path and _is_copy(path, original):
+            is_own = original.stat().st_uid == os.getuid()
+            shown = known_folder if is_own else Path(known_folder).name
+            logger.warning("%s is a copy of %s: it gets an MLflow run of its own", folder, shown)
             (run_dir / "mlflow_run_id").unlink(missing_ok=True)
         else:
             key = known

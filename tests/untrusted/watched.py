@@ -195,7 +195,7 @@ class _Hook:
         elif event in _TWO_PATHS:
             for path in arguments[1 if event == "os.symlink" else 0 : 2]:
                 self._tell("write", _real(path, -1))
-        elif event == "sqlite3.connect":
+        elif event == "sqlite3.connect" and "?mode=ro&" not in str(arguments[0]):
             self._tell("write", _real(arguments[0], -1))
         elif event in _PROCESSES:
             self._tell("process", os.path.basename(os.fsdecode(arguments[0] or arguments[1][0])))

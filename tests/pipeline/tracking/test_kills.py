@@ -92,10 +92,13 @@ def _history(client: Any, run_dir: Path, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.wide
-def test_killed_at_any_moment_every_step_is_in_mlflow_once(tmp_path: Path) -> None:
+def test_killed_at_any_moment_every_step_is_in_mlflow_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)  # else a journal that a kill left is refused
     moments = [f"{random.uniform(0.3, 1.0):.3f}" for _ in range(3)]
     deaths = [*DEATHS, *moments]
     result = subprocess.run(

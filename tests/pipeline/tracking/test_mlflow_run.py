@@ -1,14 +1,16 @@
 """Which run of MLflow a run folder has, wherever the folder and the store are."""
 
+import os
 import shutil
 import socket
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
-from tracked_runs import copied, history, started_tracker
+from tracked_runs import client_of, copied, history, started_tracker
 
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
 
@@ -49,6 +51,50 @@ def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: s
     if how == "copied":
         assert log(run_dir, 3) == first
         assert history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+
+
+def test_a_folder_does_not_take_the_run_of_another_folder(
+    store: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = create_parent(tmp_path / "own", store, "tests", "own")
+    (run_dir / "mlflow_run_id").write_text(own)
+    run_id = create_parent(run_dir, store, "tests", "foreign")
+    assert run_id != own
+    assert caplog.text.count(f"mlflow_run_id: found run {own} of another folder") == 1
+    (run_dir / "mlflow_run_id").write_text(own)  # and its own is found again
+    assert create_parent(run_dir, store, "tests", "foreign") == run_id
+
+
+def test_a_copy_is_told_of_by_a_path_that_can_be_printed(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def create(name: str, original: str) -> str:
+        (tmp_path / name / "logs").mkdir(parents=True)
+        (tmp_path / name / "logs" / "run_key").write_text(f"{'ab' * 16}\n{original}")
+        return create_parent(tmp_path / name, store, "tests", name)
+
+    for name in ("one", "t\nwo"):
+        original = str(tmp_path / "x" / name)
+        (tmp_path / "x" / name / "logs").mkdir(parents=True)
+        (tmp_path / "x" / name / "logs" / "run_key").write_text(f"{'ab' * 16}\n{original}")
+    create("a", str(tmp_path / "x" / "t\nwo"))
+    assert "is a copy of" not in caplog.text
+    create("b", str(tmp_path / "x" / "one"))
+    assert f"is a copy of {tmp_path}/x/one: it" in caplog.text
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    create("c", str(tmp_path / "x" / "one"))
+    assert "is a copy of one: it" in caplog.text
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/../b"])
+def test_artifacts_lie_below_mlruns_whatever_an_experiment_is_called(
+    store: str, tmp_path: Path, name: str
+) -> None:
+    run_id = create_parent(tmp_path / "run", store, name, "run")
+    artifacts = Path(client_of(store).get_run(run_id).info.artifact_uri)
+    above = Path(store.removeprefix("sqlite:///")).parent / "mlruns"
+    assert artifacts.resolve().parent.parent.parent == above.resolve()
 
 
 @pytest.mark.parametrize("uri", ["mlruns", "./mlruns", "file:///tmp/mlruns", ""])
@@ -117,3 +163,70 @@ def test_an_experiment_that_another_process_makes_meanwhile_is_used(
     assert experiment is not None
     runs = MlflowClient(store).search_runs([experiment.experiment_id])
     assert {run.info.run_name for run in runs} == {"a", "b"}
+
+
+@pytest.mark.parametrize("ending", ["-journal", "-wal", "-shm", "-mj0123ABCD"])
+@pytest.mark.parametrize("has_database", [True, False])
+def test_an_unnamed_database_with_a_journal_is_not_opened(
+    empty_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ending: str,
+    has_database: bool,
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    if not has_database:
+        (tmp_path / "mlflow.db").unlink()
+    journal = tmp_path / f"mlflow.db{ending}"
+    journal.touch()
+    message = f"^found mlflow.db{ending}, as after a crash, wanted mlflow.db alone; if you trust"
+    with pytest.raises(RuntimeError, match=message):
+        create_parent(tmp_path / "run", uri, "tests", "run")
+    assert journal.exists()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    if has_database and ending == "-journal":  # the user has named it
+        create_parent(tmp_path / "run", uri, "tests", "run")
+
+
+def test_a_database_that_a_crash_left_is_told_what_to_do(
+    empty_store: Path, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    (tmp_path / "mlflow.db-journal").touch()
+    tracker = started_tracker(run_dir, uri)
+    tracker.log("train", 1, {"loss": 1.0})
+    assert not tracker.finish("KILLED", timeout_s=1)
+    assert "open it once with `mlflow ui`, or set MLFLOW_TRACKING_URI to it" in caplog.text
+    assert '"loss": 1.0' in (run_dir / "logs" / "metrics.jsonl").read_text()
+
+
+def test_an_unnamed_database_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    path, other = tmp_path / "mine.db", tmp_path / "other.db"
+    for file in (path, other):
+        with sqlite3.connect(file) as database:
+            database.execute("CREATE TABLE runs (a)")
+            database.execute("CREATE TABLE experiments (a)")
+        database.close()
+    content = path.read_bytes()
+    (tmp_path / "link.db").symlink_to(other)
+    (tmp_path / "text.db").write_text("text")
+    for name, message in (
+        ("mine.db", "^found mine.db without MLflow's tables"),
+        ("text.db", "^found text.db without MLflow's tables"),
+        ("link.db", "^found link.db, which is no regular file"),
+        ("mine.db?a=.db", "wanted a database without [?] in its name"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            create_parent(tmp_path / "run", f"sqlite:///{tmp_path}/{name}", "tests", "run")
+    assert path.read_bytes() == other.read_bytes() == content
+
+
+def test_an_unnamed_database_that_was_closed_is_used_whatever_its_journal_mode(
+    empty_store: Path, tmp_path: Path
+) -> None:
+    uri = copied(empty_store, tmp_path)
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("PRAGMA journal_mode = WAL")
+    database.close()
+    run_id = create_parent(tmp_path / "run", uri, "tests", "run")
+    assert client_of(uri).get_run(run_id).info.run_name == "run"

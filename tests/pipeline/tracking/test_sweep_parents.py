@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tracked_runs import client_of, history, started_tracker
+from tracked_runs import client_of, history, mlflow_run, started_tracker
 
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG
 from longhaul.pipeline.tracking.mlflow_run import create_parent
@@ -53,3 +53,28 @@ def test_a_deleted_parent_stops_no_upload(
     assert tracker.finish("FINISHED", timeout_s=60)
     assert history(store, run_dir, "curves/validation_loss") == [(1, 3.0), (2, 2.0)]
     assert caplog.text.count("MLflow refused losses for the parent run") == 1
+
+
+@pytest.mark.parametrize("which", ["no run of longhaul's", "in another experiment", "missing"])
+def test_a_parent_that_is_no_sweeps_gets_nothing(
+    store: str, run_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str
+) -> None:
+    client = client_of(store)
+    if which == "in another experiment":
+        parent = create_parent(tmp_path / "sweep", store, "other", "sweep")
+    elif which == "missing":
+        parent = "0" * 32
+    else:
+        create_parent(tmp_path / "first", store, "tests", "first")  # so that there is "tests"
+        experiment = client.get_experiment_by_name("tests")
+        parent = client.create_run(experiment.experiment_id).info.run_id
+    for _ in range(2):
+        tracker = started_tracker(run_dir, store, tags={PARENT_TAG: parent, "a": "b"})
+        tracker.log("validation", 1, {"curves/validation_loss": 3.0})
+        assert tracker.finish("FINISHED", timeout_s=60)
+    assert caplog.text.count("tracking.parent_run_id is ignored") == 2
+    tags = mlflow_run(store, run_dir).data.tags
+    assert PARENT_TAG not in tags
+    assert tags["a"] == "b"
+    if which != "missing":
+        assert client.get_run(parent).data.metrics == {}
