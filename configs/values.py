@@ -188,18 +188,35 @@ def _parsed(text: str, wanted: Any) -> Any:
 
 
 def _keep_texts(node: yaml.Node, wanted: Any) -> None:
+    for count, (one, fields) in enumerate(_below_node(node, wanted)):
+        if count > _MOST_VALUES:
+            raise ConfigError(f"found more than {_MOST_VALUES} values")
+        if isinstance(fields, Leaf) and str in fields.types and _is_plain(one):
+            one.tag = "tag:yaml.org,2002:str"
+
+
+def _below_node(node: yaml.Node, wanted: Any) -> Iterator[tuple[yaml.Node, Any]]:
+    """The node and those in it, each with what is wanted there, as far as anything is.
+
+    A node with aliases is visited at each place.
+    """
+    yield node, wanted
     if isinstance(node, yaml.MappingNode):
         options: Any = wanted
         if wanted is KIND:
             kind = [value.value for key, value in node.value if key.value == "kind"]
             options = _options(kind[0]) if kind and isinstance(kind[0], str) else {}
-        for key, value in node.value:
-            _keep_texts(value, KIND if wanted is KINDS else _below(options, key.value))
-    elif isinstance(node, yaml.SequenceNode):
-        for one in node.value:
-            _keep_texts(one, Leaf((str,)) if wanted is TEXTS else None)
-    elif isinstance(wanted, Leaf) and str in wanted.types and _is_plain(node):
-        node.tag = "tag:yaml.org,2002:str"
+        below = [
+            (value, KIND if wanted is KINDS else _below(options, key.value))
+            for key, value in node.value
+        ]
+    elif isinstance(node, yaml.SequenceNode) and wanted is TEXTS:
+        below = [(one, Leaf((str,))) for one in node.value]
+    else:
+        below = []
+    for one, fields in below:
+        if fields is not None:
+            yield from _below_node(one, fields)
 
 
 def _is_plain(node: yaml.Node) -> bool:
@@ -217,7 +234,8 @@ def _options(kind: str) -> Fields:
 
 
 def _below(fields: Any, key: Any) -> Any:
-    return fields.get(key) if isinstance(fields, dict) else None
+    is_named = isinstance(fields, dict) and isinstance(key, str)
+    return fields.get(key) if is_named else None
 
 
 def _command_line(overrides: Sequence[str]) -> DictConfig:
@@ -309,7 +327,7 @@ def _load(path: Path) -> DictConfig:
         raw = _parsed(text, {**run_fields(), "inherits": TEXTS})
         check_size(raw)
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        raise ConfigError(f"{path}: {one_line(error)}") from error
+        raise ConfigError(f"{path}: {one_line(error).removeprefix(f'{path}: ')}") from error
     if not isinstance(raw, dict):
         found = shown(text.strip()) if text.strip() else "nothing"
         raise ConfigError(f"{path}: found {found}, wanted a mapping of keys, such as `name: a`")
