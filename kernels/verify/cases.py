@@ -94,6 +94,9 @@ class Case:
 
         B, T, H, G, K, V = self.B, self.T, self.H, self.G, self.K, self.V
         q, k, v = randn(B, T, H, K), randn(B, T, G, K), randn(B, T, G, V)
+        if self.normalize:
+            # The first row has one key, so its gradient is a difference of equal terms over (q·k)².
+            q[:, 0], k[:, 0] = q[:, 0].abs() + 0.1, k[:, 0].abs() + 0.1
         if self.content == "large":
             # |q| and |k| become about 1,000.
             q, k = q * 1e3 * K**-0.5, k * 1e3 * K**-0.5
@@ -328,7 +331,8 @@ def _compare(
             actual[name],
             wanted,
             definition[name] if is_usable else wanted.to(definition[name].dtype),
-            multiple=case.multiple,
+            # The gradient of a gate is a sum, over all later tokens, of differences.
+            multiple=case.multiple * (2 if name == "dlog_g" else 1),
             dtype=case.torch_dtype,
         )
         numbers = {"error": found.error, "allowed": found.allowed, "norm_error": found.norm_error}

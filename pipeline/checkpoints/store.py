@@ -21,8 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from longhaul.pipeline.checkpoints.integrity import (
@@ -80,7 +82,7 @@ class CheckpointStore:
         self._is_first = group is None or dist.get_rank(group) == 0
         self._is_pinned = torch.cuda.is_available()
         # Reused for every save, because page-locked memory is slow to allocate.
-        self._stager = _stager(is_pinned=self._is_pinned)
+        self._stager = _Stager(is_pinned=self._is_pinned)
         self._save_in_progress: tuple[Path, Future[Any]] | None = None
 
     def path_of(self, step: int) -> Path:
@@ -131,7 +133,7 @@ class CheckpointStore:
                 "checkpoints are copied more slowly, without page-locked memory: %s", error
             )
             self._is_pinned = False
-            self._stager = _stager(is_pinned=False)
+            self._stager = _Stager(is_pinned=False)
             future = save(async_stager=self._stager)
         assert isinstance(future, Future)
         self._save_in_progress = target, future
@@ -322,13 +324,28 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _stager(*, is_pinned: bool) -> DefaultStager:
-    """Copies tensors to memory of the CPU, page-locked or not."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=is_pinned,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=is_pinned,
-        )
-    )
+class _Stager(AsyncStager):
+    """Copies tensors to memory of the CPU, page-locked or not, as often as it is asked.
+
+    DefaultStager of torch 2.11 can do so once.
+    """
+
+    def __init__(self, *, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._stager = StateDictStager(pin_memory=is_pinned, share_memory=False)
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        copies = self._stager.stage(state_dict, non_blocking=self._is_pinned)
+        if self._is_pinned:
+            torch.accelerator.synchronize()
+        return copies
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for."""
+
+    def close(self) -> None:
+        self._stager.close()
