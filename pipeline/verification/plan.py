@@ -8,8 +8,9 @@ from longhaul.pipeline.verification.machine import Machine
 def all_checks(machine: Machine) -> list[Check]:
     """Every check, also those that this machine has not what they need for.
 
-    The headline kernel: its results, its time, and one update of a model with it. Then whatever
-    the numbers of training rest on. Other projects' kernels are last: their tuning takes minutes.
+    The headline kernel: its results, its time, and one update of a model with it. Then the kernels
+    in bfloat16 and their times, as a lent GPU may be gone before the rest. Other projects' kernels
+    are last: their tuning takes minutes.
     """
     device = machine.device
     steps = timings.step_timings()
@@ -19,11 +20,11 @@ def all_checks(machine: Machine) -> list[Check]:
         *trainer.first_checks(),
         *steps[:1],
         *kernels.training_dtype_checks(device),
-        *kernels.candidate_checks(device),
-        *decoding.decoding_checks(),
-        *kernels.remaining_checks(device),
-        *trainer.remaining_checks(machine),
         *timings.op_timings(),
         *steps[1:],
+        *kernels.remaining_checks(device),
+        *decoding.decoding_checks(),
+        *trainer.remaining_checks(machine),
+        *kernels.candidate_checks(device),
         *timings.peer_timings(),
     ]
