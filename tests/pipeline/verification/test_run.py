@@ -81,13 +81,13 @@ def test_with_a_gpu_it_runs_to_its_end_in_the_promised_order(
         first("trainer: train: single, bf16-mixed"),
         first("timings: training step"),
         first("kernels: bfloat16: degree 2, K 32"),
-        first("kernels: bfloat16: degree 2, K 64, candidate 1"),
+        first("timings: decoding"),
         first("kernels: float16"),
         first("kernels: bfloat16: 131,073 tokens"),
         first("kernels: accesses out of bounds"),
         first("trainer: resume"),
         first("trainer: train: ddp on 4 ranks, bf16-mixed"),
-        first("timings: decoding"),
+        first("kernels: bfloat16: degree 2, K 64, candidate 1"),
         first("timings: training: degree 2, K 64: retention"),
     ]
     assert places == sorted(places)
