@@ -157,8 +157,9 @@ for arguments in json.loads(sys.argv[1]):
         sys.exit(status)
 """
 
-# Two updates and 2,048 tokens to validate on, not the whole budget.
-BRIEF = ("trainer.max_tokens=8192", "optim.tokens_per_update=4096", "data.validation_tokens=2048")
+# Two updates of one window each and four to validate on, not the whole budget.
+BRIEF = ("trainer.max_tokens=1024", "optim.tokens_per_update=512", "trainer.micro_batch=1")
+BRIEF += ("data.validation_tokens=2048",)
 # Workers of a run that ended in this process are collected late, 10 s each.
 BRIEF += ("data.workers=0",)
 
