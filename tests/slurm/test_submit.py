@@ -51,6 +51,7 @@ def dry_run(
 NASTY = "a b;c\"d'e$(touch pwned)`touch pwned`#f&h|i*"
 
 
+@pytest.mark.wide
 def test_a_signalled_job_of_any_name_resumes_and_is_evaluated(
     make_work: Callable[..., Work], cluster: Cluster, fault: Callable[[str, str], None]
 ) -> None:
