@@ -133,15 +133,18 @@ class _Loader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Raise at a key that is there twice, of which YAML would take the last."""
-        known = set()
+        """Raise at a key that is no text, or there twice, of which YAML would take the last."""
+        known: set[str] = set()
         for key, _ in node.value:
-            if key.value in known and key.tag != "tag:yaml.org,2002:merge":
+            problem = ""
+            if not isinstance(key, yaml.ScalarNode):
+                found = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
+                problem = f"found a key that is a {found}, wanted text"
+            elif key.value in known and key.tag != "tag:yaml.org,2002:merge":
+                problem = f"found duplicate key {key.value}"
+            if problem:
                 raise yaml.constructor.ConstructorError(
-                    "while constructing a mapping",
-                    node.start_mark,
-                    f"found duplicate key {key.value}",
-                    key.start_mark,
+                    "while constructing a mapping", node.start_mark, problem, key.start_mark
                 )
             known.add(key.value)
         return super().construct_mapping(node, deep)

@@ -14,6 +14,7 @@ from longhaul.configs import (
     to_yaml,
 )
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.configs.schema import TrackingConfig
 from longhaul.configs.values import typed_keys
 from longhaul.datamodules.named import remember
 from longhaul.datamodules.untrusted import check_no_links, parse_json, read_regular, shown
@@ -23,6 +24,7 @@ from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.runs.named_keys import TRAINED, check_named, places_to_name
 from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes
 from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 
 # Keys that must not change when a run is resumed, because they determine its results. A resumed run
 # may train longer, in another place, and on other devices. Shards may be moved too: that they are
@@ -209,8 +211,12 @@ def load_run(
     folder, places = _run_of(path)
     config = _with_paths(load_run_config(path, [*places, *overrides]), os.path.abspath)
     if folder is not None:
+        typed = typed_keys(overrides)
+        # The default is a database of the working folder, which no file has chosen.
+        if config.tracking.uri == absolute_uri(TrackingConfig.uri):
+            typed.add("tracking.uri")
         help_ = "KEY=... on the command line allows it"
-        check_named(config, folder.path, sections, help_, typed_keys(overrides))
+        check_named(config, folder.path, sections, help_, typed)
     return config
 
 

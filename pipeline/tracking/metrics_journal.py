@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -312,6 +313,18 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     """
     with open_regular(path) as file:
         return _read_lines(file.fileno(), path, offset)
+
+
+def last_status(path: Path) -> str | None:
+    """The newest status in a journal, None if there is none that can be read."""
+    status, offset, end = None, -1, 0
+    with suppress(OSError, ValueError):
+        while offset != end:
+            offset = end
+            lines, end = read_lines(path, offset)
+            for line in lines:
+                status = line["status"] if line["kind"] == "status" else status
+    return status
 
 
 def _read_lines(handle: int, path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

@@ -155,6 +155,7 @@ class MlflowMirror:
             experiment=self.experiment,
             run_name=self.run_name,
             start_ms=lines[0]["time_ms"] if lines else time.time_ns() // 1_000_000,
+            is_training=self.is_training,
         )
         self.run_id = run.info.run_id
         self._experiment_id = run.info.experiment_id

@@ -40,6 +40,7 @@ from longhaul.datamodules.named import is_named
 from longhaul.datamodules.untrusted import open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.tracking.metrics_journal import last_status
 from longhaul.pipeline.tracking.mlflow_limits import is_refusal, short_error, without_secrets
 
 if TYPE_CHECKING:
@@ -114,7 +115,13 @@ def absolute_uri(uri: str) -> str:
 
 
 def open_run(
-    run_dir: Path, *, uri: str, experiment: str, run_name: str, start_ms: int
+    run_dir: Path,
+    *,
+    uri: str,
+    experiment: str,
+    run_name: str,
+    start_ms: int,
+    is_training: bool = False,
 ) -> "tuple[MlflowClient, Run]":
     """The MLflow run that belongs to a run folder, created if there is none.
 
@@ -128,6 +135,8 @@ def open_run(
         experiment: the experiment for a new run.
         run_name: the name for a new run.
         start_ms: start time of a new run, in milliseconds since 1970.
+        is_training: whether the caller sends a status. Otherwise a new run is as the training of
+            the folder was left, finished without one, since MLflow would show it as running.
 
     Raises:
         RuntimeError: the run is deleted, or the database may not be opened.
@@ -151,6 +160,9 @@ def open_run(
                 tags={KEY_TAG: key, "mlflow.user": _user()},
                 run_name=run_name,
             )
+            status = None if is_training else last_status(run_dir / "logs" / "metrics.jsonl")
+            if not is_training and status != "RUNNING":
+                client.set_terminated(run.info.run_id, status or "FINISHED")
         check_active(run)
         write_atomically(run_dir / "mlflow_run_id", f"{run.info.run_id}\n")
     return client, run

@@ -186,7 +186,7 @@ def test_passkeys_are_measured_on_a_run(uninterrupted: Run) -> None:
     ("arguments", "message"),
     [
         (["--lengths", "512,255"], "--lengths: found 255, wanted 256 or more"),
-        (["--lengths", "1k"], "--lengths: found '1k', wanted tokens, such as 1024,65536"),
+        (["--lengths", "1x"], "--lengths: found '1x', wanted tokens, such as 1024,64k"),
         (["--depths", "random", "--prompts", "0"], "--prompts: found 0, wanted 1 or more"),
         (["--prompts", "4"], "--prompts: found 4, wanted 5 or more with passkey, one per depth"),
     ],

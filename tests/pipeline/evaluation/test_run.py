@@ -133,8 +133,13 @@ def test_a_mistake_and_a_damaged_file_cost_no_earlier_result(evaluated: Run) -> 
     assert json.loads((folder / "results.json").read_text()) == before
 
 
-def test_several_runs_are_measured_and_one_that_fails_is_named(evaluated: Run) -> None:
-    shutil.copytree(evaluated.path / "small", evaluated.path / "small-2")
+def test_several_runs_are_measured_and_one_that_fails_is_named(
+    evaluated: Run, empty_store: Path, tmp_path: Path
+) -> None:
+    for name in ("small", "small-2"):
+        shutil.copytree(evaluated.path / "small", tmp_path / name)
+    shutil.copy(empty_store, tmp_path / "mlflow.db")  # other tests count the runs in the first
+    evaluated = type(evaluated)(tmp_path)
     (evaluated.path / "small-log.txt").touch()
     # As a shell expands small*; lengths of the task context are those of --context, too.
     runs = ("small", "small-log.txt", "small-2")

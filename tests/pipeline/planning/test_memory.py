@@ -413,7 +413,10 @@ def test_a_thousand_ranks_are_planned_at_the_longest_context(
     ("arguments", "message"),
     [
         (["--gpus", "0", "--device", "h100"], "--gpus: found 0, wanted 1 or more"),
-        (["--gpus", "3", "--device", "h100"], "--gpus: found 3: optim.tokens_per_update: found"),
+        (
+            ["--gpus", "3", "--device", "h100"],
+            "--gpus: found 3: run/demo.yaml: optim.tokens_per_update: found",
+        ),
         (["--device", "v100"], "--device: found 'v100', wanted one of a100, "),
         (["--gpus", "2"], "--device: found none with --gpus, wanted one of a100, "),
     ],

@@ -111,7 +111,7 @@ def num_bytes(state: object) -> int:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--contexts", "1k"], "--contexts: found '1k', wanted tokens, such as 1024,65536"),
+        (["--contexts", "1x"], "--contexts: found '1x', wanted tokens, such as 1024,64k"),
         (["--contexts", "0"], "--contexts: found '0', wanted tokens"),
         (["--kinds", "softmax,sofmax"], "model.attention.kind: found 'sofmax', wanted one of"),
         (["model.attention.degre=4"], "model.attention.degre: unknown key"),

@@ -25,6 +25,7 @@ def foreign(uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """A run of someone else's, on the machine of a user who has named nothing yet."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     shutil.copytree(uninterrupted.path / "small", tmp_path / "runs" / "foreign")
+    shutil.rmtree(tmp_path / "runs" / "foreign" / "evaluation", ignore_errors=True)
     shutil.copy(uninterrupted.path / "mlflow.db", tmp_path / "runs" / "mlflow.db")
     return tmp_path / "runs" / "foreign"
 

@@ -22,7 +22,9 @@ def copy_of(run: Run, folder: Path) -> Path:
     shutil.copytree(run.path / "small", folder)
     shutil.rmtree(folder / "evaluation", ignore_errors=True)
     text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace(f"root: {run.path}", "root: /nowhere"))
+    root = f'root: "{run.path}"'
+    assert root in text
+    (folder / "config.yaml").write_text(text.replace(root, "root: /nowhere"))
     return folder
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from longhaul.configs import load_run_config
+from longhaul.pipeline.checkpoints.integrity import CHECKSUMS
 from longhaul.pipeline.runs import folder as module
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.trained_model import read_checkpoint
@@ -39,11 +40,13 @@ def test_the_environment_is_the_one_that_the_run_began_with(
         f"{folder.path}: the file of kind conformal_sympow differs from the one that trained the "
         f"run: found sha256 ffffffffffff, wanted {before[:12]}"
     )
-    (folder.checkpoints / "step-000000001").mkdir(parents=True)
+    checkpoint = folder.checkpoints / "step-000000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / CHECKSUMS).touch()
     folder.record_start(config)
     assert folder.environment_file.read_text() == first
     # A run that has saved nothing starts over.
-    (folder.checkpoints / "step-000000001").rmdir()
+    (checkpoint / CHECKSUMS).unlink()
     folder.record_start(config)
     assert folder.changed_sources(config.model.kinds) == []
     folder.environment_file.write_text("{")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
-from tracked_runs import client_of, copied, history, started_tracker
+from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
+from longhaul.pipeline.tracking.metrics_journal import Journal
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -51,6 +52,27 @@ def test_only_a_copied_folder_gets_another_run(store: str, run_dir: Path, how: s
     if how == "copied":
         assert log(run_dir, 3) == first
         assert history(store, run_dir, "loss") == [(1, 1.0), (3, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [(None, "FINISHED"), ("FINISHED", "FINISHED"), ("KILLED", "KILLED"), ("RUNNING", "RUNNING")],
+)
+def test_an_evaluated_copy_runs_only_if_it_trains(
+    store: str, run_dir: Path, trained: str | None, wanted: str
+) -> None:
+    if trained is not None:
+        journal = Journal(run_dir / "logs" / "metrics.jsonl")
+        journal.add("status", status="RUNNING")
+        journal.add("status", status=trained)
+        journal.close()
+    copy = shutil.copytree(run_dir, run_dir.with_name("copy"))
+    tracker = started_tracker(copy, store, is_training=False)
+    assert tracker.finish(None, timeout_s=30)
+    assert mlflow_run(store, copy).info.status == wanted
+    # What trains later says so itself.
+    assert started_tracker(copy, store).finish(None, timeout_s=30)
+    assert mlflow_run(store, copy).info.status == "RUNNING"
 
 
 def test_a_folder_does_not_take_the_run_of_another_folder(

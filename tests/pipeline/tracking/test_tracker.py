@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
+from longhaul.datamodules.named import remember
 from longhaul.pipeline.tracking.metrics_journal import Dataset, JournalError, read_lines
 from longhaul.pipeline.tracking.mlflow_run import load_mlflow
 from longhaul.pipeline.tracking.tracker import Tracker
@@ -271,6 +272,7 @@ def test_a_full_database_is_one_line_and_one_at_the_end(
     empty_store: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     uri = copied(empty_store, tmp_path)
+    remember([uri])  # as `train` does; the full disk leaves a journal beside the database
     assert (tmp_path / "mlflow.db").stat().st_size > 200_000
     result = subprocess.run(
         [sys.executable, "-c", FULL_STORE, str(run_dir), uri],
