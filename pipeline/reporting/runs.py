@@ -31,6 +31,7 @@ from longhaul.pipeline.tracking.mlflow_run import (
     ENVIRONMENT,
     absolute_uri,
     check_answers,
+    check_readable,
     load_mlflow,
 )
 
@@ -227,11 +228,19 @@ def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
 
 
 def _checked_uri(uri: str) -> str:
-    """The absolute URI. Raises ValueError for a missing database, which MLflow would create."""
+    """The absolute URI.
+
+    Raises:
+        ValueError: the database is missing; MLflow would create it.
+        RuntimeError: SQLite cannot read it.
+    """
     uri = absolute_uri(uri)
-    path = uri.removeprefix(SQLITE)
-    if path != uri and not Path(path).is_file():
-        raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
+    if uri.startswith(SQLITE):
+        path = Path(uri.removeprefix(SQLITE))
+        if not path.is_file():
+            raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
+        with _unreachable_as_runtime_error(uri):
+            check_readable(path)
     return uri
 
 
