@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -334,8 +333,8 @@ class _Stager(AsyncStager):
         self._is_pinned = is_pinned
         self._stager = StateDictStager(pin_memory=is_pinned, share_memory=False)
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-        copies = self._stager.stage(state_dict, non_blocking=self._is_pinned)
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        copies: dict[str, Any] = self._stager.stage(state_dict, non_blocking=self._is_pinned)
         if self._is_pinned:
             torch.accelerator.synchronize()
         return copies

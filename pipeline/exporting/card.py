@@ -1,12 +1,14 @@
 """The model card: the model, its data and training, and its evaluations."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.plain_text import plain
 from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
@@ -85,13 +87,13 @@ def write_card(
     rows = _rows(run, config, checkpoint, progress, manifest)
     text = _TEXT.format(
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
-        name=config.name,
+        name=_escaped(config.name),
         parameters=parameters,
         bos=manifest.bos_id,
         begins="the tokenizer puts it before a text" if adds_bos else "put it before every text",
         evaluation=_evaluation(run, checkpoint),
         **{
-            name: "\n".join(f"| {key} | {_cell(value)} |" for key, value in table.items())
+            name: "\n".join(f"| {key} | {_escaped(value)} |" for key, value in table.items())
             for name, table in rows.items()
         },
     )
@@ -120,7 +122,7 @@ def _rows(
         "data": {
             "tokenizer": f"{manifest.tokenizer}, sha256 {manifest.tokenizer_sha256}",
             "tokens": f"{manifest.num_tokens:,} in {manifest.num_documents:,} documents",
-            "source": f"`{json.dumps(manifest.source)}`",
+            "source": json.dumps(manifest.source),
         },
         "training": {
             "run": f"{config.name}, {checkpoint.name}",
@@ -174,11 +176,14 @@ def _evaluation(run: RunFolder, checkpoint: Path) -> str:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 # JSON has integers that no float holds.
                 number = f"{value:.6g}" if isinstance(value, float) else shown(value)
-                lines.append(f"| {_cell(label)} | {_cell(name)} | {number} |")
+                lines.append(f"| {_escaped(label)} | {_escaped(name)} | {number} |")
     if not lines:
         return "This checkpoint has not been evaluated."
     return "\n".join(["| checkpoint | measure | value |", "|---|---|---|", *lines])
 
 
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
+def _escaped(value: object) -> str:
+    """Text of a run folder, such that Markdown shows it as it is, in one line and one cell."""
+    # A `_` between letters or digits is itself.
+    marks = r"[\\`*\[\]<>|&#~$]|(?<![^\W_])_|_(?![^\W_])"
+    return re.sub(marks, r"\\\g<0>", plain(str(value)))

@@ -31,6 +31,7 @@ from longhaul.pipeline.tracking.mlflow_run import (
     ENVIRONMENT,
     absolute_uri,
     check_answers,
+    check_readable,
     load_mlflow,
 )
 
@@ -227,11 +228,14 @@ def _unreachable_as_runtime_error(uri: str) -> Iterator[None]:
 
 
 def _checked_uri(uri: str) -> str:
-    """The absolute URI. Raises ValueError for a missing database, which MLflow would create."""
+    """The absolute URI; ValueError without the database, RuntimeError if it cannot be read."""
     uri = absolute_uri(uri)
-    path = uri.removeprefix(SQLITE)
-    if path != uri and not Path(path).is_file():
-        raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
+    if uri.startswith(SQLITE):
+        path = Path(uri.removeprefix(SQLITE))
+        if not path.is_file():
+            raise ValueError(f"--uri: found no file {path}, wanted MLflow's database or a server")
+        with _unreachable_as_runtime_error(uri):
+            check_readable(path)
     return uri
 
 
@@ -296,9 +300,12 @@ def _check_any_finished(experiment: str, statuses: Sequence[str]) -> None:
 def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     run_id = run.info.run_id
     with tempfile.TemporaryDirectory() as folder:
+        is_local = run.info.artifact_uri.startswith(("/", "file:"))
 
         def fetch(path: str) -> str:
-            file = Path(client.download_artifacts(run_id, path, folder))
+            # MLflow copies a file that it is asked for: of a device the copy would have no end.
+            wanted = ("", None) if is_local else (path, folder)
+            file = Path(client.download_artifacts(run_id, *wanted), path if is_local else "")
             return read_regular(file, _MOST_BYTES).decode()
 
         config, text = _config(fetch, Path(folder))
@@ -344,14 +351,16 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
 
 
 def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
+    file = folder / "config.yaml"
     try:
-        text = fetch("config.yaml")
+        text = fetch(file.name)
+        file.write_text(text)
     except Exception as error:
         raise _Unreadable(f"config.yaml is not in MLflow: {short_error(error)}") from error
     try:
-        return load_stored_config(folder / "config.yaml"), text
+        return load_stored_config(file), text
     except ConfigError as error:
-        reason = str(error).removeprefix(f"{folder / 'config.yaml'}: ")
+        reason = str(error).removeprefix(f"{file}: ")
         # It may be of another version, or of a kind whose file is not here.
         raise _Unreadable(f"config.yaml cannot be read here: {reason}") from error
 

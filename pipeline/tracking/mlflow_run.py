@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import open_to_write, read_regular
+from longhaul.datamodules.untrusted import check_regular, open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.metrics_journal import last_status
@@ -140,6 +140,7 @@ def open_run(
 
     Raises:
         RuntimeError: the run is deleted, or the database may not be opened.
+        ValueError, sqlite3.Error: as of `check_readable`.
     """
     from mlflow.tracking import MlflowClient  # slow, see load_mlflow
 
@@ -151,6 +152,7 @@ def open_run(
             if not is_named(uri):
                 _check_unnamed(database)
             _make_sqlite(database, key)
+            check_readable(database)
         client = MlflowClient(uri)
         run = _find(client, run_dir, experiment, key)
         if run is None:
@@ -331,6 +333,16 @@ def _check_unnamed(path: Path) -> None:
         is_mlflows = False
     if not is_mlflows:
         raise RuntimeError(f"found {path.name} without MLflow's tables, wanted MLflow's database")
+
+
+def check_readable(database: Path) -> None:
+    """Raise sqlite3.Error, or ValueError for no regular file, unless SQLite reads the database.
+
+    MLflow would try for a minute.
+    """
+    check_regular(database)
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("SELECT name FROM sqlite_master").fetchone()
 
 
 def _make_sqlite(path: Path, key: str) -> None:

@@ -1,8 +1,9 @@
 """The tile sizes of all kernels that multiply matrices: the candidates of each, and its choice.
 
 Candidates are what compiles for the chips of kernels/offline with no more spills than
-kernels/offline/table.py lists. The first one runs, also in the interpreter, except on chips that are
-named beside the candidates, as in `candidates(..., sm_90=1)`. Only sm_90 is timed: results/h100.json.
+kernels/offline/table.py lists. The first one runs, also in the interpreter, except on chips that
+are named beside the candidates, as in `candidates(..., sm_90=1)`. Of all chips only sm_90 has been
+timed: results/h100.json.
 """
 
 from __future__ import annotations

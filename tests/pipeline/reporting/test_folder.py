@@ -315,6 +315,8 @@ def test_what_cannot_be_reported_is_refused(
     assert f"--uri: found no file {missing}" in refused(
         ["tests", new, "--uri", f"sqlite:///{missing}"], capsys
     )
+    unreadable = refused(["tests", new, "--uri", f"sqlite:///{__file__}"], capsys, status=1)
+    assert f"{__file__} cannot be read: DatabaseError: file is not a database" in unreadable
     assert "wanted sqlite:///FILE" in refused(["tests", new, "--uri", "mlruns"], capsys)
     nobody = refused(["tests", new, "--uri", "http://a:b@127.0.0.1:9"], capsys, status=1)
     assert "--uri: http://***@127.0.0.1:9 cannot be reached" in nobody

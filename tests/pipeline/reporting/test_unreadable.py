@@ -104,3 +104,24 @@ def test_no_cell_is_a_formula_or_controls_a_terminal(
 ) -> None:
     write_csv(tmp_path / "x.csv", ["a", "b"], [[cell, "x"]])
     assert rows(tmp_path / "x.csv") == [{"a": written, "b": "x"}]
+
+
+def test_no_artifact_is_copied_before_it_is_known_to_be_a_file(
+    empty_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longhaul.pipeline.reporting.folder._FIGURES", {})
+    store = Store.in_file(tmp_path, empty_store)
+    store.add("whole")
+    for name in ("device", "huge"):
+        run = store.client.get_run(store.add(name))
+        file = Path(run.info.artifact_uri, "config.yaml")
+        file.unlink()
+        if name == "device":
+            file.symlink_to("/dev/zero")
+        else:
+            with file.open("wb") as opened:
+                opened.truncate(1 << 27)
+    assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
+    shown = "".join(Page((tmp_path / "new" / "index.html").read_text()).texts)
+    assert "config.yaml: found a device, wanted a regular file" in shown
+    assert "config.yaml: found more than 67,108,864 bytes" in shown

@@ -243,6 +243,21 @@ def test_an_unnamed_database_of_another_program_is_left_alone(tmp_path: Path) ->
     assert path.read_bytes() == other.read_bytes() == content
 
 
+def test_a_named_file_that_is_no_database_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text.db"
+    path.write_text("text, longer than the head of a database that SQLite would look at")
+    uri = f"sqlite:///{path}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    with pytest.raises(RuntimeError, match=f"{uri} cannot be reached: DatabaseError: file is not"):
+        create_parent(tmp_path / "run", uri, "tests", "run")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(RuntimeError, match=r"text.db: found a FIFO, wanted a regular file"):
+        create_parent(tmp_path / "run", uri, "tests", "run")
+
+
 def test_an_unnamed_database_that_was_closed_is_used_whatever_its_journal_mode(
     empty_store: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,47 @@
+"""The model card of a run that someone else has sent."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from longhaul.configs import load_run_config
+from longhaul.pipeline.exporting.card import write_card
+from longhaul.pipeline.runs.folder import RunFolder
+
+HOSTILE = "a`b|c <b>\n# [d](e) \x1b[2J&lt; __f__ g_h"
+SHOWN = r"a\`b\|c \<b\>\\n\# \[d\](e) \\x1b\[2J\&lt; \_\_f\_\_ g_h"
+
+
+def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
+    config = dataclasses.replace(load_run_config("run/demo.yaml"), name="a`b <b>")
+    manifest: Any = SimpleNamespace(
+        tokenizer=HOSTILE,
+        tokenizer_sha256=HOSTILE,
+        num_tokens=1,
+        num_documents=1,
+        source={"a": HOSTILE},
+        bos_id=0,
+    )
+    run = tmp_path / "run"
+    results = run / "evaluation" / "step-1-`x|" / "results.json"
+    results.parent.mkdir(parents=True)
+    results.write_text(json.dumps({HOSTILE: 1.5}))
+    (run / "environment.json").write_text("{}")
+    write_card(
+        tmp_path,
+        RunFolder(run),
+        config,
+        run / "checkpoints" / "step-1",
+        {"step": 1, "tokens": 1},
+        manifest,
+        1,
+        adds_bos=True,
+    )
+    card = (tmp_path / "README.md").read_text()
+    assert "\n# a\\`b \\<b\\>\n" in card
+    assert f"| tokenizer | {SHOWN}, sha256 {SHOWN} |" in card
+    assert rf"| step-1-\`x\| | {SHOWN} | 1.5 |" in card
+    assert "<b" not in card.replace(r"\<b", "")
+    assert "\x1b" not in card
