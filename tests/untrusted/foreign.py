@@ -266,6 +266,7 @@ def configs() -> Iterator[tuple[str, str, Change]]:
 def _in_database(statement: str, *values: str) -> Change:
     def change(sandbox: Sandbox) -> None:
         with sqlite3.connect(sandbox.project / "mlflow.db") as database:
+            database.execute("PRAGMA ignore_check_constraints = 1")
             database.execute(
                 statement, [value.replace("HOME", str(sandbox.home)) for value in values]
             )
