@@ -224,7 +224,7 @@ class TrackingConfig:
     """Tracking store: sqlite:///FILE, or http(s)://HOST:PORT of a server."""
 
     experiment: str = "longhaul"
-    """Name of the MLflow experiment, not empty."""
+    """Name of the MLflow experiment, 1 to 500 characters."""
 
     every_updates: int = 1
     """Updates between records of the training metrics, 1 or more."""
@@ -241,6 +241,9 @@ class TrackingConfig:
             raise ValueError(f"tracking.uri: found {self.uri!r}, wanted a path without ? and #")
         if not self.experiment:
             raise ValueError("tracking.experiment: found '', wanted a name")
+        if len(self.experiment) > 500:  # MLflow refuses it too
+            found = f"{len(self.experiment)} characters"
+            raise ValueError(f"tracking.experiment: found {found}, wanted 500 at most")
         _positive("tracking", self, "every_updates")
 
 

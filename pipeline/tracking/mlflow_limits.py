@@ -1,6 +1,7 @@
 """What MLflow accepts as names and values, and which of its errors are final."""
 
 import re
+import sqlite3
 
 MAX_PARAM_CHARACTERS = 6000
 MAX_TAG_CHARACTERS = 8000
@@ -16,9 +17,26 @@ _REFUSALS = {
 }
 
 
+class InUseError(RuntimeError):
+    """A database has a journal: it is open in another process, or was when that was killed."""
+
+
 def is_refusal(error: Exception) -> bool:
     """Whether MLflow understood the request and will never carry it out."""
     return getattr(error, "error_code", None) in _REFUSALS
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether it is in vain to connect to MLflow again soon, since what fails is on this machine.
+
+    What cannot be read, or is no regular file, or no database, stays so while nobody mends it.
+    Libraries derive the errors of servers from OSError too, and a lock of SQLite's is an
+    OperationalError.
+    """
+    own = (OSError, PermissionError, IsADirectoryError, NotADirectoryError, sqlite3.DatabaseError)
+    if isinstance(error, ValueError | RuntimeError):
+        return not isinstance(error, InUseError)
+    return type(error) in own
 
 
 def clean_name(name: str) -> str:

@@ -127,9 +127,11 @@ class MlflowMirror:
         """The id of the MLflow run, None if it has not been created."""
         return self.run_id or stored_run_id(self.run_dir)
 
-    def disconnect(self) -> None:
-        """Drop the connection. The next `upload` looks for the run again, as after a restart."""
-        self._connection = None
+    def disconnect(self) -> bool:
+        """Drop the connection, and tell whether there was one. The next `upload` looks for the run
+        again, as after a restart."""
+        was_connected, self._connection = self._connection is not None, None
+        return was_connected
 
     def num_unsent(self) -> int:
         """Number of lines of the journal that have not been sent, as far as this process knows."""

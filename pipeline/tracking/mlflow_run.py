@@ -37,11 +37,16 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import check_regular, open_to_write, read_regular
+from longhaul.datamodules.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.metrics_journal import last_status
-from longhaul.pipeline.tracking.mlflow_limits import is_refusal, short_error, without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import (
+    InUseError,
+    is_refusal,
+    short_error,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -140,7 +145,7 @@ def open_run(
 
     Raises:
         RuntimeError: the run is deleted, or the database may not be opened.
-        ValueError, sqlite3.Error: as of `check_readable`.
+        ValueError, OSError, sqlite3.Error: as of `check_readable`.
     """
     from mlflow.tracking import MlflowClient  # slow, see load_mlflow
 
@@ -315,7 +320,7 @@ def _check_unnamed(path: Path) -> None:
     beside = os.listdir(path.parent) if path.parent.exists() else []
     for name in sorted(beside):
         if name.startswith(tuple(f"{path.name}{ending}" for ending in _BESIDE)):
-            raise RuntimeError(
+            raise InUseError(
                 f"found {name}, as after a crash, wanted {path.name} alone; if you trust both, "
                 "open it once with `mlflow ui`, or set MLFLOW_TRACKING_URI to it"
             )
@@ -336,11 +341,14 @@ def _check_unnamed(path: Path) -> None:
 
 
 def check_readable(database: Path) -> None:
-    """Raise sqlite3.Error, or ValueError for no regular file, unless SQLite reads the database.
+    """Raise an error unless SQLite reads the database, which MLflow would try for a minute.
 
-    MLflow would try for a minute.
+    Raises:
+        ValueError: it is no regular file.
+        OSError: it may not be read.
+        sqlite3.Error: it is no database, or locked.
     """
-    check_regular(database)
+    open_regular(database).close()
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("SELECT name FROM sqlite_master").fetchone()
 

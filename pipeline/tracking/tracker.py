@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from longhaul.pipeline.tracking.metrics_journal import Dataset, Journal, plain_values, position
-from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
+from longhaul.pipeline.tracking.mlflow_limits import is_lasting, short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
 from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
 
@@ -216,7 +216,7 @@ class Tracker:
                 self._journal.sync()
                 num_sent = self._mirror.upload()
             except Exception as error:
-                self._mirror.disconnect()
+                is_in_vain = not self._mirror.disconnect() and is_lasting(error)
                 self._failure = short_error(error)
                 backoff = min(MAX_BACKOFF_S, max(1.0, 2 * backoff))
                 if unavailable_since is None:
@@ -227,6 +227,8 @@ class Tracker:
                         self._journal.path,
                         self._failure,
                     )
+                if is_last and is_in_vain:
+                    return
             else:
                 self._failure = None
                 backoff = 0.0

@@ -242,6 +242,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "root": ("HOME", "HOME/\x1b[2J", "/dev"),
     "name": ("../../home", "\x1b[2J", ".."),
     "slurm.extra": (["--output=HOME/.profile"], ["--wrap=touch HOME/pwned"], ["-o\nrm -rf ."]),
+    "slurm.modules": (["../theirs"], ["HOME/theirs"], ["$(touch HOME/pwned)"]),
+    "slurm.container": ("HOME/theirs.sqsh", "\x1b[2J"),
+    "slurm.environment": (["LD_PRELOAD=HOME/theirs.so"], ["A=$(touch HOME/pwned)"]),
     "slurm.account": ("$(touch HOME/pwned)", "x\ntouch HOME/pwned", "\x1b[2J"),
     "slurm.then": (["touch HOME/pwned"], ["evaluate; touch HOME/pwned"]),
     "evaluation.tasks": (["../../x"], ["\x1b[2J"]),
@@ -258,6 +261,50 @@ def configs() -> Iterator[tuple[str, str, Change]]:
     for key, values in _VALUES.items():
         for value in values:
             yield f"config {key}", repr(value), _set(key, value)
+
+
+def _in_database(statement: str, *values: str) -> Change:
+    def change(sandbox: Sandbox) -> None:
+        with sqlite3.connect(sandbox.project / "mlflow.db") as database:
+            database.execute("PRAGMA ignore_check_constraints = 1")
+            database.execute(
+                statement, [value.replace("HOME", str(sandbox.home)) for value in values]
+            )
+
+    return change
+
+
+def _artifact(name: str, form: str) -> Change:
+    def change(sandbox: Sandbox) -> None:
+        (folder,) = (sandbox.project / "mlruns" / "tests").glob("*/artifacts")
+        _replaced((folder / name).relative_to(sandbox.project), form)(sandbox)
+
+    return change
+
+
+_TEXTS = ("\x1b[2J\x1b]0;x\x07", "<script>x</script>", "=1+1", "../../../HOME", "x" * 5000)
+_STORED = {
+    "name": "UPDATE runs SET name = ?",
+    "status": "UPDATE runs SET status = ?",
+    "folder": "UPDATE runs SET artifact_uri = ?",
+    "tags": "UPDATE tags SET value = ?",
+    "params": "UPDATE params SET value = ?",
+    "names of metrics": "UPDATE latest_metrics SET key = ? WHERE key = 'curves/train_loss'",
+    "metrics": "UPDATE metrics SET value = ?",
+    "profiles": "UPDATE datasets SET dataset_profile = ?",
+    "digests": "UPDATE datasets SET digest = ?",
+}
+
+
+def stores() -> Iterator[tuple[str, str, Change]]:
+    """A database with hostile texts in its columns, and each artifact in each hostile form."""
+    for name, statement in _STORED.items():
+        for text in (*_TEXTS, "HOME", "file:///dev"):
+            yield f"{name} in mlflow.db", repr(text), _in_database(statement, text)
+    for name in ("config.yaml", "environment.json", "evaluation", f"evaluation/{STEP}/context.csv"):
+        for form in (*FORMS, "link to home"):
+            yield f"artifact {name}", form, _artifact(name, form)
+    yield from replaced_files(Path(), ["mlflow.db"])
 
 
 def _line(**fields: Any) -> str:

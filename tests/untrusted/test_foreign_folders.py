@@ -22,6 +22,7 @@ from foreign import (
     journals,
     linked_folders,
     replaced_files,
+    stores,
 )
 from watched import Outcome, Watched
 
@@ -121,7 +122,7 @@ class Machine:
             yield f"no line: {text[-300:]!r}"
         if found := _CONTROL.search(text):
             yield f"printed {found[0]!r}: {text[max(0, found.start() - 60) : found.end() + 60]!r}"
-        if longest := max(map(len, text.splitlines()), default=0) > _LONGEST_LINE:
+        if (longest := max(map(len, text.splitlines()), default=0)) > _LONGEST_LINE:
             yield f"a line of {longest} characters"
 
     def _new_lines(self) -> list[str]:
@@ -260,6 +261,8 @@ def test_every_key_of_a_config_with_every_hostile_value(
     cases: list[Case] = []
     for name, form, change in configs():
         names = {"evaluate", "train", next(turn)}
+        if name.startswith("config slurm"):
+            names.add("submit")
         if name.startswith(("config data", "config tracking.uri")):
             names |= {"doctor", "generate", "submit"}
         cases += [(command, name, form, change) for command in sorted(names)]
@@ -285,3 +288,9 @@ def test_every_file_of_data_and_of_an_export_in_every_form(
         names = [path.name for path in (base / folder).iterdir() if path.suffix != ".py"]
         cases += [(command, *file) for file in replaced_files(Path(folder), sorted(names))]
     _check(machines, base, cases)
+
+
+def test_every_text_and_artifact_of_a_store_that_is_reported(
+    machines: list[Machine], base: Path
+) -> None:
+    _check(machines, base, [("report", *store) for store in stores()])

@@ -93,6 +93,7 @@ def test_what_was_typed_is_used_and_remembered_for_the_runs_of_the_user(
         ("container", "docker://theirs"),
         ("environment", ["LD_PRELOAD=/tmp/theirs.so"]),
         ("modules", ["theirs"]),
+        ("modules", ["../theirs"]),
         ("account", "mine"),
         ("partition", "dear"),
     ],

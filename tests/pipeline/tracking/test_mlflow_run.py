@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import sqlite3
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,18 @@ def test_an_unnamed_database_that_was_closed_is_used_whatever_its_journal_mode(
     database.close()
     run_id = create_parent(tmp_path / "run", uri, "tests", "run")
     assert client_of(uri).get_run(run_id).info.run_name == "run"
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_what_waiting_does_not_mend_is_not_waited_for(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    path = tmp_path / "text.db"
+    path.write_text("text")
+    uri = f"sqlite:///{path}"
+    if is_named:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    tracker = started_tracker(run_dir, uri)
+    start = time.monotonic()
+    assert not tracker.finish("FINISHED", timeout_s=600)
+    assert time.monotonic() - start < 300  # the machine may be busy

@@ -263,10 +263,34 @@ def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: dict[str, A
     assert "\n" not in str(one.value)
 
 
-def test_a_record_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "verify.json")
-    with pytest.raises(ValueError, match="found a FIFO"):
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkfifo, "found a FIFO, wanted a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "found a device, wanted a regular file"),
+        (Path.mkdir, "found a folder, wanted a regular file"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "found more than"),
+        (Path.touch, "wanted it whole"),
+        (lambda path: path.write_text('{"\\u001b[2J": "\x1b]0;x"}'), "wanted it whole"),
+        (lambda path: path.write_text('{"\\u001b[2J": 1}'), "wanted one of `longhaul verify`"),
+        (lambda path: path.write_text("[" * 100_000), "wanted it whole"),
+        (lambda path: path.write_text("9" * 5000), "wanted"),
+    ],
+)
+def test_a_record_that_is_none_is_refused_in_a_line(
+    tmp_path: Path, make: Callable[[Path], Any], message: str
+) -> None:
+    make(tmp_path / "verify.json")
+    with pytest.raises(ValueError, match=message) as one:
         run(tmp_path / "verify.json")
+    assert str(one.value).isprintable()
+    assert len(str(one.value)) < 1000
+
+
+def test_a_record_that_is_a_link_to_nothing_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "verify.json").symlink_to(tmp_path / "new.json")
+    assert run(tmp_path / "verify.json") == 0
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_counts_say_what_passed_what_failed_and_what_cannot_run(
