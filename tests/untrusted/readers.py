@@ -319,7 +319,7 @@ TABLE_TEXTS = {
     "context": "context,tokens,loss_nats\n64,1024,5.0\n128,1024,4.0\n",
     "perplexity": "window,stride,perplexity,document_tokens,bos\n64,16,20.0,8192,no\n",
     "passkey": "length,prompts,right,depths,bos\n256,4,4,grid,yes\n512,4,2,grid,yes\n",
-    "recall": "pairs,queries,right,chance\n4,16,16,0.25\n8,16,12,0.125\n",
+    "recall": "pairs,queries,right,chance,low,high\n4,16,16,0.25,0.75,1\n8,16,12,0.125,0.5,0.9\n",
     "attention": (
         "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation\n"
         "0,0,2.5,0.5,3.0,7.5,0.25\n1,0,1.5,0.25,3.5,inf,nan\n"
@@ -352,7 +352,7 @@ def write_run(folder: Folder) -> None:
     results = run.path / "evaluation" / "step-000000001"
     results.mkdir(parents=True)
     (results / "results.json").write_text(json.dumps({"loss": 1.5, "more": {"x": 1}}))
-    config = load_run_config("run/demo.yaml", [*CONFIG, "model.layer_attention={}"])
+    config = load_run_config("run/demo.yaml", CONFIG)
     run.config_file.write_text(to_yaml(config))
     run.mark_finished(Finished(3, 512, True))
     environment = {"commit": "abc", "accelerators": [], "processor": "one"}
