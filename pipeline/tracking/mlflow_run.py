@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_HEADER = b"SQLite format 3\0"
+
 KEY_TAG = "longhaul.run_key"
 KIND_TAG = "mlflow.experimentKind"
 TRAINING_KIND = "custom_model_development"  # "Machine learning" on MLflow's pages
@@ -348,7 +350,11 @@ def check_readable(database: Path) -> None:
         OSError: it may not be read.
         sqlite3.Error: it is no database, or locked.
     """
-    open_regular(database).close()
+    # SQLite would open any file for writing, and then write nothing to what is no database.
+    with open_regular(database) as file:
+        header = file.read(len(_HEADER))
+    if header not in (b"", _HEADER):
+        raise sqlite3.DatabaseError("file is not a database")
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("SELECT name FROM sqlite_master").fetchone()
 
