@@ -331,8 +331,7 @@ def _compare(
             actual[name],
             wanted,
             definition[name] if is_usable else wanted.to(definition[name].dtype),
-            # The gradient of a gate is a sum, over all later tokens, of differences.
-            multiple=case.multiple * (2 if name == "dlog_g" else 1),
+            multiple=case.multiple,
             dtype=case.torch_dtype,
         )
         numbers = {"error": found.error, "allowed": found.allowed, "norm_error": found.norm_error}

@@ -27,9 +27,9 @@ def is_refusal(error: Exception) -> bool:
 
 
 def is_lasting(error: Exception) -> bool:
-    """Whether it is in vain to connect to MLflow again soon, since what fails is on this machine.
+    """Whether the fault is on this machine and lasts, so that another try soon would fail too.
 
-    What cannot be read, or is no regular file, or no database, stays so while nobody mends it.
+    A file that cannot be read, or that is no database, stays so until somebody mends it.
     Libraries derive the errors of servers from OSError too, and a lock of SQLite's is an
     OperationalError.
     """

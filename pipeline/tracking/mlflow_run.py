@@ -350,7 +350,7 @@ def check_readable(database: Path) -> None:
         OSError: it may not be read.
         sqlite3.Error: it is no database, or locked.
     """
-    # SQLite would open any file for writing, and then write nothing to what is no database.
+    # SQLite opens every file for writing, also one that is no database.
     with open_regular(database) as file:
         header = file.read(len(_HEADER))
     if header not in (b"", _HEADER):

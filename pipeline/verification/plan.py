@@ -6,11 +6,11 @@ from longhaul.pipeline.verification.machine import Machine
 
 
 def all_checks(machine: Machine) -> list[Check]:
-    """Every check, also those that this machine has not what they need for.
+    """Every check, including those that this machine cannot run.
 
     The headline kernel: its results, its time, and one update of a model with it. Then the kernels
-    in bfloat16 and their times, as a lent GPU may be gone before the rest. Other projects' kernels
-    are last: their tuning takes minutes.
+    in bfloat16 and their times, since a borrowed GPU may be gone before the rest has run. Other
+    projects' kernels are last: their tuning takes minutes.
     """
     device = machine.device
     steps = timings.step_timings()

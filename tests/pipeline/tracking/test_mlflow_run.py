@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 from tracked_runs import client_of, copied, history, mlflow_run, started_tracker
 
 from longhaul.pipeline.tracking.metrics_journal import Journal
-from longhaul.pipeline.tracking.mlflow_run import absolute_uri, create_parent
+from longhaul.pipeline.tracking.mlflow_run import absolute_uri, check_readable, create_parent
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -242,6 +242,15 @@ def test_an_unnamed_database_of_another_program_is_left_alone(tmp_path: Path) ->
         with pytest.raises(RuntimeError, match=message):
             create_parent(tmp_path / "run", f"sqlite:///{tmp_path}/{name}", "tests", "run")
     assert path.read_bytes() == other.read_bytes() == content
+
+
+def test_sqlite_does_not_open_what_is_no_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr(sqlite3, "connect", lambda *_: pytest.fail("opened"))
+    with pytest.raises(sqlite3.DatabaseError, match="not a database"):
+        check_readable(tmp_path / "notes.txt")
 
 
 def test_a_named_file_that_is_no_database_is_refused_at_once(
