@@ -154,6 +154,8 @@ def open_to_write(path: Path, flags: int) -> int:
     except OSError as error:
         if path.is_symlink():
             raise OSError(f"{path}: found a link, wanted a regular file") from error
+        if path.is_fifo():  # which nobody reads
+            raise OSError(f"{path}: found a FIFO, wanted a regular file") from error
         raise
     try:
         _check_mode(path, os.fstat(handle).st_mode)

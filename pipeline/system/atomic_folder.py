@@ -5,10 +5,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longhaul.datamodules.untrusted import read_regular, sha256_of, shown
+from longhaul.datamodules.untrusted import open_to_write, read_regular, sha256_of, shown
 from longhaul.pipeline.system.files import flush
 
 _MOST_LISTED_BYTES = 16 << 20
@@ -70,13 +70,18 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
         listing: as there.
 
     Raises:
-        OSError: the folder cannot be written, another process is writing it, or something was put
-            into the target in the meantime.
+        OSError: the folder cannot be written, another process is writing it, something was put
+            into the target in the meantime, or a link has the name of the temporary folder.
     """
     temporary = target.with_name(f".{target.name}.unfinished")
-    temporary.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        temporary.mkdir(parents=True)
+    # All in it is removed. Someone else may have made a link of this name to a folder of the user.
+    if temporary.is_symlink() or not temporary.is_dir():
+        found = f"a link to {shown(os.readlink(temporary))}" if temporary.is_symlink() else "a file"
+        raise OSError(f"{temporary}: found {found}, wanted a folder or nothing; remove it")
     lock = temporary / ".lock"
-    with lock.open("w") as file:
+    with open(open_to_write(lock, os.O_WRONLY), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -86,7 +91,7 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
         try:
             # Remove what a killed process left behind.
             for entry in temporary.iterdir():
-                if entry.is_dir():
+                if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 elif entry != lock:
                     entry.unlink()
