@@ -174,7 +174,10 @@ _MORE_FILES = (
     *("logs/evaluation.jsonl", "logs/evaluation.jsonl.lock", "logs/run_key.lock"),
     *(f"evaluation/{STEP}/{name}" for name in ("positions.json", "results.json", "positions.csv")),
 )
-_FOLDERS = ("logs", "evaluation", f"evaluation/{STEP}", "checkpoints", "data", "slurm")
+_FOLDERS = ("logs", "evaluation", f"evaluation/{STEP}", "checkpoints", "data", "slurm", "export")
+# Below the folder of runs: what an export into the run writes on its way, and what a sweep writes.
+_EXPORTED = ("foreign/export", "foreign/.export.unfinished", "foreign/.export.unfinished/.lock")
+_SWEPT = tuple(f"foreign-sweep{name}" for name in ("", "/configs", "/logs", "/mlflow_run_id"))
 
 
 def files_of_run(run: Path) -> list[str]:
@@ -201,6 +204,14 @@ def linked_folders(run: Path) -> Iterator[tuple[str, str, Change]]:
     """Each folder of a run as a link to the user's home."""
     for name in _FOLDERS:
         yield name, "link", _replaced(run / name, "link to home")
+
+
+def planted(runs: Path) -> Iterator[tuple[str, str, str, Change]]:
+    """What an export and a sweep write, in forms that are no files: the command comes first."""
+    for command, names in (("export inside", _EXPORTED), ("sweep", _SWEPT)):
+        for name in names:
+            for form in ("link to home", "link to a file", "link to a new file", "FIFO"):
+                yield command, name, form, _replaced(runs / name, form)
 
 
 def _set(key: str, value: Any) -> Change:

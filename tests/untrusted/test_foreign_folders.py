@@ -21,6 +21,7 @@ from foreign import (
     files_of_run,
     journals,
     linked_folders,
+    planted,
     replaced_files,
     stores,
 )
@@ -43,6 +44,7 @@ _BEGIN = ("train", "run/demo.yaml", *_SETTINGS)
 # What reads a file of a run, in turn; a config is read by more.
 _READERS = ("evaluate", "train", "status", "evaluate", "train", "generate", "export")
 _CONFIG_READERS = ("evaluate", "train", "generate", "export", "status", "plan", "config", "submit")
+_OTHERS = ("doctor", "begin", "start", "report", "export inside", "sweep")
 
 
 def arguments(command: str, sandbox: Sandbox) -> list[str]:
@@ -52,6 +54,8 @@ def arguments(command: str, sandbox: Sandbox) -> list[str]:
         "train": ["train", config, "trainer.max_tokens=768"],
         "generate": ["generate", run, "--tokens", "2", "--prompt", "a"],
         "export": ["export", run, str(sandbox.out / "exported")],
+        "export inside": ["export", run, str(sandbox.run / "export")],
+        "sweep": ["train", config, "--sweep", "trainer.seed=1,2", "--parallel", "2"],
         "status": ["status", run],
         "plan": ["plan", config],
         "config": ["config", config],
@@ -194,7 +198,7 @@ def machines(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     with ThreadPoolExecutor(2) as pool:
         both = [*pool.map(make, ("a", "b"))]
         for machine in both:
-            for command in (*_CONFIG_READERS, "doctor", "begin", "start", "report"):
+            for command in (*_CONFIG_READERS, *_OTHERS):
                 machine.sandbox.begin(base)
                 machine.clean[command] = outcome = machine.run(command)
                 assert outcome.status in ((0, 1, 2) if command in ("doctor", "report") else (0,)), (
@@ -252,6 +256,10 @@ def _also(name: str, form: str) -> tuple[str, ...]:
         return ("plan", "config", "submit")
     is_written = form.startswith("link to") and "/" in name and name.startswith("logs")
     return ("evaluate", "train") if is_written else ()
+
+
+def test_every_place_where_an_export_or_a_sweep_writes(machines: list[Machine], base: Path) -> None:
+    _check(machines, base, list(planted(_RUN.parent)))
 
 
 def test_every_key_of_a_config_with_every_hostile_value(

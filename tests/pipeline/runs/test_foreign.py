@@ -222,6 +222,66 @@ def test_no_link_is_followed_where_something_is_written(
     assert (precious / "a").read_text() == "precious"
 
 
+@pytest.mark.parametrize("planted", ["export", "export/deep", "export/new"])
+def test_no_export_goes_through_a_link_in_the_run_folder(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planted: str
+) -> None:
+    elsewhere = foreign.parent / "elsewhere"
+    elsewhere.mkdir()
+    (foreign / planted).parent.mkdir(exist_ok=True)
+    (foreign / planted).symlink_to(elsewhere)
+    # The run is known by whatever name it has.
+    (foreign.parent / "linked").symlink_to(foreign)
+    monkeypatch.chdir(foreign.parent)
+    for run, destination in ((str(foreign), "linked"), ("linked", "foreign")):
+        assert main(["export", run, f"{destination}/export/new"]) == 2
+        assert f"{planted}: found a link to " in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "found"),
+    [
+        ("foreign/export", "link", "found a link to "),
+        ("foreign/slurm/jobs.jsonl", "link", "found a link to "),
+        ("foreign/slurm/jobs.jsonl", "FIFO", "found a FIFO"),
+        ("foreign-sweep", "link", "found a link to "),
+        ("foreign-sweep/configs", "link", "found a link to "),
+        ("foreign-sweep/logs", "link", "found a link to "),
+        ("foreign-sweep/slurm", "link", "found a link to "),
+        ("foreign-sweep/slurm/jobs.jsonl", "FIFO", "found a FIFO"),
+    ],
+)
+def test_nothing_is_queued_where_a_link_would_be_followed(
+    foreign: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    form: str,
+    found: str,
+) -> None:
+    root = foreign.parent
+    elsewhere, sbatch = root / "elsewhere", root / "sbatch"
+    elsewhere.mkdir()
+    sbatch.write_text(f"#!/bin/sh\ntouch {root}/queued; echo 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(root), prepend=":")
+    planted = root / name
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    planted.symlink_to(elsewhere) if form == "link" else os.mkfifo(planted)
+    config = str(foreign / "config.yaml")
+    commands = [["submit", config, "trainer.max_tokens=100000"]]
+    if "-sweep" in name:
+        commands = [["submit", config, "--sweep", "trainer.seed=1,2"]]
+        if form == "link":
+            commands += [["train", config, "--sweep", "trainer.seed=1,2", "--parallel", "2"]]
+    for command in commands:
+        assert main(command) == 2
+        assert f"{name}: {found}" in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+    assert not (root / "queued").exists()
+
+
 @pytest.mark.parametrize("name", ["best.yaml", "slurm/config.yaml"])
 def test_any_config_in_the_folder_of_a_run_is_a_runs(foreign: Path, name: str) -> None:
     change(foreign, "data.manifest", "pipe:touch pwned")
