@@ -19,6 +19,7 @@ from longhaul.configs.values import (
     leaves,
     read_values,
 )
+from longhaul.configs.yaml_text import parse_yaml
 from longhaul.datamodules.untrusted import one_line, read_regular, shown
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def load_stored_config(path: Path) -> "RunConfig":
         ConfigError: one line with the file, the key, the value found and the value wanted.
     """
     try:
-        values = yaml.safe_load(read_regular(path, MOST_BYTES))
+        values = parse_yaml(read_regular(path, MOST_BYTES))
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError, OSError) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     if not isinstance(values, dict):

@@ -35,6 +35,7 @@ from longhaul.configs.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from longhaul.configs.yaml_text import MOST_VALUES, Loader
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.untrusted import one_line, read_regular, shown
 from longhaul.datamodules.urls import SQLITE
@@ -42,7 +43,6 @@ from longhaul.datamodules.urls import SQLITE
 _LARGEST_NUMBER = 1 << 62
 MOST_BYTES = 1 << 20
 """Of a config's file."""
-_MOST_VALUES = 100_000
 _MOST_DEPTH = 20
 # The parts that can be built without torch.
 _PARTS: dict[str, Callable[..., object]] = {
@@ -125,61 +125,9 @@ def checked(raw: DictConfig) -> dict[str, Any]:
     return values
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does, refuses what 1.1 and 1.2 read as different numbers.
-
-    010 is 8 in YAML 1.1 and 10 in 1.2; 1:30 is 90 in 1.1 and text in 1.2. Both stay text here,
-    which is refused where a number is wanted.
-    """
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Raise at a key that is no text, or there twice, of which YAML would take the last."""
-        known: set[str] = set()
-        for key, _ in node.value:
-            problem = ""
-            if not isinstance(key, yaml.ScalarNode):
-                found = "list" if isinstance(key, yaml.SequenceNode) else "mapping"
-                problem = f"found a key that is a {found}, wanted text"
-            elif key.value in known and key.tag != "tag:yaml.org,2002:merge":
-                problem = f"found duplicate key {key.value}"
-            if problem:
-                raise yaml.constructor.ConstructorError(
-                    "while constructing a mapping", node.start_mark, problem, key.start_mark
-                )
-            known.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, pattern)
-        for tag, pattern in resolvers
-        if tag.rpartition(":")[2] in ("bool", "null", "merge")
-    ]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:int",
-    re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"),
-    list("-+0123456789"),
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""[-+]?([0-9][0-9_]*)\.[0-9_]*([eE][-+]?[0-9]+)?\Z
-        |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+\Z
-        |\.[0-9][0-9_]*([eE][-+]?[0-9]+)?\Z
-        |[-+]?\.(inf|Inf|INF)\Z
-        |\.(nan|NaN|NAN)\Z""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
-
-
 def _parsed(text: str, wanted: Any) -> Any:
     """The value of YAML text. What is written plain where text is wanted is text."""
-    loader = _Loader(text)
+    loader = Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:
@@ -192,8 +140,8 @@ def _parsed(text: str, wanted: Any) -> Any:
 
 def _keep_texts(node: yaml.Node, wanted: Any) -> None:
     for count, (one, fields) in enumerate(_below_node(node, wanted)):
-        if count > _MOST_VALUES:
-            raise ConfigError(f"found more than {_MOST_VALUES} values")
+        if count > MOST_VALUES:
+            raise ConfigError(f"found more than {MOST_VALUES} values")
         if isinstance(fields, Leaf) and str in fields.types and _is_plain(one):
             one.tag = "tag:yaml.org,2002:str"
 
@@ -342,8 +290,8 @@ def check_size(values: Any) -> None:
 
     An alias stands for a value that is written once, but is built at each place.
     """
-    if any(count > _MOST_VALUES for count, _ in enumerate(leaves(values))):
-        raise ConfigError(f"found more than {_MOST_VALUES} values")
+    if any(count > MOST_VALUES for count, _ in enumerate(leaves(values))):
+        raise ConfigError(f"found more than {MOST_VALUES} values")
 
 
 def leaves(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

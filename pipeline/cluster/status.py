@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from longhaul.configs.yaml_text import parse_yaml
 from longhaul.datamodules.untrusted import one_line, open_regular, read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.runs.done import Finished, read_done
@@ -200,7 +201,7 @@ def _config(folder: Path) -> Any:
     # Not as a RunConfig, whose imports take seconds.
     paths = (folder / name for name in ("config.yaml", "slurm/config.yaml"))
     path = next((path for path in paths if path.is_file()), None)
-    return None if path is None else yaml.safe_load(read_regular(path, 1 << 20))
+    return None if path is None else parse_yaml(read_regular(path, 1 << 20))
 
 
 def _checkpoint(folder: Path) -> str:

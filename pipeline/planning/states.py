@@ -8,9 +8,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from longhaul.configs.presets import find_preset
+from longhaul.configs.yaml_text import parse_yaml
 from longhaul.modules.attention import AttentionConfig, attention_config
 from longhaul.modules.attention.sympow import Sympow, SympowOptions
 from longhaul.modules.language_model import LanguageModelConfig
@@ -73,7 +72,7 @@ def _model(size: str, attention: AttentionConfig) -> LanguageModelConfig:
     """The model of a preset in configs/model."""
     preset = find_preset(Path(f"model/{size}.yaml"))
     assert preset is not None
-    shape: dict[str, Any] = yaml.safe_load(preset.read_text(encoding="utf-8"))["model"]
+    shape: dict[str, Any] = parse_yaml(preset.read_text(encoding="utf-8"))["model"]
     return LanguageModelConfig(attention=attention, **shape)
 
 

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import textwrap
 import typing
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.configs.yaml_text import parse_yaml
 from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
 
 CONFIGS = Path(str(resources.files("longhaul.configs")))
@@ -192,7 +194,8 @@ def test_a_broken_file_is_named_in_one_line(text: str, message: str, tmp_path: P
         ("layers: 4", f"layers: {10**400}", "layers: found 10+[.][.][.]0+, wanted a finite number"),
         ("hang_seconds: 1800.0", "hang_seconds: .inf", "hang_seconds: found inf, wanted a finite"),
         ("hang_seconds: 1800.0", "hang_seconds: .nan", "hang_seconds: found nan, wanted a finite"),
-        ("learning_rate:", "epsilon: 2026-13-45\n  learning_rate:", "month must be in 1..12"),
+        ("epsilon: 1.0e-08", "epsilon: 2026-13-45", "epsilon: expected float, got .2026-13-45."),
+        ("learning_rate:", "epsilon: 1.0\n  learning_rate:", "found duplicate key epsilon"),
         ("name: demo", "name: !!python/object/apply:os.getcwd []", "could not determine a con"),
         ("name: demo", "name: " + "[" * 5000, "found|recursion"),
         ("name: demo", "a: &a [1, *a]", "found deeper nesting than 20"),
@@ -220,6 +223,33 @@ def test_aliases_in_a_stored_config_do_not_multiply(tmp_path: Path) -> None:
     file.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="found more than 100000 values"):
         load_stored_config(file)
+
+
+@pytest.mark.parametrize("load", [load_stored_config, load_run_config])
+@pytest.mark.parametrize(
+    "merges",
+    ["{<<: [*{0}, *{0}, *{0}, *{0}, *{0}, *{0}]}", "{<<: [{<<: [*{0}, *{0}, *{0}]}, *{0}, *{0}]}"],
+)
+def test_merges_in_merges_do_not_multiply(
+    tmp_path: Path, load: Callable[[Path], object], merges: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    lines = ["a: &a {x: 1}"]
+    for old, new in itertools.pairwise("abcdefgh"):
+        lines.append(f"{new}: &{new} {merges.replace('{0}', old)}")
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=f"^{file}: found more than 100000 values$"):
+        load(file)
+
+
+def test_a_merge_gives_what_the_mapping_lacks() -> None:
+    found = parse_yaml("{a: &a {x: 1, y: 2}, b: {<<: [*a, {y: 3, z: 3}], x: 4}}")
+    assert found["b"] == {"x": 4, "y": 2, "z": 3}
+
+
+def test_no_number_takes_long_to_read() -> None:
+    """In YAML 1.1, 1:30 is a number to the base of 60, whose digits are multiplied one by one."""
+    assert parse_yaml("a: " + "1:" * 20_000 + "1")["a"].startswith("1:1:")
 
 
 @pytest.mark.parametrize(
