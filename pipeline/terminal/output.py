@@ -3,13 +3,17 @@
 Names of folders, values in files and messages of other programs may hold sequences that move the
 cursor, change what was printed before, or set the title. All output passes here: messages of the
 command line and of loggers are one line of bounded length each, and whatever else is written has
-its control characters shown as escapes, but for generated texts that go to a file.
+its control characters shown as escapes, but for generated texts that go to a file. What another
+program prints comes here through `run_shown`.
 """
 
+import codecs
 import logging
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from longhaul.datamodules.plain_text import plain
@@ -56,6 +60,27 @@ def exact_stdout() -> TextIO:
     """Stdout for texts that a file or another program gets as they are, and a terminal does not."""
     stream: Any = sys.stdout
     return stream.stream if isinstance(stream, _Plain) and not stream.isatty() else sys.stdout
+
+
+def run_shown(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> int:
+    """Run a program, whose output goes to stderr without control characters; return its status.
+
+    What it writes is shown as it comes, progress bars too.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        try:
+            while chunk := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
+                sys.stderr.write(plain(decoder.decode(chunk), _KEPT))
+                sys.stderr.flush()
+            sys.stderr.write(decoder.decode(b"", final=True))
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode
 
 
 class _Plain:

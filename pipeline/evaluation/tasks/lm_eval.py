@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +17,7 @@ from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.generation.decoding import tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
 from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.terminal.output import run_shown
 
 logger = logging.getLogger(__name__)
 
@@ -133,11 +133,11 @@ def _run_harness(work: dict[str, Any], exported: Path, modules: Path) -> None:
     }
     work["model_args"]["pretrained"] = str(exported)
     module = f"{lm_eval_task.__name__}.run"
-    status = subprocess.run(
+    status = run_shown(
         [sys.executable, "-P", "-m", module, json.dumps(work)],
-        cwd=Path(lm_eval_task.__file__).parent,
-        env=environment | {"HF_MODULES_CACHE": str(modules)},
-    ).returncode
+        Path(lm_eval_task.__file__).parent,
+        environment | {"HF_MODULES_CACHE": str(modules)},
+    )
     if status:
         raise RuntimeError(f"lm-eval: ended with status {status}, for the reason above")
 

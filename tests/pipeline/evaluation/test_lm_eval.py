@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -279,6 +280,29 @@ def test_the_harness_finds_what_a_plain_loop_finds(
     refused = base.longhaul(*given, "--lm-eval-tasks", "longhaul_pairs,no_such", check=False)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1].startswith("longhaul: --lm-eval-tasks: found no_such,")
+
+
+def test_what_the_harness_prints_reaches_no_terminal_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\nprintf '\\033[2Jout\\n'; printf 'a\\r\\377\\302' >&2; exit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(RuntimeError, match="lm-eval: ended with status 3, for the reason above"):
+        lm_eval._run_harness({"model_args": {}}, tmp_path, tmp_path)
+    printed = capfd.readouterr()
+    assert printed.err == "\\x1b[2Jout\na\r\\xff\\xc2"
+    assert not printed.out
+
+
+def test_a_failure_of_the_harness_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", '{"model_args": {}}'])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(
+        SystemExit, match=r"^lm-eval: ModuleNotFoundError: import of lm_eval [^\n]*$"
+    ):
+        runpy.run_path(str(Path(lm_eval_task.__file__).with_name("run.py")), run_name="__main__")
 
 
 @pytest.mark.soak

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import TooShortError
 
 
@@ -60,4 +61,9 @@ def main(work: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    try:
+        main(json.loads(sys.argv[1]))
+    except Exception as failure:  # of whatever package a task needs
+        sys.exit(f"lm-eval: {type(failure).__name__}: {one_line(failure)}")
+    except KeyboardInterrupt:
+        sys.exit(130)
