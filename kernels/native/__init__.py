@@ -48,7 +48,7 @@ def load(source: Path) -> ctypes.CDLL | None:
         content = b"".join(path.read_bytes() for path in files)
         key = hashlib.sha256(shlex.join(command).encode() + macros + content).hexdigest()[:16]
         name = f"{source.stem}-{key}.so"
-        kept = _cache_folder()
+        kept = cache_folder()
         if kept is not None:
             try:
                 return _compiled(command, source, kept / name)
@@ -112,7 +112,7 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(content[:-size]).digest() == content[-size:]
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """The user's cache folder of the project; None if it cannot be written, or others can."""
     chosen = os.environ.get("XDG_CACHE_HOME", "")
     try:

@@ -11,6 +11,7 @@ from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
 from longhaul.kernels import power_attention
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, power_flops
+from longhaul.pipeline.system.compile_caches import use_private_caches
 
 _TOKENS = (4096, 8192, 16384, 65536)
 _TOKENS_OF_FORMS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -21,6 +22,7 @@ _SQUARE = 2048
 
 def run() -> None:
     """Print the tables, measured on the GPU if there is one."""
+    use_private_caches()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(

@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 # What a submission and the jobs of slurm.then write into a run folder.
 _WRITTEN = ("slurm", "logs", "STOPPED", "export", "evaluation", "mlflow_run_id")
+# A controller with thousands of jobs in its queue is slow, and sbatch asks one that is down again.
+_SECONDS_TO_QUEUE = 300.0
+
+
+class _NoAnswerError(RuntimeError):
+    """sbatch has not said whether it has queued a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +167,15 @@ def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
     """Context of writing the files of training jobs and asking sbatch.
 
     If nothing was queued, it removes the files that were not there before, and empty folders. After
-    Ctrl-C nothing is removed: sbatch may have queued the job, which then reads these files.
+    Ctrl-C, or without an answer, nothing is removed: sbatch may have queued the job, which then
+    reads these files.
     """
     files = [file for job in jobs for file in (job.script, _config_file(job))]
     new = [file for file in files if not file.exists()]
     try:
         yield
+    except _NoAnswerError:
+        raise
     except (OSError, RuntimeError):
         with suppress(OSError):
             for file in new:
@@ -271,10 +280,17 @@ def _sbatch(folder: Path, job: _Job, options: Sequence[str]) -> str:
 
     Raises:
         OSError, RuntimeError: nothing was queued.
+        _NoAnswerError: the job may be queued.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_QUEUE)
+    except subprocess.TimeoutExpired:
+        raise _NoAnswerError(
+            f"sbatch: found no answer in {_SECONDS_TO_QUEUE:g} s, wanted a job id; the job may be "
+            "queued, as squeue --me tells"
+        ) from None
     if result.returncode:
         raise RuntimeError(f"sbatch refused {job.script}: {result.stderr.strip()}")
     return result.stdout

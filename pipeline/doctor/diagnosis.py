@@ -51,6 +51,7 @@ from longhaul.pipeline.doctor.run_checks import (
     seconds_to_stop,
 )
 from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.system.compile_caches import use_private_caches
 
 EXIT_BAD_MACHINE = 69
 """EX_UNAVAILABLE: the run may work on another node."""
@@ -140,13 +141,14 @@ def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
     ranks = on_node if trainer is None else trainer.world_size
     tools = run_check("tools", check_tools, _SECONDS)
     yield tools
+    yield run_check("cache", partial(check_cache, ranks), _SECONDS)
+    use_private_caches()  # as runs do
     if tools.status == "ok":  # otherwise both fail for the same reason
         yield run_check("triton", check_triton, COMPILING_SECONDS)
         is_needed = trainer is None or trainer.is_compiled(on_gpu=True)
         check = partial(check_compile, is_needed=is_needed)
         yield run_check("compile", check, COMPILING_SECONDS)
     for subject, one in (
-        ("cache", partial(check_cache, ranks)),
         ("memlock", check_memlock),
         ("shm", check_shared_memory),
         ("cpus", partial(check_cpus, on_node)),

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 import torch
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from longhaul.kernels.native import who_else_can_change
 from longhaul.kernels.power import power_attention
 from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
+from longhaul.pipeline.system.compile_caches import TRITON, compile_caches
 from longhaul.pipeline.system.programs import output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 
@@ -58,14 +58,8 @@ def _missing_tools() -> Iterator[str]:
         yield f"writable {_cache()} ({error.strerror}; TRITON_CACHE_DIR sets another)"
 
 
-def _caches() -> dict[str, Path]:
-    """The folders of what Triton and torch compile, by the variables that name others."""
-    torch_cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
-    return {"TRITON_CACHE_DIR": _cache(), "TORCHINDUCTOR_CACHE_DIR": torch_cache}
-
-
 def _cache() -> Path:
-    return Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return compile_caches()[TRITON]
 
 
 def check_triton(device: str = "cuda") -> Finding:
@@ -107,10 +101,10 @@ def _squares(x: torch.Tensor) -> torch.Tensor:
 
 def check_cache(ranks: int) -> Finding:
     """Whether others could change what is compiled, or many ranks write it over the network."""
-    for variable, cache in _caches().items():
+    for variable, cache in compile_caches().items():
         changer = who_else_can_change(cache) if cache.exists() else None
         if changer is not None:
-            text = f"others could put code into {cache}: {changer}"
+            text = f"others could put code into {cache}: {changer}; runs use another folder"
             remedy = f"export {variable}=FOLDER, one that only you can write"
             return Finding("warning", "cache", text, remedy)
     folder = nearest_existing(_cache()).resolve()

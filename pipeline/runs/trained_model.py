@@ -21,6 +21,7 @@ from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_manifest
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
+from longhaul.pipeline.system.compile_caches import use_private_caches
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def load_trained_model(
     def load(folder: RunFolder, checkpoint: Path) -> TrainedModel:
         return _load(folder, checkpoint, positions, factor, ranks, device)
 
+    use_private_caches()
     return read_checkpoint(run_or_checkpoint, load, ranks)
 
 

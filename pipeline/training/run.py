@@ -38,6 +38,7 @@ from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
+from longhaul.pipeline.system.compile_caches import use_private_caches
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.terminal.output import PlainFormatter
 from longhaul.pipeline.tracking.description import Description, describe
@@ -74,6 +75,7 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     """
     # Before anything starts CUDA, or connects over NCCL.
     os.environ.update(gpu_environment(config, os.environ, gpu=uses_gpu(config.trainer.accelerator)))
+    use_private_caches()
     seed_everything(config.trainer.seed, verbose=False)
     _silence_lightning()
     check_launched(config.trainer)

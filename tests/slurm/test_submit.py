@@ -14,6 +14,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.cluster import submission
 
 Cluster = Any  # conftest.Cluster: modules of tests cannot import each other
 Work = Any
@@ -176,11 +177,14 @@ def test_a_submission_that_sbatch_refuses_leaves_no_run_folder(
 
 
 def test_the_files_of_a_job_that_may_be_queued_are_kept(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    replace_sbatch(
-        tmp_path, monkeypatch, "case $* in *one*) echo queued;; *) kill -INT $PPID; esac"
-    )
+    does = "case $* in *one*) echo queued;; *late*) exec sleep 60;; *) kill -INT $PPID; esac"
+    replace_sbatch(tmp_path, monkeypatch, does)
+    monkeypatch.setattr(submission, "_SECONDS_TO_QUEUE", 1.0)
     submit = ["submit", "run/demo.yaml", *on(corpus)]
     # A shell starts what runs in the background with SIGINT ignored, and so perhaps these tests.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -188,10 +192,15 @@ def test_the_files_of_a_job_that_may_be_queued_are_kept(
         (1, ["name=one"]),
         (1, ["name=one", "--sweep", "trainer.seed=1"]),
         (130, ["name=two"]),
+        (1, ["name=late"]),
     ):
         assert main([*submit, *arguments]) == status
     signal.signal(signal.SIGINT, before)
-    for name in ("one", "one-seed=1", "two"):
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "longhaul: sbatch: found no answer in 1 s, wanted a job id; the job may be queued, as "
+        "squeue --me tells"
+    )
+    for name in ("one", "one-seed=1", "two", "late"):
         files = sorted(path.name for path in (tmp_path / "runs" / name / "slurm").iterdir())
         assert files == ["config.yaml", "train.sbatch"], name
 
