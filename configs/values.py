@@ -38,7 +38,7 @@ from longhaul.configs.schema import (
 from longhaul.configs.yaml_text import MOST_VALUES, Loader
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.untrusted import one_line, read_regular, shown
-from longhaul.datamodules.urls import SQLITE
+from longhaul.datamodules.urls import at_home
 
 _LARGEST_NUMBER = 1 << 62
 MOST_BYTES = 1 << 20
@@ -55,7 +55,7 @@ _PARTS: dict[str, Callable[..., object]] = {
 }
 _PATHS = {
     *("root", "data.manifest", "data.validation_manifest", "data.cache_dir"),
-    *("trainer.start_from", "tracking.uri"),
+    *("trainer.start_from", "tracking.uri", "slurm.container", "slurm.container_mounts"),
 }
 
 
@@ -402,6 +402,8 @@ def _check(values: dict[str, Any], fields: Fields, prefix: str) -> None:
                 raise ConfigError(f"{path}: expected a list of str, got {_json(value)}")
             for one in value:
                 _check_text(one, path)
+            if path in _PATHS:
+                values[key] = [at_home(one) for one in value]
         else:
             values[key] = _checked_value(value, wanted.types, path)
 
@@ -415,7 +417,7 @@ def _check_kind(options: Any, path: str) -> None:
 def _checked_value(value: Any, wanted: tuple[type, ...], path: str) -> Any:
     if isinstance(value, str) and str in wanted:
         _check_text(value, path)
-        return _at_home(value) if path in _PATHS else value
+        return at_home(value) if path in _PATHS else value
     if isinstance(value, str) and int in wanted:
         count = with_unit(value, path)
         value = value if count is None else count
@@ -436,11 +438,3 @@ def _checked_value(value: Any, wanted: tuple[type, ...], path: str) -> Any:
 def _check_text(text: str, path: str) -> None:
     if "${" in text:  # It would be resolved when the config is read again.
         raise ConfigError(f"{path}: found {shown(text)}, wanted text without ${{")
-
-
-def _at_home(location: str) -> str:
-    """A path or sqlite URI with `~` at its beginning replaced by the home folder."""
-    scheme, path = "", location
-    if location.startswith(SQLITE):
-        scheme, path = SQLITE, location.removeprefix(SQLITE)
-    return scheme + (os.path.expanduser(path) if path.startswith("~") else path)

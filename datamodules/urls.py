@@ -41,6 +41,14 @@ def local_path(location: str) -> Path:
     return Path(location)
 
 
+def at_home(location: str) -> str:
+    """A path or sqlite URI with `~` at its beginning replaced by the home folder."""
+    scheme, path = "", location
+    if location.startswith(SQLITE):
+        scheme, path = SQLITE, location.removeprefix(SQLITE)
+    return scheme + (os.path.expanduser(path) if path.startswith("~") else path)
+
+
 def sibling(location: str, own_name: str, name: str) -> str:
     """The location of the file `name` in the same folder as the file `own_name` at `location`."""
     if is_remote(location):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from longhaul.datamodules.urls import at_home
 from longhaul.pipeline.reporting import comparison, evaluations, summaries, training, verdicts
 from longhaul.pipeline.reporting.drawing import Figure, Table, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
@@ -116,6 +117,7 @@ def report(
     """
     if choice.sequences is not None and choice.sequences < 1:
         raise ValueError(f"--sequences: found {choice.sequences}, wanted 1 or more")
+    uri = at_home(uri)
     target = new_or_empty_folder(destination, _LISTING)
     runs, unread = read_runs(uri, experiment, choice.runs, choice.filter)
     for line in unread:

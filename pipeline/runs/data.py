@@ -12,7 +12,7 @@ from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
 from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
-from longhaul.datamodules.urls import is_remote, local_path
+from longhaul.datamodules.urls import at_home, is_remote, local_path
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
 from longhaul.pipeline.system.files import write_atomically
@@ -98,6 +98,7 @@ def with_moved_data(
     Raises:
         ValueError: it has none of the run's data.
     """
+    location = at_home(location)
     places = [location]
     if not is_remote(location):
         below = local_path(location).glob(f"*/{MANIFEST_NAME}")

@@ -160,6 +160,10 @@ def test_a_tilde_in_paths_is_the_home_folder(
     assert (config.data.manifest, config.data.cache_dir) == (f"{tmp_path}/a", f"{tmp_path}/c~")
     assert (config.root, config.tracking.uri) == (str(tmp_path), f"sqlite:///{tmp_path}/m.db")
     assert (config.trainer.start_from, config.name) == (f"{tmp_path}/run", "~")
+    slurm = ["slurm.container=~/i.sqsh", "slurm.container_mounts=[~/a:/b:ro, /c:/d]"]
+    job = load_run_config("~/own.yaml", slurm).slurm
+    assert job.container == f"{tmp_path}/i.sqsh"
+    assert job.container_mounts == [f"{tmp_path}/a:/b:ro", "/c:/d"]
     assert not os.path.exists("~")
 
 

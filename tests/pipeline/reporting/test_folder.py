@@ -266,6 +266,14 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], status: in
     return str(line)
 
 
+def test_a_tilde_in_the_address_of_a_database_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    line = refused(["tests", str(tmp_path / "new"), "--uri", "sqlite:///~/m.db"], capsys)
+    assert f"--uri: found no file {tmp_path}/m.db" in line
+
+
 def test_what_cannot_be_reported_is_refused(
     store: Store, reported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from longhaul.configs import ConfigError
+from longhaul.configs import ConfigError, load_run_config
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import load_manifest
-from longhaul.pipeline.runs.data import check_same_data, record_data
+from longhaul.pipeline.runs.data import check_same_data, record_data, with_moved_data
 from longhaul.pipeline.runs.folder import RunFolder
 
 
@@ -36,6 +36,16 @@ def test_moved_data_are_the_same(begun: tuple[RunFolder, DataConfig], tmp_path: 
     check_same_data(folder, data, data, may_be_gone=False)
     elsewhere = moved(data, tmp_path / "moved", dropped_tokens=7, source={"kind": "another"})
     check_same_data(folder, elsewhere, data, may_be_gone=False)
+
+
+def test_a_tilde_where_data_are_now_is_the_home_folder(
+    begun: tuple[RunFolder, DataConfig], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = begun
+    config = load_run_config("run/demo.yaml")
+    monkeypatch.setenv("HOME", str(corpus.parent))
+    found, _ = with_moved_data(folder, config, f"~/{corpus.name}")
+    assert found.data.manifest == f"{corpus}/train/manifest.json"
 
 
 @pytest.mark.parametrize(
