@@ -25,8 +25,8 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run, metric_rows
-from longhaul.pipeline.reporting.tables import TABLES
+from longhaul.pipeline.reporting.runs import Data, Point, Run, metric_rows
+from longhaul.pipeline.reporting.tables import TABLES, Evaluated
 from longhaul.pipeline.reporting.training import loss_against_state
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
