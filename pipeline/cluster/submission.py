@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, to_yaml
+from longhaul.datamodules.untrusted import check_regular, open_to_write
 from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
@@ -24,6 +26,9 @@ from longhaul.pipeline.system.devices import find_device
 from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
+
+# What a submission and the jobs of slurm.then write into a run folder.
+_WRITTEN = ("slurm", "logs", "STOPPED", "export", "evaluation", "mlflow_run_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +107,7 @@ def submit_sweep(
     if dry_run:
         print(text, end="")
         return
+    _check_journal(folder)
     configs = dataclasses.replace(runs, configs=configs).below_parent().configs
     remember_sweep(runs, path, overrides, sweep, SUBMITTED)
     array, options = _Job("sweep", folder / "slurm" / "sweep.sbatch", text), _dependency_on(after)
@@ -141,6 +147,15 @@ def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> No
         _check_not_queued(configs, after)
 
 
+def _check_journal(folder: Path) -> None:
+    """Raise ValueError if the jobs of a run or a sweep could not be recorded once they are queued.
+
+    What someone else has made may hold a FIFO or a folder of that name.
+    """
+    with suppress(FileNotFoundError):
+        check_regular(folder / JOBS_FILE)
+
+
 @contextmanager
 def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
     """Context of writing the files of training jobs and asking sbatch.
@@ -174,6 +189,8 @@ def _check_can_run(config: RunConfig, dry_run: bool) -> None:
         folder.check_same_run(config)
     else:
         check_run(config)
+        folder.check_no_links(*_WRITTEN)
+        _check_journal(folder.path)
     # Some clusters know GPUs by an option of their own, such as --gres=gpu:8.
     asks_for_gpus = any(
         re.match(r"--gpus|--gres=.*gpu|-G", option) for option in config.slurm.extra
@@ -226,7 +243,6 @@ def _config_file(job: _Job) -> Path:
 def _write_job_files(config: RunConfig, job: _Job) -> None:
     """Write the files that a job reads, and delete the marks with which an earlier job stopped."""
     folder = job.script.parent
-    RunFolder(folder.parent).check_no_links("slurm", "logs", "STOPPED")
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "logs").mkdir(exist_ok=True)
     for note in (folder / "BAD", folder.parent / "STOPPED"):
@@ -279,7 +295,7 @@ def _record_answer(folder: Path, job: _Job, options: Sequence[str], answer: str)
 
 def _record_job(folder: Path, kind: str, job_id: str) -> None:
     entry = {"job_id": job_id, "time_ms": time.time_ns() // 1_000_000, "kind": kind}
-    with open(folder / JOBS_FILE, "a") as file:
+    with open(open_to_write(folder / JOBS_FILE, os.O_WRONLY | os.O_APPEND), "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 

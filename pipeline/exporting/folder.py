@@ -19,7 +19,7 @@ from longhaul.pipeline.exporting.source import model_code
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
 from longhaul.pipeline.runs.data import training_manifest
-from longhaul.pipeline.runs.folder import RunFolder, stored_config
+from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.trained_model import read_checkpoint
 from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
 
@@ -40,11 +40,13 @@ def export(
         The files written.
 
     Raises:
-        ValueError: there is no such checkpoint, the destination holds something, or a kind's code
-            cannot be carried, or does not run without longhaul.
+        ValueError: there is no such checkpoint, the destination holds something or lies behind a
+            link in the run folder, or a kind's code cannot be carried, or does not run without
+            longhaul.
         OSError: the checkpoint is damaged, or the folder could not be written.
         RuntimeError: what was written does not compute the logits of the run's model.
     """
+    locate(run_or_checkpoint)[0].check_no_link_to(destination)
     target = new_or_empty_folder(destination)
 
     def write(run: RunFolder, checkpoint: Path) -> None:

@@ -145,6 +145,16 @@ class RunFolder:
         """Raise ValueError at a link in the files and folders of these names, before a write."""
         check_no_links(self.path, *names)
 
+    def check_no_link_to(self, destination: str | Path) -> None:
+        """Raise ValueError at a link in this folder on the way to what is to be written in it.
+
+        Links elsewhere are the user's own, and may be followed.
+        """
+        path = Path(os.path.abspath(destination))
+        for one, above in zip((path, *path.parents), path.parents, strict=False):
+            if os.path.realpath(above) == os.path.realpath(self.path):
+                self.check_no_links(one.name)
+
     def finished(self) -> Finished | None:
         """How the run finished, None if it has not."""
         return read_done(self.done_file)

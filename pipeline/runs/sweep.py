@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.untrusted import check_no_links
 from longhaul.pipeline.runs.axes import combinations
 from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import TRAINED
@@ -23,8 +24,10 @@ class Sweep:
         """The sweep with its parent run in MLflow, which is created once per folder.
 
         Raises:
+            ValueError: the folder is a link, or holds one, which may be that of someone else.
             RuntimeError: MLflow cannot be reached.
         """
+        check_no_links(self.folder.parent, self.folder.name)
         tracking = self.configs[0].tracking
         parent = create_parent(self.folder, tracking.uri, tracking.experiment, self.folder.name)
         configs = (
