@@ -284,6 +284,18 @@ def test_runs_of_other_budgets_are_never_in_one_figure() -> None:
     assert [len(figure.rows) for figure in (short, long)] == [2, 1]
     assert short.title.endswith(", after 1,024 tokens")
     assert len(list(loss_against_state(named))) == 2
+    # The longer run's loss is at its own end, which the short ones have not read.
+    assert [(one.title, [row[-2:] for row in one.rows]) for one in loss_at_sequences(named)] == [
+        ("Training loss after 16 sequences, after 1,024 tokens", [[16, 2.5], [16, 2.0]]),
+        ("Training loss after 64 sequences, after 4,096 tokens", [[64, 4.0]]),
+    ]
+    (gap,) = gap_at_sequences(named)
+    assert (gap.name, len(gap.rows)) == ("gap_at_sequences_after000000001024", 2)
+    assert "Runs of more or fewer tokens have figures of their own." in gap.caveats
+    assert [len(table.rows) for table in seeds_table(named)] == [2, 1]
+    begun = run("sympow", [4.0] * 4, "trainer.max_tokens=4096", status="RUNNING")
+    _, unfinished = loss_at_sequences(NamedRuns([*runs[:2], begun]))
+    assert [row[-2:] for row in unfinished.rows] == [[32, 4.0]]
     # A longer context may have more tokens where gaps are drawn: each is at equal tokens.
     runs = [
         run(kind, [3.0] * (context // 64), context=context)
@@ -292,6 +304,7 @@ def test_runs_of_other_budgets_are_never_in_one_figure() -> None:
     ]
     (gap,) = gap_against_context(NamedRuns(runs))
     assert [row[4] for row in gap.rows] == [64, 128, 64, 128]
+    assert len(list(loss_at_sequences(NamedRuns(runs)))) == 1
 
 
 def test_a_figure_says_what_it_cannot_show() -> None:
