@@ -13,7 +13,7 @@ from scipy import stats
 
 from longhaul.pipeline.evaluation.labels import Label
 from longhaul.pipeline.reporting import drawing, evaluations
-from longhaul.pipeline.reporting.caveats import caveats
+from longhaul.pipeline.reporting.caveats import caveats, unmeasured
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
@@ -318,6 +318,12 @@ def test_a_figure_says_what_it_cannot_show() -> None:
     assert "within the warm-up of the learning rate: linear." in shown
     assert "one seed of linear" in shown
     assert "Seeds: linear 1, softmax 2." in figure.caption
+    assert unmeasured(NamedRuns(runs)) == []
+    elsewhere = dataclasses.replace(run("softmax", [3.0]), data=Data("b/train", "2" * 64))
+    for others, where in (([run("softmax", [3.0])], ""), ([*runs, elsewhere], ", on b/train 2")):
+        (sentence,) = unmeasured(NamedRuns(others))
+        assert sentence.startswith(f"Not measured: whether these models{where}")
+        assert "longhaul evaluate RUN --tasks bigram measures it" in sentence
     good = [with_rows(one, bigram=bigram) for one in seeds_of("softmax", [2.0, 2.1], early)]
     (figure,) = loss_against_context(NamedRuns(good))
     assert list(figure.caveats) == []

@@ -69,6 +69,9 @@ def test_tables_that_cannot_be_read_are_one_line_each(
     text = (tmp_path / "new" / "index.html").read_text()
     assert "\x1b" not in text
     left_out = text[text.index("Left out") : text.index("Configs")]
+    above, *others = text.split('<p class="caveat">Not measured: whether these models are better ')
+    assert len(others) == 1
+    assert "<h2>Figures</h2>" not in above
     for task, reason in (
         ("positions", "row 1: found [&#x27;8&#x27;] after the last column"),
         ("passkey", "found no rows"),
