@@ -46,6 +46,7 @@ _Magnitude = Annotated[float, AfterValidator(_number(0, _MOST))]
 _Score = Annotated[float, AfterValidator(_number(-_MOST, _MOST))]
 _Share = Annotated[float, AfterValidator(_number(0, 1))]
 _Kurtosis = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
+_Spread = Annotated[float, AfterValidator(_number(0, _MOST, or_nan=True))]
 _HalfLife = Annotated[float, AfterValidator(_number(0, _MOST, or_inf=True))]
 _Rotation = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
 Count = Annotated[int, Field(ge=0, le=1 << 50)]
@@ -128,6 +129,11 @@ class _Attention:
     kurtosis: _Kurtosis
     half_life: _HalfLife
     rotation: _Rotation
+    # Earlier tables are of one window, and have no errors.
+    first_token_share_standard_error: _Spread = math.nan
+    kurtosis_standard_error: _Spread = math.nan
+    half_life_standard_error: _Spread = math.nan
+    windows: Positive = 1
 
 
 @dataclass(frozen=True)
