@@ -6,7 +6,7 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.loaders import HeldOut, make_loader, open_store
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import SampleOrder
-from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches, TokenWindows
+from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches
 from longhaul.datamodules.workers import start_fork_server
 
 
@@ -93,9 +93,8 @@ class TokenDataModule(LightningDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         """The micro-batches of this rank, from `first_sample` on."""
-        dataset = TokenWindows(self._store, self.order, self.config.context)
         return make_loader(
-            self.config, dataset, self._batches, self.manifest, pin_memory=self._pin_memory
+            self.config, self._store, self.order, self._batches, pin_memory=self._pin_memory
         )
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:

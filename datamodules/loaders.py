@@ -1,6 +1,5 @@
 """Shard stores and data loaders from a DataConfig, with or without a trainer."""
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -8,9 +7,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.order import DocumentOrder
+from longhaul.datamodules.order import DocumentOrder, SampleOrder
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.stream import BatchLoader, TokenWindows, ValidationBatches, Windows
+from longhaul.datamodules.stream import (
+    BatchLoader,
+    RankBatches,
+    TokenWindows,
+    ValidationBatches,
+    Windows,
+)
 from longhaul.datamodules.workers import WorkerLoader, unchanged
 
 
@@ -28,16 +33,17 @@ def open_store(config: DataConfig, manifest: Manifest) -> ShardStore:
 
 def make_loader(
     config: DataConfig,
-    dataset: TokenWindows,
-    batches: Sampler[Sequence[int]],
-    manifest: Manifest,
+    store: ShardStore,
+    order: SampleOrder | DocumentOrder,
+    batches: RankBatches | ValidationBatches,
     *,
     pin_memory: bool = False,
 ) -> BatchLoader:
-    """Batches of windows, read ahead by worker processes."""
+    """Batches of windows, read ahead by worker processes, which take turns."""
+    dataset = TokenWindows(store, order, config.context, batches.stride * max(1, config.workers))
     loader: DataLoader[Windows]
     if config.workers:
-        loader = WorkerLoader(dataset, batches, config.workers, manifest.location)
+        loader = WorkerLoader(dataset, batches, config.workers, store.manifest.location)
     else:
         loader = DataLoader(
             dataset,
@@ -46,7 +52,7 @@ def make_loader(
             collate_fn=unchanged,
             generator=torch.Generator(),  # as WorkerLoader does, and for the same reason
         )
-    return BatchLoader(loader, manifest.bos_id, pin_memory=pin_memory)
+    return BatchLoader(loader, store.manifest.bos_id, pin_memory=pin_memory)
 
 
 class HeldOut:
@@ -79,8 +85,7 @@ class HeldOut:
             rank=rank,
             world_size=world_size,
         )
-        dataset = TokenWindows(self._store, order, self._config.context)
-        return make_loader(self._config, dataset, batches, self.manifest, pin_memory=pin_memory)
+        return make_loader(self._config, self._store, order, batches, pin_memory=pin_memory)
 
 
 def _check_same_tokenizer(train: Manifest, validation: Manifest) -> None:

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from longhaul.datamodules.untrusted import one_line
 
-# What ends a process, or a generator, on purpose.
-_PASSED_ON = (KeyboardInterrupt, SystemExit, GeneratorExit)
+ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What ends a process, or a generator, on purpose, and is passed on."""
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def foreign_content(where: object, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except _PASSED_ON:
+    except ENDINGS:
         raise
     except BaseException as error:
         # Libraries report damage as an OSError too, but one without a number.

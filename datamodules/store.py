@@ -1,4 +1,4 @@
-"""The shards of a manifest: fetched, checked once per process, memory-mapped, replaced if bad."""
+"""The shards of a manifest: fetched, checked once per rank, memory-mapped, replaced if bad."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.datamodules.shards import Shard, ShardError, UnreadShardError, check_file, reading
@@ -20,7 +21,7 @@ class ShardStore:
     A shard that is missing or differs from the manifest raises `ShardError`, or with
     `replaces_bad` is replaced by the next good shard in the manifest. The replacement depends only
     on which shards are bad, so ranks and workers agree without communication. The processes of a
-    rank share the record of bad shards, which `bad_shards` returns.
+    rank share the records of bad shards, which `bad_shards` returns, and of checked files.
     A failing file system raises OSError instead: other ranks may still be able to read the shard.
 
     Args:
@@ -51,13 +52,14 @@ class ShardStore:
         self._keep_open = keep_open
         self._is_bad = torch.zeros(len(manifest.shards), dtype=torch.uint8)
         self._is_bad.share_memory_()
+        # What each file that was hashed was known by, and the same of each whose ids were read.
+        self._hashed = torch.zeros(len(manifest.shards), 3, dtype=torch.int64).share_memory_()
+        self._ids_read = torch.zeros_like(self._hashed).share_memory_()
         self._open: dict[int, Shard] = {}
-        self._checked: dict[int, tuple[int, int, int]] = {}
-        self._ids_checked: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
         # A copy for a worker process leaves memory maps behind, which cannot be pickled.
-        return {**self.__dict__, "_open": {}, "_checked": {}, "_ids_checked": set()}
+        return {**self.__dict__, "_open": {}}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
@@ -117,23 +119,26 @@ class ShardStore:
     def _open_checked(self, position: int) -> Shard:
         entry = self.manifest.shards[position]
         path = self._local_copy(position, entry)
-        self._check(position, path, entry)
+        identity = self._check(position, path, entry)
         shard = Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
         # As often as the file is hashed, which reads all of it too and takes much longer.
-        if position not in self._ids_checked:
+        if not self._ids_read[position].equal(identity):
             shard.check_ids(self.manifest.vocab_size)
-            self._ids_checked.add(position)
+            self._ids_read[position] = identity
         return shard
 
-    def _check(self, position: int, path: Path, entry: ShardEntry) -> None:
+    def _check(self, position: int, path: Path, entry: ShardEntry) -> Tensor:
+        """Hash a file unless a process of this rank has. Returns what it is known by."""
         with reading(path):
             status = path.stat()
         # A shard is opened again every epoch. It is only hashed again if its file has changed.
-        identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-        if self._checked.get(position) != identity:
-            self._ids_checked.discard(position)
+        # Some file systems have numbers of 64 bits.
+        inode = status.st_ino & ((1 << 63) - 1)
+        identity = torch.tensor([inode, status.st_size, status.st_mtime_ns])  # (3,)
+        if not self._hashed[position].equal(identity):
             check_file(path, entry)
-            self._checked[position] = identity
+            self._hashed[position] = identity
+        return identity
 
     def _is_intact(self, position: int, path: Path, entry: ShardEntry) -> bool:
         try:

@@ -14,7 +14,10 @@ from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.store import ShardStore
 
 # Samples located at a time, because one call of numpy costs as much as some hundred samples.
-_TABLE_SAMPLES = 4096
+_MOST_LOCATED = 4096
+# From the first of these to the last: many ranks' samples lie between, and with them many blocks of
+# shards and epochs, each of which costs calls of its own.
+_MOST_SPAN = 16 * _MOST_LOCATED
 PADDING_INDEX = -1
 
 Batch = dict[str, Tensor]
@@ -33,14 +36,24 @@ class TokenWindows(Dataset[Windows]):
     """Windows by the global index of their samples; a list of indices gives a whole batch.
 
     `PADDING_INDEX` gives the tokens of sample 0, with `PADDING_INDEX` as their index.
+
+    Args:
+        store: the shards.
+        order: of the samples.
+        context: tokens per window.
+        stride: from a sample to the one in the same place of the batch that this process reads
+            next. It changes only how fast samples are found, of any indices.
     """
 
-    def __init__(self, store: ShardStore, order: SampleOrder | DocumentOrder, context: int) -> None:
+    def __init__(
+        self, store: ShardStore, order: SampleOrder | DocumentOrder, context: int, stride: int
+    ) -> None:
         self._store = store
         self._order = order
         self._dtype = np.dtype(store.manifest.dtype)
         self._context = context
-        self._tables: dict[int, list[tuple[int, int, int]]] = {}
+        self._stride = stride
+        self._located: dict[int, tuple[int, int, int]] = {}
 
     def __getitem__(self, index: int) -> Windows:
         """The window of one sample, as a batch of one."""
@@ -52,9 +65,9 @@ class TokenWindows(Dataset[Windows]):
         # tokens. Joining slices of memory takes a third of the time of numpy's assignments.
         parts = []
         for index in indices:
-            block, place = divmod(max(index, 0), _TABLE_SAMPLES)
-            table = self._tables.get(block) or self._locate(block)
-            position, document, first = table[place]
+            sample = max(index, 0)
+            found = self._located.get(sample) or self._locate(indices)[sample]
+            position, document, first = found
             shard = self._store[position]
             # A replacement may hold fewer documents than the shard that it replaces.
             start = shard.starts[document % len(shard.starts)] + first
@@ -62,21 +75,19 @@ class TokenWindows(Dataset[Windows]):
         tokens = np.frombuffer(b"".join(parts), self._dtype)
         return Windows(tokens.reshape(len(indices), -1), indices)  # (b, context)
 
-    def _locate(self, block: int) -> list[tuple[int, int, int]]:
-        """(shard, document, first token in it) of `_TABLE_SAMPLES` consecutive samples."""
-        first = block * _TABLE_SAMPLES
-        last = first + _TABLE_SAMPLES
+    def _locate(self, indices: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+        """(shard, document, first token in it) by sample, of a batch and of those read after it."""
+        count = max(1, min(_MOST_LOCATED // len(indices), _MOST_SPAN // self._stride))
+        own = np.maximum(np.array(indices), 0)  # (b,)
+        # Each batch once: of an order that ends, those after its end do not exist.
+        samples = (own + self._stride * np.arange(count)[:, None]).ravel()
         if isinstance(self._order, DocumentOrder):
-            last = min(last, self._order.samples_per_epoch)
-        found = self._order.locate_many(np.arange(first, last))
+            samples = samples[samples < self._order.samples_per_epoch]
+        found = self._order.locate_many(samples)
         starts = found.window * self._context
-        table = list(
-            zip(found.shard.tolist(), found.document.tolist(), starts.tolist(), strict=True)
-        )
-        # Samples are read in order, so only the previous table may be needed again.
-        self._tables = {b: t for b, t in self._tables.items() if b == block - 1}
-        self._tables[block] = table
-        return table
+        places = zip(found.shard.tolist(), found.document.tolist(), starts.tolist(), strict=True)
+        self._located = dict(zip(samples.tolist(), places, strict=True))
+        return self._located
 
 
 class BatchLoader:
@@ -132,7 +143,7 @@ class RankBatches(Sampler[Sequence[int]]):
     ) -> None:
         self._first_sample = first_sample
         self._num_samples = num_samples
-        self._stride = micro_batch * world_size
+        self.stride = micro_batch * world_size
         self._offset = micro_batch * rank
         self.batch_size = micro_batch
         _check_divides(samples_per_update, micro_batch, world_size, first_sample, num_samples)
@@ -140,12 +151,12 @@ class RankBatches(Sampler[Sequence[int]]):
     def __len__(self) -> int:
         if self._num_samples is None:
             raise TypeError("the stream of batches has no end")
-        return self._num_samples // self._stride
+        return self._num_samples // self.stride
 
     def __iter__(self) -> Iterator[Sequence[int]]:
         steps = itertools.count() if self._num_samples is None else range(len(self))
         for step in steps:
-            start = self._first_sample + step * self._stride + self._offset
+            start = self._first_sample + step * self.stride + self._offset
             yield range(start, start + self.batch_size)
 
 
@@ -174,6 +185,7 @@ class ValidationBatches(Sampler[Sequence[int]]):
 
     def __init__(self, *, num_samples: int, micro_batch: int, rank: int, world_size: int) -> None:
         self._own = list(range(rank, num_samples, world_size))
+        self.stride = micro_batch * world_size
         self.batch_size = micro_batch
         per_rank = -(-num_samples // world_size)
         self._count = -(-per_rank // micro_batch)

@@ -71,6 +71,16 @@ def caveats(
     return found
 
 
+def unmeasured(named: NamedRuns) -> list[str]:
+    """What stands once above all figures: for each text whose bigram model nobody has measured."""
+    return [
+        f"Not measured: whether these models{part.where} are better than a bigram model of the "
+        "training text. longhaul evaluate RUN --tasks bigram measures it, for any one of the runs."
+        for part in named.comparable()
+        if not math.isfinite(part.bigram_loss)
+    ]
+
+
 def seeds_of(named: NamedRuns, runs: Sequence[Run]) -> str:
     """How many seeds each variant has at each context, for a caption."""
     variants = dict.fromkeys(named.variant(run) for run in runs if run.is_finished)

@@ -35,30 +35,33 @@ class Measure:
 
 def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
     """Figure 1 of the conformal-sympow paper."""
-    measure = at_sequences(named)
-    runs = [run for run in named.runs if run.run_id in measure.losses]
-    if not runs:
-        return
-    missing = len([run for run in named.runs if run.losses]) - len(runs)
-    yield Figure(
-        name=f"loss_at_sequences{named.suffix}",
-        title=f"Training loss after {named.sequences:,} sequences{named.where}",
-        caption=_SEQUENCES.format(named.sequences)
-        + f" A longer context has read proportionally more tokens. {seeds_of(named, runs)} {BANDS}"
-        + (f" Left out: {missing} runs, which have read less or diverged." if missing else ""),
-        caveats=caveats(named, runs, measure.losses, _tokens_at_sequences(named)),
-        x_label="training context (tokens)",
-        y_label="training loss (nats per token)",
-        series=lines(named, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
-        columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
-        rows=[
-            [*named.leading_cells(run), run.seed, named.sequences, measure.losses[run.run_id]]
-            for run in runs
-        ],
-        x_axis="context",
-        x_ticks=[run.context for run in runs],
-        bytes_per_token=named.bytes_per_token,
-    )
+    for part in named.at_equal_tokens(in_each_context=True):
+        measure = at_sequences(part)
+        runs = [run for run in part.runs if run.run_id in measure.losses]
+        if not runs:
+            continue
+        missing = len([run for run in part.runs if run.losses]) - len(runs)
+        left_out = f" Left out: {missing} runs, which have read less or diverged."
+        yield Figure(
+            name=f"loss_at_sequences{part.suffix}",
+            title=f"Training loss after {part.sequences:,} sequences{part.where}",
+            caption=_SEQUENCES.format(part.sequences)
+            + f" A longer context has read proportionally more tokens. {seeds_of(part, runs)} "
+            + BANDS
+            + (left_out if missing else ""),
+            caveats=caveats(part, runs, measure.losses, _tokens_at_sequences(part)),
+            x_label="training context (tokens)",
+            y_label="training loss (nats per token)",
+            series=lines(part, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
+            columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
+            rows=[
+                [*part.leading_cells(run), run.seed, part.sequences, measure.losses[run.run_id]]
+                for run in runs
+            ],
+            x_axis="context",
+            x_ticks=[run.context for run in runs],
+            bytes_per_token=part.bytes_per_token,
+        )
 
 
 def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
@@ -88,14 +91,15 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
 
 def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
     """What figure 1 of the conformal-sympow paper shows: the gap to softmax."""
-    yield from _gap_figure(
-        named,
-        at_sequences(named),
-        "gap_at_sequences",
-        f"Training loss minus {named.reference}'s, after {named.sequences:,} sequences",
-        _SEQUENCES.format(named.sequences),
-        _tokens_at_sequences(named),
-    )
+    for part in named.at_equal_tokens(in_each_context=True):
+        yield from _gap_figure(
+            part,
+            at_sequences(part),
+            "gap_at_sequences",
+            f"Training loss minus {part.reference}'s, after {part.sequences:,} sequences",
+            _SEQUENCES.format(part.sequences),
+            _tokens_at_sequences(part),
+        )
 
 
 def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
@@ -113,42 +117,8 @@ def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
 
 def seeds_table(named: NamedRuns) -> Iterator[Table]:
     """Means over seeds of both losses and of both gaps, of finished runs."""
-    measures = at_sequences(named), at_the_end(named)
-    found = [by_setting(named, measure.losses) for measure in measures]
-    gaps = [by_setting(named, paired_gaps(named, measure)) for measure in measures]
-    settings = dict.fromkeys(key for columns in found for key in columns)
-    if not settings:
-        return
-    rows = list[Row]()
-    for setting in sorted(settings):
-        row: list[str | int | float] = [*setting]
-        row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
-        for pair in zip(found, gaps, strict=True):
-            for values in (list(one.get(setting, {}).values()) for one in pair):
-                row += [fmean(values) if values else math.nan, standard_error(values)]
-        rows.append(row)
-    yield Table(
-        name=f"seeds{named.suffix}",
-        title=f"Means over seeds{named.where}",
-        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
-        f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
-        f"{named.reference} runs of the same seed, context and data",
-        caveats=caveats(named, named.runs),
-        columns=[
-            *("variant", "training context", "tokens", "seeds"),
-            *(
-                column
-                for loss in ("training loss", "validation loss")
-                for column in (
-                    loss,
-                    f"error of {loss}",
-                    f"gap in {loss}",
-                    f"error of gap in {loss}",
-                )
-            ),
-        ],
-        rows=rows,
-    )
+    for part in named.at_equal_tokens(in_each_context=True):
+        yield from _seeds_table(part)
 
 
 def at_sequences(named: NamedRuns) -> Measure:
@@ -281,6 +251,45 @@ def _gap_figure(
         x_ticks=[run.context for run in others],
         reference=(named.reference, 0.0),
         bytes_per_token=named.bytes_per_token,
+    )
+
+
+def _seeds_table(named: NamedRuns) -> Iterator[Table]:
+    measures = at_sequences(named), at_the_end(named)
+    found = [by_setting(named, measure.losses) for measure in measures]
+    gaps = [by_setting(named, paired_gaps(named, measure)) for measure in measures]
+    settings = dict.fromkeys(key for columns in found for key in columns)
+    if not settings:
+        return
+    rows = list[Row]()
+    for setting in sorted(settings):
+        row: list[str | int | float] = [*setting]
+        row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
+        for pair in zip(found, gaps, strict=True):
+            for values in (list(one.get(setting, {}).values()) for one in pair):
+                row += [fmean(values) if values else math.nan, standard_error(values)]
+        rows.append(row)
+    yield Table(
+        name=f"seeds{named.suffix}",
+        title=f"Means over seeds{named.where}",
+        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
+        f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
+        f"{named.reference} runs of the same seed, context and data",
+        caveats=caveats(named, named.runs),
+        columns=[
+            *("variant", "training context", "tokens", "seeds"),
+            *(
+                column
+                for loss in ("training loss", "validation loss")
+                for column in (
+                    loss,
+                    f"error of {loss}",
+                    f"gap in {loss}",
+                    f"error of gap in {loss}",
+                )
+            ),
+        ],
+        rows=rows,
     )
 
 

@@ -91,8 +91,8 @@ class Choice:
     """The kind that gaps are to; None means softmax, or else the first kind."""
 
     sequences: int | None = None
-    """After how many training losses are compared; None means the most that all finished runs have
-    read."""
+    """After how many training losses are compared; None means the most that all finished runs of
+    one budget have read."""
 
 
 def report(

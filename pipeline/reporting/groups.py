@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from longhaul.pipeline.reporting.drawing import Row
-from longhaul.pipeline.reporting.runs import Evaluated, Run
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.tables import Evaluated
 from longhaul.pipeline.reporting.variants import NamedRuns
 
 SETTING = ("run", "variant", "step", "positions")

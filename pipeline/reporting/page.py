@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
+from longhaul.pipeline.reporting.caveats import unmeasured
 from longhaul.pipeline.reporting.drawing import Figure, Table
 from longhaul.pipeline.reporting.runs import Run
 from longhaul.pipeline.reporting.variants import NamedRuns
@@ -119,6 +120,7 @@ def write_page(
         "Unfinished runs have hollow markers and a label; their numbers are those so far.</p>",
         "<h2>Runs</h2>",
         _runs(named),
+        _caveats(unmeasured(named)),
         *(["<h2>What the seeds show</h2>"] if shown_first else []),
         *(_table(folder, table) for table in shown_first),
         "<h2>Figures</h2>",

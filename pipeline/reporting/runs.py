@@ -23,7 +23,7 @@ from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes
-from longhaul.pipeline.reporting.tables import MOST_LOSS, TABLES, read_table
+from longhaul.pipeline.reporting.tables import MOST_LOSS, Evaluated, is_newer, read_tables
 from longhaul.pipeline.system.environment import Environment
 from longhaul.pipeline.terminal.progress import shows_bars
 from longhaul.pipeline.tracking.mlflow_limits import short_error, without_secrets
@@ -68,14 +68,6 @@ class Data:
 
     sha256: str
     """What identifies them, wherever they are: the hash of all shards' hashes."""
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """The table that one task wrote."""
-
-    label: Label
-    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -200,7 +192,7 @@ def read_runs(
                 unread.append(plain(without_secrets(f"{run.info.run_name}: {error}")))
             else:
                 runs.append(read)
-                unread += [f"{read.name}: {plain(line)}" for line in read.left_out]
+                unread += [f"{read.name}: {plain(without_secrets(line))}" for line in read.left_out]
     _check_any_finished(experiment, [run.status for run in runs])
     return sorted(runs, key=lambda run: (run.context, run.name, run.run_id)), unread
 
@@ -308,8 +300,15 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
             file = Path(client.download_artifacts(run_id, *wanted), path if is_local else "")
             return read_regular(file, _MOST_BYTES).decode()
 
+        def names(path: str) -> list[str]:
+            # MLflow lists no folder in which one link leads nowhere.
+            if is_local:
+                found = Path(client.download_artifacts(run_id, ""), path)
+                return sorted(os.listdir(found)) if os.path.lexists(found) else []
+            return [Path(one.path).name for one in client.list_artifacts(run_id, path)]
+
         config, text = _config(fetch, Path(folder))
-        evaluations, left_out = _evaluations(client, run_id, fetch, config.data.context)
+        evaluations, left_out = read_tables(names, fetch, config.data.context)
         hardware = _hardware(fetch)
     model = build_on_meta(config.model)
     metrics, params = run.data.metrics, run.data.params
@@ -424,33 +423,6 @@ def _no_loss(name: str, metrics: Mapping[str, float]) -> str:
     return f"{name}: found {metrics[name]:g} at last, wanted 0 to {MOST_LOSS:g}"
 
 
-def _evaluations(
-    client: "MlflowClient", run_id: str, fetch: Callable[[str], str], context: int
-) -> tuple[dict[str, list[Evaluated]], list[str]]:
-    """The tables of tasks, and a message for each that cannot be read."""
-    newest: dict[tuple[str, str, str], tuple[Label, str]] = {}
-    for folder in client.list_artifacts(run_id, "evaluation"):
-        label = parse_label(Path(folder.path).name)
-        if label is None:
-            continue
-        files = {Path(file.path).name for file in client.list_artifacts(run_id, folder.path)}
-        for task in TABLES:
-            if f"{task}.csv" not in files:
-                continue
-            key = task, label.scaling, label.text
-            # The newest checkpoint, and of its results the one with the longest windows.
-            if key not in newest or _is_newer(label, newest[key][0], context):
-                newest[key] = label, f"{folder.path}/{task}.csv"
-    tables: dict[str, list[Evaluated]] = {task: [] for task in TABLES}
-    left_out = []
-    for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):
-        try:
-            tables[task].append(Evaluated(label, read_table(task, fetch(path), path)))
-        except ValueError as error:
-            left_out.append(str(error))
-    return tables, left_out
-
-
 def _measured(
     client: "MlflowClient", run_id: str, metrics: Mapping[str, float], context: int
 ) -> tuple[dict[str, list[Evaluated]], list[str]]:
@@ -472,7 +444,7 @@ def _measured(
             continue
         label = dataclasses.replace(label, step=step)
         key = task, label.text
-        if key not in newest or _is_newer(label, newest[key][0], context):
+        if key not in newest or is_newer(label, newest[key][0], context):
             newest[key] = label, {}
         if newest[key][0] == label:
             newest[key][1][found["lm_eval"] or "loss_nats"] = value
@@ -493,8 +465,3 @@ def metric_rows(values: Mapping[str, float]) -> list[dict[str, Any]]:
         for name, value in sorted(values.items())
         if "_stderr" not in name
     ]
-
-
-def _is_newer(label: Label, other: Label, context: int) -> bool:
-    """Whether a result counts in place of another: a newer checkpoint, then longer windows."""
-    return (label.step, label.context or context) > (other.step, other.context or context)

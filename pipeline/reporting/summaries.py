@@ -1,8 +1,9 @@
 """Tables of the results that `longhaul evaluate` logged."""
 
 import math
-from collections.abc import Iterator
-from statistics import fmean, median
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
 
 from longhaul.pipeline.reporting.drawing import Row, Table
 from longhaul.pipeline.reporting.groups import (
@@ -22,35 +23,53 @@ def attention_tables(named: NamedRuns) -> Iterator[Table]:
         rows = list[Row]()
         for one in group.members:
             heads = one.evaluated.rows
-            lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
+            forgetting = sorted(
+                (row for row in heads if math.isfinite(row["half_life"])),
+                key=lambda row: row["half_life"],
+            )
+            middle = forgetting[(len(forgetting) - 1) // 2 : len(forgetting) // 2 + 1]
             rates = [row["rotation"] for row in heads if math.isfinite(row["rotation"])]
             rows.append(
                 [
                     *setting(named, one),
+                    max(row["windows"] for row in heads),
                     max(row["largest"] for row in heads),
-                    fmean(row["first_token_share"] for row in heads),
-                    fmean(row["kurtosis"] for row in heads),
-                    median(lives) if lives else math.nan,
-                    max(lives, default=math.nan),
+                    *_mean_and_error(heads, "first_token_share"),
+                    *_mean_and_error(heads, "kurtosis"),
+                    *_mean_and_error(middle, "half_life"),
+                    *_mean_and_error(forgetting[-1:], "half_life"),
                     fmean(rates) if rates else math.nan,
                 ]
             )
         yield Table(
             name=group.name("attention"),
             title=f"Mixing matrices, {group.where}",
-            caption="Of absolute weights in the last half of the first window; half-lives are of "
-            "heads that forget",
+            caption="Of absolute weights in the last half of each window: the largest of all, "
+            "and means; half-lives are of heads that forget. Errors are standard errors over "
+            "windows; for a mean over heads the mean of the heads' errors, an upper bound",
             columns=[
                 *SETTING,
+                "windows",
                 "largest weight",
                 "share on the first token",
+                "error of share",
                 "kurtosis",
+                "error of kurtosis",
                 "median half-life (tokens)",
+                "error of median half-life",
                 "longest half-life (tokens)",
+                "error of longest half-life",
                 "rotation rate (fixed = 1)",
             ],
             rows=rows,
         )
+
+
+def _mean_and_error(heads: Sequence[dict[str, Any]], name: str) -> tuple[float, float]:
+    """The mean over heads, and the mean of the heads' standard errors; NaN of no head."""
+    columns = name, f"{name}_standard_error"
+    mean, error = (fmean(row[column] for row in heads) if heads else math.nan for column in columns)
+    return mean, error
 
 
 def score_tables(named: NamedRuns) -> Iterator[Table]:

@@ -4,11 +4,15 @@ import csv
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
 from longhaul.datamodules.untrusted import one_line, parse_row, shown
+from longhaul.pipeline.evaluation.labels import Label, parse_label
+from longhaul.pipeline.tracking.mlflow_limits import short_error
+
+T = TypeVar("T")
 
 _MOST_ROWS = 4_000_000
 
@@ -42,6 +46,7 @@ _Magnitude = Annotated[float, AfterValidator(_number(0, _MOST))]
 _Score = Annotated[float, AfterValidator(_number(-_MOST, _MOST))]
 _Share = Annotated[float, AfterValidator(_number(0, 1))]
 _Kurtosis = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
+_Spread = Annotated[float, AfterValidator(_number(0, _MOST, or_nan=True))]
 _HalfLife = Annotated[float, AfterValidator(_number(0, _MOST, or_inf=True))]
 _Rotation = Annotated[float, AfterValidator(_number(-_MOST, _MOST, or_nan=True))]
 Count = Annotated[int, Field(ge=0, le=1 << 50)]
@@ -50,6 +55,14 @@ Positive = Annotated[int, Field(ge=1, le=1 << 50)]
 
 _Bos = Literal["yes", "no", "unknown"]
 """Whether the beginning-of-sequence id is in front; earlier tables do not say."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The table that one task wrote."""
+
+    label: Label
+    rows: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,11 @@ class _Attention:
     kurtosis: _Kurtosis
     half_life: _HalfLife
     rotation: _Rotation
+    # Earlier tables are of one window, and have no errors.
+    first_token_share_standard_error: _Spread = math.nan
+    kurtosis_standard_error: _Spread = math.nan
+    half_life_standard_error: _Spread = math.nan
+    windows: Positive = 1
 
 
 @dataclass(frozen=True)
@@ -178,3 +196,54 @@ def read_table(task: str, text: str, where: str) -> list[dict[str, Any]]:
     if not rows:
         raise ValueError(f"{where}: found no rows, wanted one or more")
     return rows
+
+
+def read_tables(
+    names: Callable[[str], list[str]], fetch: Callable[[str], str], context: int
+) -> tuple[dict[str, list[Evaluated]], list[str]]:
+    """The newest tables of a run's tasks, and a message for each artifact that cannot be read.
+
+    Args:
+        names: lists a folder of artifacts; both raise what the store raises.
+        fetch: reads an artifact.
+        context: tokens of a sequence in training.
+    """
+    newest: dict[tuple[str, str, str], tuple[Label, str]] = {}
+    left_out: list[str] = []
+    for folder in _or_left_out(names, "evaluation", left_out) or []:
+        label = parse_label(folder)
+        if label is None:
+            continue
+        path = f"evaluation/{folder}"
+        files = _or_left_out(names, path, left_out) or []
+        for task in TABLES:
+            if f"{task}.csv" not in files:
+                continue
+            key = task, label.scaling, label.text
+            # The newest checkpoint, and of its results the one with the longest windows.
+            if key not in newest or is_newer(label, newest[key][0], context):
+                newest[key] = label, f"{path}/{task}.csv"
+    tables: dict[str, list[Evaluated]] = {task: [] for task in TABLES}
+    for (task, _, _), (label, path) in sorted(newest.items(), key=lambda item: item[0]):
+        text = _or_left_out(fetch, path, left_out)
+        if text is None:
+            continue
+        try:
+            tables[task].append(Evaluated(label, read_table(task, text, path)))
+        except ValueError as error:
+            left_out.append(str(error))
+    return tables, left_out
+
+
+def _or_left_out(read: Callable[[str], T], path: str, left_out: list[str]) -> T | None:
+    """What is read of an artifact, or None and a message: one artifact ends no report."""
+    try:
+        return read(path)
+    except Exception as error:  # Each store has errors of its own.
+        left_out.append(f"{path}: {short_error(error)}")
+        return None
+
+
+def is_newer(label: Label, other: Label, context: int) -> bool:
+    """Whether a result counts in place of another: a newer checkpoint, then longer windows."""
+    return (label.step, label.context or context) > (other.step, other.context or context)

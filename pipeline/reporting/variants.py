@@ -52,7 +52,7 @@ class NamedRuns:
     Args:
         runs: at least one of them finished.
         sequences: after how many training losses are compared; None means the most that all
-            finished runs have read.
+            finished runs of one budget have read.
         reference: the kind that gaps are to; None means softmax, or else the first kind.
 
     Raises:
@@ -242,10 +242,10 @@ def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
 
 
 def _read_by_all(runs: Sequence[Run]) -> int:
-    """The most sequences that all finished runs have read."""
-    return min(
-        (run.tokens // run.context for run in runs if run.is_finished and run.losses), default=0
-    )
+    """The most sequences that all finished runs, or all runs if none has finished, have read."""
+    begun = [run for run in runs if run.losses]
+    finished = [run for run in begun if run.is_finished]
+    return min((run.tokens // run.context for run in finished or begun), default=0)
 
 
 def _data_names(data: Sequence[Data]) -> dict[str, str]:

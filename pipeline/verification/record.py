@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -22,10 +22,30 @@ _LARGEST = 1e100
 # Times, rates and sizes, which are compared with others.
 _MEASURED = re.compile(r"(^|_)(ms|tflops|peak_bytes|allowed_bytes)(_graph)?$")
 _HARMLESS = ("passed", "skipped", "unavailable")
-_STATUSES = (*_HARMLESS, "failed", "crashed", "timed out", "begun")
 
 # What a machine must have in common with the one that began the file.
 _SAME = ("device", "name", "devices", "driver", "versions", "code")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    began: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A whole record; each entry of the results has a schema of its own."""
+
+    machine: Machine
+    pieces: list[_Piece]
+    results: dict[str, Any]
+    targets: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    status: Literal["passed", "skipped", "unavailable", "failed", "crashed", "timed out", "begun"]
 
 
 @dataclass(frozen=True)
@@ -192,17 +212,13 @@ def read_record(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         reason = one_line(error)
         raise ValueError(f"--json: found {path} damaged ({reason}), wanted it whole") from error
-    kinds = {"machine": dict, "pieces": list, "results": dict, "targets": list}
-    is_known = isinstance(content, dict) and content.get("format") == FORMAT
-    if not is_known or not all(isinstance(content.get(key), kinds[key]) for key in kinds):
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"--json: found {path}, another file, wanted one of `longhaul verify`")
-    known = {one.name for one in fields(Machine)}
-    unknown = set(content["machine"]) - known
-    results = content["results"].values()
-    statuses = {one.get("status") if isinstance(one, dict) else None for one in results}
-    if unknown or not statuses <= set(_STATUSES):
+    parse_json(_Stored, json.dumps(content), f"--json: {path}")
+    if set(content["machine"]) - {one.name for one in fields(Machine)}:
         raise ValueError(f"--json: found {path} with unknown entries, wanted those of this version")
     for key, one in content["results"].items():
-        schema = _SCHEMAS.get(one["status"], _Ended)
-        parse_json(schema, json.dumps(one), f"--json: {path}: results: {shown(key)}")
+        entry, where = json.dumps(one), f"--json: {path}: results: {shown(key)}"
+        status = parse_json(_Entry, entry, where).status
+        parse_json(_SCHEMAS.get(status, _Ended), entry, where)
     return content

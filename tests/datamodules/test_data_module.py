@@ -3,13 +3,16 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.datamodules.order import SampleOrder
+from longhaul.datamodules.order import DocumentOrder, SampleLocations, SampleOrder
 from longhaul.datamodules.shards import ShardError, UnreadShardError
+from longhaul.datamodules.store import ShardStore
+from longhaul.datamodules.stream import TokenWindows, ValidationBatches
 
 CONTEXT = 16
 UPDATE = 24
@@ -59,6 +62,41 @@ def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
                 at = order.locate(index)
                 first = (at.shard * 3 + at.document) * 64 + at.window * CONTEXT
                 assert target.tolist() == list(range(first, first + CONTEXT))
+
+
+@pytest.mark.parametrize("is_validation", [False, True])
+def test_a_worker_locates_its_own_samples_alone(
+    make_shards, monkeypatch: pytest.MonkeyPatch, is_validation: bool
+) -> None:
+    """The second of three workers of the second of four ranks."""
+    manifest = make_shards(documents=150, docs_per_shard=50)
+    store = ShardStore(
+        manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0, keep_open=4
+    )
+    order = DocumentOrder(manifest, CONTEXT) if is_validation else SampleOrder(manifest, 16, 5, 2)
+    stride = 4 * 3 * 2
+    if is_validation:  # 600 samples, of which the last batch lacks some
+        sampler = ValidationBatches(num_samples=600, micro_batch=2, rank=1, world_size=4)
+        batches = [list(batch) for batch in sampler][1::3]
+    else:
+        batches = [[start, start + 1] for start in range(10, 6000, stride)]
+    located: list[int] = []
+    real = type(order).locate_many
+
+    def spy(self: SampleOrder | DocumentOrder, indices: np.ndarray) -> SampleLocations:
+        located.extend(indices.tolist())
+        return real(self, indices)
+
+    monkeypatch.setattr(type(order), "locate_many", spy)
+    own = TokenWindows(store, order, CONTEXT, stride)
+    monkeypatch.setattr("longhaul.datamodules.stream._MOST_LOCATED", 100)
+    found = [own.__getitems__(batch).tokens for batch in batches]
+    wanted = {max(index, 0) for batch in batches for index in batch}
+    assert wanted <= set(located)
+    assert len(located) <= len(wanted) + 200
+    for batch, tokens in zip(batches, found, strict=True):
+        fresh = TokenWindows(store, order, CONTEXT, 1).__getitems__(batch)
+        assert np.array_equal(tokens, fresh.tokens)
 
 
 def test_micro_steps_assign_samples_in_order_of_rank(make_shards) -> None:

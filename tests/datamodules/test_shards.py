@@ -1,7 +1,9 @@
 import dataclasses
 import errno
 import os
+import pickle
 import tarfile
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -161,10 +163,19 @@ def test_a_shard_is_hashed_again_only_when_it_changed(make_shards, monkeypatch) 
     store = store_of(manifest)
     for position in (0, 1, 2, 3, 0, 1):
         store[position]
+    # A worker of the rank has the record of what others have hashed.
+    worker = pickle.loads(ForkingPickler.dumps(store))
+    worker[0]
+    worker[1]
     assert hashed == [f"train-00000{n}.tar" for n in range(4)]
     flip(path_of(manifest, 2))
-    with pytest.raises(ShardError, match=r"train-000002.tar: sha256"):
-        store[2]
+    for one in (store, worker):
+        with pytest.raises(ShardError, match=r"train-000002.tar: sha256"):
+            one[2]
+    path_of(manifest, 3).touch()
+    worker[3]
+    store[3]
+    assert hashed[4:] == [f"train-00000{n}.tar" for n in (2, 2, 3)]
 
 
 def test_a_shard_truncated_while_open_is_detected(make_shards) -> None:

@@ -20,6 +20,7 @@ MISTYPED = {
     "train": [
         ["train", "run/demo.yaml", "trainer.sed=1"],
         ["train", "run/demo.yaml", "trainer.seed=-1"],
+        ["train", "run/demo.yaml", f"trainer.seed={2**32}"],
         ["train", "run/demo.yaml", "slurm.time=soon"],
         ["train", "run/demo.yaml", "model.attention.degre=2"],
         ["train", "run/demo.yaml", "model.attention.kind=sofmax"],

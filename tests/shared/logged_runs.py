@@ -24,8 +24,10 @@ BINS = "first,last,loss_nats,standard_error,samples\n" + "".join(
 
 
 ATTENTION = (
-    "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,rotation_spread\n"
-    "0,0,0.5,0.25,3,8,1,0\n0,1,0.75,0.75,5,32,1,0\n1,0,0.25,0.5,4,inf,nan,0\n"
+    "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,rotation_spread,"
+    "first_token_share_standard_error,kurtosis_standard_error,half_life_standard_error,windows\n"
+    "0,0,0.5,0.25,3,8,1,0,0.125,0.25,2,8\n0,1,0.75,0.75,5,32,1,0,0.25,0.75,4,8\n"
+    "1,0,0.25,0.5,4,inf,nan,0,0,0.5,nan,8\n"
 )
 
 

@@ -177,7 +177,12 @@ def test_tasks_get_metadata_and_rolling_texts_no_second_bos(
         def __init__(self, include_path: str, metadata: dict[str, Any]) -> None:
             given["metadata"] = metadata
 
+    class Panic(BaseException):
+        pass
+
     def simple_evaluate(model: Any, **settings: Any) -> dict[str, Any]:
+        if settings["limit"] == 0:
+            raise Panic("index out of range")
         given.update(settings)
         assert model.loglikelihood_rolling(["a", "b"]) == [False, False]
         assert model.add_bos_token
@@ -214,6 +219,9 @@ def test_tasks_get_metadata_and_rolling_texts_no_second_bos(
     run_harness(work | {"tasks": ["ruler", "nothing"]})
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["refused"].startswith("--lm-eval-tasks: found nothing, wanted longhaul_pairs or")
+    run_harness(work | {"options": {"limit": 0}})
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"refused": "tokenizer: fails at a text of lm_eval, index out of range"}
     del sys.modules[f"{lm_eval_task.__name__}.model"]
 
 

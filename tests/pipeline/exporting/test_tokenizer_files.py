@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -46,3 +47,26 @@ def test_special_tokens_in_texts_are_text(tmp_path: Path, kind: str, is_special:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(RuntimeError, match=r"^tokenizer: found ids "):
         check._check_tokenizer(tmp_path, tokenizer)
+
+
+def test_a_tokenizer_at_which_the_library_panics_ends_an_export_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tokenizer_of("merges", True)
+    values = json.loads(whole.content)
+    # The decoder cuts three characters off the end of every token, and most have one.
+    values["decoder"] = {"type": "Strip", "content": "x", "start": 0, "stop": 3}
+    tokenizer = FileTokenizer(json.dumps(values).encode(), "tokenizer.json")
+    write_tokenizer(tmp_path, tokenizer, tokenizer.vocab_size)
+    with pytest.raises(ValueError, match=r"^tokenizer: the exported one cannot encode and decode"):
+        check._check_tokenizer(tmp_path, tokenizer)
+
+    class Panic(BaseException):
+        pass
+
+    def from_str(content: str) -> None:
+        raise Panic("index out of range")
+
+    monkeypatch.setattr("tokenizers.Tokenizer", SimpleNamespace(from_str=from_str))
+    with pytest.raises(ValueError, match=r"^tokenizer: cannot be read with a token for padding, "):
+        write_tokenizer(tmp_path, tokenizer, tokenizer.vocab_size + 1)

@@ -13,7 +13,7 @@ from scipy import stats
 
 from longhaul.pipeline.evaluation.labels import Label
 from longhaul.pipeline.reporting import drawing, evaluations
-from longhaul.pipeline.reporting.caveats import caveats
+from longhaul.pipeline.reporting.caveats import caveats, unmeasured
 from longhaul.pipeline.reporting.comparison import (
     at_sequences,
     at_the_end,
@@ -25,8 +25,8 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Evaluated, Point, Run, metric_rows
-from longhaul.pipeline.reporting.tables import TABLES
+from longhaul.pipeline.reporting.runs import Data, Point, Run, metric_rows
+from longhaul.pipeline.reporting.tables import TABLES, Evaluated
 from longhaul.pipeline.reporting.training import loss_against_state
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
@@ -284,6 +284,18 @@ def test_runs_of_other_budgets_are_never_in_one_figure() -> None:
     assert [len(figure.rows) for figure in (short, long)] == [2, 1]
     assert short.title.endswith(", after 1,024 tokens")
     assert len(list(loss_against_state(named))) == 2
+    # The longer run's loss is at its own end, which the short ones have not read.
+    assert [(one.title, [row[-2:] for row in one.rows]) for one in loss_at_sequences(named)] == [
+        ("Training loss after 16 sequences, after 1,024 tokens", [[16, 2.5], [16, 2.0]]),
+        ("Training loss after 64 sequences, after 4,096 tokens", [[64, 4.0]]),
+    ]
+    (gap,) = gap_at_sequences(named)
+    assert (gap.name, len(gap.rows)) == ("gap_at_sequences_after000000001024", 2)
+    assert "Runs of more or fewer tokens have figures of their own." in gap.caveats
+    assert [len(table.rows) for table in seeds_table(named)] == [2, 1]
+    begun = run("sympow", [4.0] * 4, "trainer.max_tokens=4096", status="RUNNING")
+    _, unfinished = loss_at_sequences(NamedRuns([*runs[:2], begun]))
+    assert [row[-2:] for row in unfinished.rows] == [[32, 4.0]]
     # A longer context may have more tokens where gaps are drawn: each is at equal tokens.
     runs = [
         run(kind, [3.0] * (context // 64), context=context)
@@ -292,6 +304,7 @@ def test_runs_of_other_budgets_are_never_in_one_figure() -> None:
     ]
     (gap,) = gap_against_context(NamedRuns(runs))
     assert [row[4] for row in gap.rows] == [64, 128, 64, 128]
+    assert len(list(loss_at_sequences(NamedRuns(runs)))) == 1
 
 
 def test_a_figure_says_what_it_cannot_show() -> None:
@@ -305,6 +318,12 @@ def test_a_figure_says_what_it_cannot_show() -> None:
     assert "within the warm-up of the learning rate: linear." in shown
     assert "one seed of linear" in shown
     assert "Seeds: linear 1, softmax 2." in figure.caption
+    assert unmeasured(NamedRuns(runs)) == []
+    elsewhere = dataclasses.replace(run("softmax", [3.0]), data=Data("b/train", "2" * 64))
+    for others, where in (([run("softmax", [3.0])], ""), ([*runs, elsewhere], ", on b/train 2")):
+        (sentence,) = unmeasured(NamedRuns(others))
+        assert sentence.startswith(f"Not measured: whether these models{where}")
+        assert "longhaul evaluate RUN --tasks bigram measures it" in sentence
     good = [with_rows(one, bigram=bigram) for one in seeds_of("softmax", [2.0, 2.1], early)]
     (figure,) = loss_against_context(NamedRuns(good))
     assert list(figure.caveats) == []

@@ -60,18 +60,29 @@ def test_tables_that_cannot_be_read_are_one_line_each(
         ("perplexity", "window,stride,perplexity\n64,64,20.0\n"),
     ):
         store.evaluate(run_id, label, task, text)
+    artifacts = Path(store.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))
+    folder = artifacts / "evaluation" / label
+    (folder / "scores.csv").symlink_to("nowhere")
+    (folder / "loss_in_bins.csv").write_bytes(b"first\xff")
+    (folder.parent / "step-000000005").symlink_to("step-000000005")
     assert main(["report", "tests", str(tmp_path / "new"), "--uri", store.uri]) == 0
     text = (tmp_path / "new" / "index.html").read_text()
     assert "\x1b" not in text
     left_out = text[text.index("Left out") : text.index("Configs")]
+    above, *others = text.split('<p class="caveat">Not measured: whether these models are better ')
+    assert len(others) == 1
+    assert "<h2>Figures</h2>" not in above
     for task, reason in (
         ("positions", "row 1: found [&#x27;8&#x27;] after the last column"),
         ("passkey", "found no rows"),
         ("context", "row 1: tokens: found nothing"),
         ("recall", "row 1: right: found 5, wanted at most queries = 4"),
         ("attention", "row 2: matrix: found &#x27;one&#x27;"),
+        ("scores", "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("loss_in_bins", "UnicodeDecodeError: &#x27;utf-8&#x27; codec can&#x27;t decode byte 0xff"),
     ):
         assert f"<li>Run damaged\\x1b[2J: evaluation/{label}/{task}.csv: {reason}" in left_out
+    assert "evaluation/step-000000005: OSError: [Errno 40] Too many levels" in left_out
     assert "Values recalled: longhaul evaluate RUN --tasks recall" in left_out
     pair = "no finished run of another kind has a run of the reference kind (--against)"
     assert f"Gap at equal sequences: {pair} of its seed, context and data" in left_out

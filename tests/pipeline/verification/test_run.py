@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -225,7 +226,7 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
     content = json.loads(path.read_text())
     content["results"] = {"kernels: a": {"status": "bogus"}}
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="unknown entries, wanted those of this version"):
+    with pytest.raises(ValueError, match="'kernels: a': status: found 'bogus', wanted 'passed'"):
         run(path, machine=GPUS)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match=r"--json: found .* damaged \(.*, wanted it whole"):
@@ -238,6 +239,14 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "entry",
     [
+        None,
+        [],
+        "passed",
+        {},
+        {"status": []},
+        {"status": {}},
+        {"status": None},
+        {"status": "bogus"},
         {"status": "begun"},
         {"status": "begun", "attempts": "2"},
         {"status": "begun", "attempts": 10**30},
@@ -250,7 +259,7 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
         {"status": "passed", "result": {"peak_bytes": [1]}},
     ],
 )
-def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: dict[str, Any]) -> None:
+def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: Any) -> None:
     path = tmp_path / "verify.json"
     assert run(path) == 0
     content = json.loads(path.read_text())
@@ -259,6 +268,34 @@ def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: dict[str, A
     with pytest.raises(
         ValueError, match=r"^--json: .*verify.json: results: 'timings: \\x1b"
     ) as one:
+        run(path)
+    assert "\n" not in str(one.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("machine", [], "machine: found "),
+        ("machine", {"versions": []}, "machine.versions: found "),
+        ("machine", {"versions": {"torch": 2}}, "machine.versions.torch: found 2, wanted "),
+        ("machine", {"devices": {}}, "machine.devices: found {}, wanted "),
+        ("machine", {"speed": 1}, "with unknown entries, wanted those of this version"),
+        ("pieces", {}, "pieces: found "),
+        ("pieces", [1], "pieces.0: found 1, wanted "),
+        ("pieces", [{"began": [], "seconds": 1.0}], "pieces.0.began: found "),
+        ("pieces", [{"began": "now", "seconds": "1"}], "pieces.0.seconds: found '1', wanted "),
+        ("results", [], "results: found "),
+        ("targets", [1], "targets.0: found 1, wanted "),
+    ],
+)
+def test_every_field_of_a_record_has_a_type(
+    tmp_path: Path, name: str, value: Any, message: str
+) -> None:
+    path = tmp_path / "verify.json"
+    assert run(path) == 0
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {name: value}))
+    with pytest.raises(ValueError, match=r"^--json: .*verify.json.* " + re.escape(message)) as one:
         run(path)
     assert "\n" not in str(one.value)
 
