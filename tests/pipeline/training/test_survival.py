@@ -384,7 +384,8 @@ def test_others_read_a_run_while_it_trains(
         command = run.start(*arguments(run, number))
         if is_killed := number >= len(COMPANY):
             time.sleep(chance.random())
-            command.send_signal(signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it may have ended by itself
+                command.send_signal(signal.SIGKILL)
         status, error = command.end()
         seconds = time.monotonic() - began
         way = f"{what}, killed" if is_killed else what

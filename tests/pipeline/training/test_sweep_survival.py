@@ -56,7 +56,7 @@ def assert_sweep_is_whole(run: Run, names: list[str], num_updates: int) -> None:
     for name in names:
         assert tracked[name].info.status == "FINISHED"
         assert journaled(run, name) == list(range(1, num_updates + 1))
-        history = client.get_metric_history(tracked[name].info.run_id, "train/loss")
+        history = client.get_metric_history(tracked[name].info.run_id, "curves/train_loss")
         assert sorted(point.step for point in history) == list(range(1, num_updates + 1))
 
 
