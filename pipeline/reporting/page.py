@@ -27,7 +27,7 @@ h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 .wide { overflow-x: auto; margin-bottom: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; border-bottom: 1px solid #ddd; text-align: right;
+th, td { padding: .25rem .4rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
 td[data-value] { white-space: nowrap; }
 th button { font: inherit; font-weight: bold; color: inherit; text-align: inherit; background: none;

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from longhaul.pipeline.reporting.drawing import Row, Table
@@ -21,44 +21,42 @@ def attention_tables(named: NamedRuns) -> Iterator[Table]:
     """Statistics of mixing matrices, over all heads of all layers."""
     for group in groups(named, "attention"):
         rows = list[Row]()
+        windows = [row["windows"] for one in group.members for row in one.evaluated.rows]
+        fewest, most = min(windows), max(windows)
+        read = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         for one in group.members:
             heads = one.evaluated.rows
-            forgetting = sorted(
-                (row for row in heads if math.isfinite(row["half_life"])),
-                key=lambda row: row["half_life"],
-            )
-            middle = forgetting[(len(forgetting) - 1) // 2 : len(forgetting) // 2 + 1]
+            lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
+            longest = [row for row in heads if lives and row["half_life"] == max(lives)]
             rates = [row["rotation"] for row in heads if math.isfinite(row["rotation"])]
             rows.append(
                 [
                     *setting(named, one),
-                    max(row["windows"] for row in heads),
                     max(row["largest"] for row in heads),
                     *_mean_and_error(heads, "first_token_share"),
                     *_mean_and_error(heads, "kurtosis"),
-                    *_mean_and_error(middle, "half_life"),
-                    *_mean_and_error(forgetting[-1:], "half_life"),
+                    median(lives) if lives else math.nan,
+                    *_mean_and_error(longest[:1], "half_life"),
                     fmean(rates) if rates else math.nan,
                 ]
             )
         yield Table(
             name=group.name("attention"),
             title=f"Mixing matrices, {group.where}",
-            caption="Of absolute weights in the last half of each window: the largest of all, "
-            "and means; half-lives are of heads that forget. Errors are standard errors over "
-            "windows; for a mean over heads the mean of the heads' errors, an upper bound",
+            caption="Of absolute weights in the last half of each window, of which there were "
+            f"{read}: the largest of all, and means; half-lives are of heads that forget. Errors "
+            "are standard errors over windows; for a mean over heads the mean of the heads' "
+            "errors, an upper bound",
             columns=[
                 *SETTING,
-                "windows",
                 "largest weight",
                 "share on the first token",
                 "error of share",
                 "kurtosis",
                 "error of kurtosis",
                 "median half-life (tokens)",
-                "error of median half-life",
                 "longest half-life (tokens)",
-                "error of longest half-life",
+                "error of longest",
                 "rotation rate (fixed = 1)",
             ],
             rows=rows,

@@ -215,9 +215,10 @@ def test_mixing_matrices_a_bigram_and_lm_eval_are_tables(reported: Path) -> None
     (row,) = rows(reported / "attention_000064.csv")
     assert (row["run"], row["step"], row["positions"]) == ("flagship", "4", "as trained")
     assert [float(value) for value in list(row.values())[4:]] == [
-        *(8, 0.75, 0.5, 0.125, 4, 0.5),
-        *(20, 3, 32, 4, 1),
+        *(0.75, 0.5, 0.125, 4, 0.5),
+        *(20, 32, 4, 1),
     ]
+    assert "window, of which there were 8: the largest" in (reported / "index.html").read_text()
     (row,) = rows(reported / "bigram_000064.csv")
     assert (row["step"], float(row["bigram model"]), float(row["run's loss"])) == ("4", 3.5, 4.0)
     found = rows(reported / "lm_eval_000064.csv")
