@@ -14,9 +14,9 @@ from longhaul.configs.values import (
     MOST_BYTES,
     ConfigError,
     attentions,
+    check_plain,
     check_size,
     checked,
-    leaves,
     read_values,
 )
 from longhaul.configs.yaml_text import parse_yaml
@@ -70,9 +70,7 @@ def load_stored_config(path: Path) -> "RunConfig":
         raise ConfigError(f"{path}: found {shown(values)}, wanted a mapping of keys")
     try:
         check_size(values)
-        for key, value in leaves(values):
-            if isinstance(value, str) and "${" in value:
-                raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
+        check_plain(values)
         return _build(checked(OmegaConf.create(values)))
     except (ConfigError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {one_line(error)}") from None

@@ -28,6 +28,7 @@ from longhaul.configs.fields import (
     run_fields,
 )
 from longhaul.configs.presets import find_preset, nearest_preset, preset_name
+from longhaul.configs.run_folders import run_folder_of
 from longhaul.configs.schema import (
     CheckpointConfig,
     EvaluationConfig,
@@ -252,16 +253,31 @@ def _find(path: str | Path) -> Path:
 
 
 def _read(path: Path, sources: list[Source], below: tuple[Path, ...] = ()) -> DictConfig:
-    """The file merged over the files it inherits, in order; their paths are relative to it."""
+    """The file merged over the files it inherits, in order; their paths are relative to it.
+
+    In the folder of a run nothing of this machine is put into it, neither its environment nor other
+    files.
+    """
     if path.resolve() in below:
         raise ConfigError(f"{path}: inherits itself")
     raw = _load(path)
+    is_foreign = not below and run_folder_of(path) is not None
+    if is_foreign:
+        try:
+            check_plain(OmegaConf.to_container(raw))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
     parents = raw.pop("inherits", ListConfig([]))
     if not isinstance(parents, ListConfig) or not all(isinstance(name, str) for name in parents):
         raise ConfigError(f"{path}: inherits: wanted a list of file names")
     merged = OmegaConf.create({})
     for parent in parents:
         file = path.parent / os.path.expanduser(parent)
+        if is_foreign and (file.is_file() or find_preset(Path(parent)) is None):
+            raise ConfigError(
+                f"{path}: inherits: found {shown(parent)} in the folder of a run, which someone "
+                "else may have made, wanted only presets of longhaul; if it is yours, move it"
+            )
         try:
             file = file if file.is_file() else _find(parent)
         except ConfigError as error:
@@ -292,6 +308,13 @@ def check_size(values: Any) -> None:
     """
     if any(count > MOST_VALUES for count, _ in enumerate(leaves(values))):
         raise ConfigError(f"found more than {MOST_VALUES} values")
+
+
+def check_plain(values: Any) -> None:
+    """Raise ConfigError at a value that would be replaced, as by an environment variable."""
+    for key, value in leaves(values):
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(f"{key}: found {shown(value)}, wanted a plain value")
 
 
 def leaves(values: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

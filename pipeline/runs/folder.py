@@ -14,6 +14,7 @@ from longhaul.configs import (
     to_yaml,
 )
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.configs.run_folders import has_run, run_folder_of
 from longhaul.configs.schema import TrackingConfig
 from longhaul.configs.values import typed_keys
 from longhaul.datamodules.named import remember
@@ -53,10 +54,6 @@ _PLACES = (
     "trainer.start_from",
     "tracking.uri",
 )
-
-# What a run folder holds. Beside one of these, a config.yaml may be someone else's: whoever made
-# the folder may have left out what `_has_run` looks for.
-_ENTRIES = ("data", "logs", "checkpoints", "slurm", "evaluation", "mlflow_run_id")
 
 
 class RunFolder:
@@ -249,10 +246,11 @@ def _run_of(path: str | Path) -> tuple[RunFolder | None, list[str]]:
 
     None means that the config is the user's own words.
     """
-    file = Path(os.path.abspath(path))
-    is_submitted = file.parent.name == "slurm" and file.name == "config.yaml"
-    folder = RunFolder(file.parent.parent if is_submitted else file.parent)
-    if is_submitted and file.with_name("train.sbatch").exists():
+    found = run_folder_of(path)
+    if found is None:
+        return None, []
+    file, folder = Path(os.path.abspath(os.path.expanduser(path))), RunFolder(found)
+    if file.parent != folder.path and file.with_name("train.sbatch").exists():
         # `submit` has written it with absolute paths.
         stored = load_stored_config(file)
         if os.path.realpath(RunFolder.of(stored).path) != os.path.realpath(folder.path):
@@ -260,23 +258,12 @@ def _run_of(path: str | Path) -> tuple[RunFolder | None, list[str]]:
                 f"root: found {shown(stored.root)} with the name {shown(stored.name)} in {file}, "
                 f"wanted those of {folder.path}"
             )
-    elif file == folder.config_file and _has_run(folder):
+    elif file == folder.config_file and has_run(folder.path):
         if "${" in str(file):  # which a value of a config would have replaced
             raise ConfigError(f"{file}: found '${{' in the path of a run, wanted a path without it")
         values = flatten(to_dict(stored_config(folder)))
         return folder, [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
-    elif not _has_run(folder) and (
-        file.name != "config.yaml"
-        or not any(os.path.lexists(folder.path / name) for name in _ENTRIES)
-    ):
-        return None, []
     return folder, []
-
-
-def _has_run(folder: RunFolder) -> bool:
-    """Whether a run was started in a folder, so that places in its config begin there."""
-    marks = (folder.environment_file, folder.done_file, folder.log_file.with_name("metrics.jsonl"))
-    return any(map(os.path.lexists, marks)) or any(folder.checkpoints.glob("step-*"))
 
 
 def _with_relative_paths(config: RunConfig, folder: Path) -> RunConfig:

@@ -291,6 +291,50 @@ def test_any_config_in_the_folder_of_a_run_is_a_runs(foreign: Path, name: str) -
         load_run(foreign / name)
 
 
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("name", "${oc.env:SECRET}", r"name: found '${oc.env:SECRET}', wanted a plain value"),
+        ("inherits", ["../own.yaml"], "inherits: "),
+        ("inherits", ["run/demo.yaml"], "inherits: "),  # one of the folder's own
+    ],
+)
+def test_nothing_of_this_machine_gets_into_the_config_of_a_run(
+    foreign: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_marks: bool,
+    key: str,
+    value: Any,
+    found: str,
+) -> None:
+    monkeypatch.setenv("SECRET", "topsecret")
+    (foreign.parent / "own.yaml").write_text("name: topsecret")
+    (foreign / "run").mkdir()
+    (foreign / "run" / "demo.yaml").write_text("name: topsecret")
+    change(foreign, key, value)
+    for path in foreign.iterdir() if not has_marks else ():
+        if path.name not in ("config.yaml", "data", "run"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    config = str(foreign / "config.yaml")
+    for command in ("config", "plan", "train", "submit", "doctor"):
+        arguments = [command, config, *(["--dry-run"] if command == "submit" else [])]
+        assert main(arguments) == 2, command
+        printed = "".join(capsys.readouterr())
+        assert f"{config}: {found}" in printed
+        assert "topsecret" not in printed
+
+
+def test_a_config_beside_data_inherits_presets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    Path("config.yaml").write_text("inherits: [run/demo.yaml]\nname: mine\n")
+    assert load_run("config.yaml").name == "mine"
+
+
 def test_the_name_of_a_folder_is_not_resolved(
     foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
