@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -31,17 +30,14 @@ class Block(nn.Module):
     Whatever else a kind computes from x, such as gates, is as the kind defines it.
     """
 
-    def __init__(
-        self, attention: Attention, *, parallel: bool = False, biases: bool = False
-    ) -> None:
+    def __init__(self, attention: Attention, *, parallel: bool = False) -> None:
         super().__init__()
+        biases = attention.shape.biases
         self.is_parallel = parallel
         self.attention_norm = nn.LayerNorm(attention.model_dim, bias=biases)
         self.attention = attention
         self.mlp_norm = nn.LayerNorm(attention.model_dim, bias=biases)
         self.mlp = MLP(attention.model_dim, biases=biases)
-        if biases:
-            _add_biases(attention)
 
     def forward(
         self,
@@ -77,10 +73,3 @@ class Block(nn.Module):
         """The residual stream after the output of the attention and that of the MLP."""
         y = x + mixed
         return y + self.mlp(self.mlp_norm(x if self.is_parallel else y))  # type: ignore[no-any-return]
-
-
-def _add_biases(module: nn.Module) -> None:
-    """Give every projection without a bias one of zeros."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear) and part.bias is None:
-            part.bias = nn.Parameter(torch.zeros_like(part.weight[:, 0]))

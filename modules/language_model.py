@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from longhaul.modules.attention import AttentionConfig, attention_config
+from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.block import Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.rotary import PositionScaling
@@ -88,6 +88,10 @@ class LanguageModelConfig:
         """The config of a layer, counted from 0."""
         key = self._entry_of(layer)
         return self.attention if key is None else self.layer_attention[key]
+
+    def shape_of(self, layer: int) -> LayerShape:
+        """What a layer, counted from 0, is told of the model around it."""
+        return LayerShape(width=self.width, heads=self.heads, biases=self.biases, layer=layer)
 
     def _entry_of(self, layer: int) -> str | None:
         """The key of the last entry of `layer_attention` that matches the layer."""
@@ -217,9 +221,8 @@ class LanguageModel(nn.Module):
         )
         self.blocks = Blocks(
             Block(
-                config.attention_of(layer).build(config.width, config.heads, layer),
+                config.attention_of(layer).build(config.shape_of(layer)),
                 parallel=config.parallel_residual,
-                biases=config.biases,
             )
             for layer in range(config.layers)
         )

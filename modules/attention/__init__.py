@@ -3,6 +3,7 @@
 from longhaul.modules.attention.base import (
     Attention,
     AttentionConfig,
+    LayerShape,
     attention_config,
     build_attention,
     left_out,
@@ -15,6 +16,7 @@ import_variants(__name__, __path__)
 __all__ = [
     "Attention",
     "AttentionConfig",
+    "LayerShape",
     "attention_config",
     "build_attention",
     "left_out",

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Bool, Float, Int32
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longhaul.modules.attention.base import Attention, AttentionConfig, register
+from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.attention.parts.gates import alibi_slopes
 
@@ -32,8 +31,8 @@ class AlibiConfig(AttentionConfig):
 
     cost: ClassVar[str] = "quadratic"
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Alibi(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Alibi(self, shape)
 
 
 class Alibi(FusedAttention):
@@ -43,14 +42,14 @@ class Alibi(FusedAttention):
     Source: Press, Smith, Lewis (2021), arXiv:2108.12409, with its slopes for any number of heads.
     """
 
-    def __init__(self, config: AlibiConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+    def __init__(self, config: AlibiConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.add_qkv()
 
     def project(
         self, x: Float[Tensor, "B T D"], past: int
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         return q, KeyValueCache(k, v)
 
     def operands(

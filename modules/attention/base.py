@@ -29,6 +29,41 @@ _COUNTED_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """What a layer of attention is told of the model around it."""
+
+    width: int
+    """Width D of its inputs and outputs."""
+
+    heads: int
+    """Number of heads H, a divisor of the width."""
+
+    biases: bool = False
+    """Whether its projections have biases, which begin at zero."""
+
+    layer: int = 0
+    """Its index, from 0."""
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(
+                f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width K of a head."""
+        return self.width // self.heads
+
+    def projection(self, outputs: int) -> nn.Linear:
+        """A projection of x to so many outputs, with a bias of zeros if the model has biases."""
+        linear = nn.Linear(self.width, outputs, bias=False)
+        if self.biases:
+            linear.bias = nn.Parameter(torch.zeros(outputs))
+        return linear
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig(ABC):
     """Options of one variant. `kind` in a YAML file is the name it is registered under."""
 
@@ -41,8 +76,8 @@ class AttentionConfig(ABC):
         """Check the options. A subclass calls super().__post_init__() first."""
 
     @abstractmethod
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> "Attention":
-        """A freshly initialised module, on the default device, for the layer of this index."""
+    def build(self, shape: LayerShape) -> "Attention":
+        """A freshly initialised module of this shape, on the default device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +118,27 @@ class Attention(nn.Module):
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
 
-    def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
+    def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
         super().__init__()
         _check_complete(config.kind, type(self))
-        if num_heads < 1 or model_dim % num_heads:
-            raise ValueError(f"num_heads: found {num_heads}, wanted a divisor of width {model_dim}")
         self.config = config
-        self.model_dim = model_dim
-        self.num_heads = num_heads
-        self.head_dim = model_dim // num_heads
+        self.shape = shape
+        self.model_dim = shape.width
+        self.num_heads = shape.heads
+        self.head_dim = shape.head_dim
+
+    def add_qkv(self, key_dim: int | None = None) -> None:
+        """Make `qkv`, the projection behind `queries_keys_values`; key_dim is K, else V."""
+        self.key_widths = (key_dim or self.head_dim) * self.num_heads
+        self.qkv = self.shape.projection(2 * self.key_widths + self.model_dim)
+
+    def queries_keys_values(
+        self, x: Float[Tensor, "B T D"]
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"], Float[Tensor, "B T H V"]]:
+        """Queries, keys and values of every head, from one projection of x."""
+        widths = [self.key_widths, self.key_widths, self.model_dim]
+        q, k, v = (one.unflatten(-1, (self.num_heads, -1)) for one in self.qkv(x).split(widths, -1))
+        return q, k, v
 
     @abstractmethod
     def forward(
@@ -338,7 +385,7 @@ def left_out() -> tuple[str, ...]:
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
     """Build a variant by its kind, as the first layer; options are the fields of its config."""
-    return attention_config(kind)(**options).build(model_dim, num_heads)
+    return attention_config(kind)(**options).build(LayerShape(width=model_dim, heads=num_heads))
 
 
 class InFloat32(nn.Module):

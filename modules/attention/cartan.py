@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.parts.key_softmax import key_softmax
@@ -66,9 +66,9 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
                 "they are; wanted unit"
             )
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+    def build(self, shape: LayerShape) -> Attention:
         variant = Cartan if self.bilinear else CartanChannels
-        return variant(self, model_dim, num_heads)
+        return variant(self, shape)
 
 
 class Cartan(VectorGates):
@@ -106,39 +106,30 @@ class Cartan(VectorGates):
     scale = 1.0
     rotary: Rotary
 
-    def __init__(
-        self,
-        config: CartanConfig,
-        model_dim: int,
-        num_heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> None:
+    def __init__(self, config: CartanConfig, shape: LayerShape) -> None:
         # Attention-free, the 2 V values of a head are the coordinates.
-        coordinates = value_dim or model_dim // max(num_heads, 1)
+        coordinates = 2 * shape.head_dim if self.splits_values else shape.head_dim
         parts = {"head": 1, "pair": coordinates // 2, "coordinate": coordinates}
         N = parts[config.generator_per]
         self.logits_per_head = 0 if config.generator == "product" else N
-        super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+        super().__init__(config, shape)
         self.lengths = config.lengths
         self.split_heads(N)
         self.logit, self.step_size, self.gate = None, None, None
         if config.generator != "product":
-            self.logit = ScalarPerHead(model_dim, num_heads * N)
+            self.logit = ScalarPerHead(shape.width, shape.heads * N)
         if config.step_size:
-            self.step_size = ScalarPerHead(model_dim, num_heads * N)
+            self.step_size = ScalarPerHead(shape.width, shape.heads * N)
         if config.generator != "additive":
-            self.gate = ForgetGate(model_dim, num_heads, config.gate_init, per_head=N)
+            self.gate = ForgetGate(shape.width, shape.heads, config.gate_init, per_head=N)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
-        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
+        self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
         self.add_projections(config)
 
     def add_projections(self, config: CartanConfig) -> None:
-        D = self.model_dim
         self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.diagonal = nn.Linear(D, D, bias=False) if config.negative_diagonal else None
+        self.add_qkv()
+        self.diagonal = self.shape.projection(self.model_dim) if config.negative_diagonal else None
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         carried = super().initial_carried(count, device)
@@ -150,9 +141,7 @@ class Cartan(VectorGates):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         (gated_sum,), after = self.generate(x, documents, carried)
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (
             rotate(one, cos, sin) for one in self._with_lengths(q.to(cos.dtype), k.to(cos.dtype))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from einops import rearrange
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.attention.softmax import SoftmaxConfig
 from longhaul.modules.rotary import Rotary
@@ -27,8 +27,8 @@ class CocaConfig(SoftmaxConfig):
         if self.mode not in ("strict", "slack"):
             raise ValueError(f"mode: found {self.mode!r}, wanted one of strict, slack")
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Coca(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Coca(self, shape)
 
 
 class Coca(FusedAttention):
@@ -56,11 +56,11 @@ class Coca(FusedAttention):
 
     rotary: Rotary
 
-    def __init__(self, config: CocaConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: CocaConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.is_strict = config.mode == "strict"
         self.rotary = config.rotary(self.head_dim)
-        self.qtv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.qtv = shape.projection(3 * shape.width)
 
     def project(
         self, x: Float[Tensor, "B T D"], past: int

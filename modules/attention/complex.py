@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
-from longhaul.modules.attention.base import Attention, InFloat32, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, InFloat32, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.parts.vector_gates import Stacked, VectorGates
 from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
@@ -51,8 +51,8 @@ class ComplexConfig(RotaryConfig, PowerConfig):
                 "need a decay for every two pairs of coordinates; wanted head_norm"
             )
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return ComplexAttention(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return ComplexAttention(self, shape)
 
 
 class Eigenvalues(InFloat32):
@@ -118,31 +118,29 @@ class ComplexAttention(VectorGates):
 
     rotary: Rotary
 
-    def __init__(self, config: ComplexConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: ComplexConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.decay = config.decay
         self.has_amplitudes = config.normalizer == "amplitudes"
         self.num_sums = 4 if self.has_amplitudes else 2
         self.scale = self.head_dim**-0.5
         self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.add_qkv()
         pairs = self.head_dim // 2
         self.eigenvalues = None
         if config.learned_rates or config.learned_sizes:
             self.eigenvalues = Eigenvalues(
-                num_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
+                self.num_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
             )
         if config.learned_sizes:
             self.split_heads(pairs)
         if not self.has_amplitudes:
-            self.norm = nn.GroupNorm(num_heads, model_dim)
+            self.norm = nn.GroupNorm(self.num_heads, self.model_dim)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)

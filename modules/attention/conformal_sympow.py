@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.parts.gates import GateConfig
 from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOptions
 
@@ -12,8 +12,8 @@ from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOption
 class ConformalSympowConfig(GateConfig, SympowOptions):
     """The options of sympow but rotary, and the gate."""
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return ConformalSympow(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return ConformalSympow(self, shape)
 
 
 class ConformalSympow(Sympow):
@@ -40,7 +40,7 @@ class ConformalSympow(Sympow):
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.
     """
 
-    def __init__(self, config: ConformalSympowConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
-        self.gate = config.build_gate(model_dim, num_heads)
-        self.rate = RotationRate(model_dim)
+    def __init__(self, config: ConformalSympowConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.gate = config.build_gate(shape.width, shape.heads)
+        self.rate = RotationRate(shape.width)

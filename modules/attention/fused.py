@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, AttentionConfig
+from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape
 
 
 class KeyValueCache(NamedTuple):
@@ -23,9 +23,9 @@ class KeyValueCache(NamedTuple):
 class FusedAttention(Attention):
     """y_t = sum_i softmax_i(logit_ti) v_i. A variant defines the cache and the logits."""
 
-    def __init__(self, config: AttentionConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
-        self.out = nn.Linear(model_dim, model_dim, bias=False)
+    def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.out = shape.projection(shape.width)
 
     @abstractmethod
     def project(

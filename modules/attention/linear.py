@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
@@ -51,8 +50,8 @@ class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
         if self.gate not in ("none", "data"):
             raise ValueError(f"gate: found {self.gate!r}, wanted none or data")
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Linear(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Linear(self, shape)
 
 
 class Linear(PowerAttention):
@@ -69,25 +68,23 @@ class Linear(PowerAttention):
     Source: Katharopoulos et al. (2020), arXiv:2006.16236, where f = elu + 1.
     """
 
-    def __init__(self, config: LinearConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: LinearConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.feature_map = config.feature_map
         self.normalize = config.normalizer == "sum"
         if config.rotary == "fixed":
             self.rotary = Rotary(self.head_dim, base=config.rotary_base)
         self.gate = None
         if config.gate == "data":
-            self.gate = ForgetGate(model_dim, num_heads, config.gate_init)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+            self.gate = ForgetGate(shape.width, shape.heads, config.gate_init)
+        self.add_qkv()
         if config.normalizer == "head_norm":
-            self.norm = nn.GroupNorm(num_heads, model_dim)
+            self.norm = nn.GroupNorm(shape.heads, shape.width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         after = {}
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])

@@ -20,7 +20,7 @@ from longhaul.kernels import (
 )
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
-from longhaul.modules.attention.base import Attention, AttentionConfig, overwrite
+from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, overwrite
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
@@ -100,30 +100,20 @@ class PowerAttention(Attention):
     initial_state: InitialState | None
     norm: nn.GroupNorm | None  # normalises the output of each head
 
-    def __init__(
-        self,
-        config: PowerConfig,
-        model_dim: int,
-        num_heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> None:
-        """key_dim and value_dim are the widths given to the op; None is the head width."""
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: PowerConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.chunk_size = config.chunk_size
-        self.key_dim = key_dim or self.head_dim
-        self.value_dim = value_dim or self.head_dim
-        self.out = nn.Linear(model_dim, model_dim, bias=False)
+        self.key_dim, self.value_dim = self.op_widths()
+        self.out = shape.projection(shape.width)
         self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":
             self.initial_state = InitialState(
-                num_heads,
+                shape.heads,
                 self.key_dim,
                 self.value_dim,
                 config.rank,
-                num_log_masses=num_heads * self.logits_per_head,
+                num_log_masses=shape.heads * self.logits_per_head,
             )
 
     @abstractmethod
@@ -134,6 +124,10 @@ class PowerAttention(Attention):
 
         `carried` holds the values after the previous token of each document.
         """
+
+    def op_widths(self) -> tuple[int, int]:
+        """Widths of the keys and of the values that are given to the op."""
+        return self.head_dim, self.head_dim
 
     @property
     def op_heads(self) -> int:

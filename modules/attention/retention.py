@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
@@ -26,8 +26,8 @@ class RetentionConfig(RotaryConfig, PowerConfig):
     swish_gate: bool = False
     """Multiply the output by swish(W_g x), where W_g is an additional D x D matrix."""
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Retention(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Retention(self, shape)
 
 
 class Retention(PowerAttention):
@@ -40,20 +40,18 @@ class Retention(PowerAttention):
 
     rotary: Rotary
 
-    def __init__(self, config: RetentionConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: RetentionConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
-        self.swish = nn.Linear(model_dim, model_dim, bias=False) if config.swish_gate else None
+        self.add_qkv()
+        self.swish = shape.projection(shape.width) if config.swish_gate else None
         if config.group_norm:
-            self.norm = nn.GroupNorm(num_heads, model_dim)
+            self.norm = nn.GroupNorm(shape.heads, shape.width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
         log_g = log_decays(x, self.num_heads)

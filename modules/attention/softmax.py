@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from einops import rearrange
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.rotary import Rotary
 
@@ -34,8 +33,8 @@ class SoftmaxConfig(RotaryConfig):
             return Rotary(width, base=self.rotary_base)
         return Rotary(width, base=float(self.longest_document), first_turns=1.0)
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Softmax(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Softmax(self, shape)
 
 
 class Softmax(FusedAttention):
@@ -43,15 +42,15 @@ class Softmax(FusedAttention):
 
     rotary: Rotary
 
-    def __init__(self, config: SoftmaxConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: SoftmaxConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.rotary = config.rotary(self.head_dim)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.add_qkv()
 
     def project(
         self, x: Float[Tensor, "B T D"], past: int
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         # The cache holds rotated keys, unless their rotation depends on the sequence length.
         return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, past), v)
 

@@ -5,12 +5,17 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, InFloat32, linear_in_float32, register
+from longhaul.modules.attention.base import (
+    Attention,
+    InFloat32,
+    LayerShape,
+    linear_in_float32,
+    register,
+)
 from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
@@ -64,8 +69,8 @@ class SympowConfig(SympowOptions):
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return Sympow(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return Sympow(self, shape)
 
 
 class HeadNorm(nn.RMSNorm):
@@ -114,11 +119,11 @@ class Sympow(PowerAttention):
 
     normalize = True
 
-    def __init__(self, config: SympowOptions, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: SympowOptions, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         self.degree = config.degree
         self.rotary = config.build_rotary(self.head_dim)
-        self.qkv = nn.Linear(model_dim, 3 * model_dim, bias=False)
+        self.add_qkv()
         self.q_norm = HeadNorm(self.head_dim) if config.qk_norm else None
         self.k_norm = HeadNorm(self.head_dim) if config.qk_norm else None
         self.gate: nn.Module | None = None
@@ -127,9 +132,7 @@ class Sympow(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.parts.gates import GateConfig
 from longhaul.modules.attention.sympow import Sympow, SympowConfig
 
@@ -12,8 +12,8 @@ from longhaul.modules.attention.sympow import Sympow, SympowConfig
 class SympowGatedConfig(GateConfig, SympowConfig):
     """The options of sympow, and its gate."""
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return SympowGated(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return SympowGated(self, shape)
 
 
 class SympowGated(Sympow):
@@ -25,6 +25,6 @@ class SympowGated(Sympow):
     Source: Conformal Transformations for Symmetric Power Transformers (2025), sections 3.1 and A.1.
     """
 
-    def __init__(self, config: SympowGatedConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
-        self.gate = config.build_gate(model_dim, num_heads)
+    def __init__(self, config: SympowGatedConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.gate = config.build_gate(shape.width, shape.heads)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longhaul.modules.attention.base import Attention, register
+from longhaul.modules.attention.base import Attention, LayerShape, register
 from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOptions
 
 
@@ -11,8 +11,8 @@ from longhaul.modules.attention.sympow import RotationRate, Sympow, SympowOption
 class SympowRotaryConfig(SympowOptions):
     """The options of sympow but rotary."""
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
-        return SympowRotary(self, model_dim, num_heads)
+    def build(self, shape: LayerShape) -> Attention:
+        return SympowRotary(self, shape)
 
 
 class SympowRotary(Sympow):
@@ -21,6 +21,6 @@ class SympowRotary(Sympow):
     Source: Conformal Transformations for Symmetric Power Transformers (2025), section 3.2.
     """
 
-    def __init__(self, config: SympowRotaryConfig, model_dim: int, num_heads: int) -> None:
-        super().__init__(config, model_dim, num_heads)
-        self.rate = RotationRate(model_dim)
+    def __init__(self, config: SympowRotaryConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
+        self.rate = RotationRate(shape.width)

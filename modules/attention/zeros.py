@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from einops import rearrange
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, RotaryConfig, register
+from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
@@ -66,12 +65,11 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
                 "wanted form notes or notes_row_mean"
             )
 
-    def build(self, model_dim: int, num_heads: int, layer: int = 0) -> Attention:
+    def build(self, shape: LayerShape) -> Attention:
         if self.form == "published":
-            keeps_mean = self.zeroth != "none" and layer == 0
-            return PublishedZeros(self, model_dim, num_heads, keeps_mean=keeps_mean)
+            return PublishedZeros(self, shape)
         variant = NotesZeros if self.bilinear else NotesZerosChannels
-        return variant(self, model_dim, num_heads)
+        return variant(self, shape)
 
 
 class Term(NamedTuple):
@@ -97,38 +95,30 @@ class Zeros(PowerAttention):
     can_round_state = False  # The gated sums almost cancel, and rounding errors would be left.
     rotary: Rotary
 
-    def __init__(
-        self,
-        config: ZerosConfig,
-        model_dim: int,
-        num_heads: int,
-        *,
-        key_dim: int | None = None,
-        value_dim: int | None = None,
-    ) -> None:
-        super().__init__(config, model_dim, num_heads, key_dim=key_dim, value_dim=value_dim)
+    def __init__(self, config: ZerosConfig, shape: LayerShape) -> None:
+        super().__init__(config, shape)
         # Whether the mean in terms is that of s_1 .. s_t, or of s_1 .. s_i.
         self.has_row_mean = config.form != "notes"
         self.orders = (0, 1, 2) if config.second_order else (0, 1)
         self.add_projections(config)
         self.add_logit()
         self.sigma = nn.ModuleDict(
-            {name: ScalarPerHead(model_dim, num_heads) for name in self.sigma_names(config)}
+            {name: ScalarPerHead(shape.width, shape.heads) for name in self.sigma_names(config)}
         )
         self.fading = nn.ModuleList(
-            ForgetGate(model_dim, num_heads, config.gate_init)
+            ForgetGate(shape.width, shape.heads, config.gate_init)
             for _ in self.orders
             if config.ordered
         )
         # Outputs are sums of small weights of both signs, and the usual eps of 1e-5 would dominate
         # their variance. But both weights of the second token can be almost zero, and at an eps of
         # 1e-12 rounding errors decided the sign of its output.
-        self.norm = nn.GroupNorm(num_heads, model_dim, eps=1e-10)
+        self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
         self.num_sums = 1 + len(self._means_needed())
 
     def add_projections(self, config: ZerosConfig) -> None:
         self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(self.model_dim, 3 * self.model_dim, bias=False)
+        self.add_qkv()
 
     @abstractmethod
     def add_logit(self) -> None:
@@ -180,9 +170,7 @@ class Zeros(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = rearrange(self.qkv(x), "b t (s h k) -> b t s h k", s=3, h=self.num_heads).unbind(
-            2
-        )
+        q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
@@ -282,14 +270,12 @@ class PublishedZeros(Zeros):
     Sources: ZeroS, Lu et al. (2025), arXiv:2602.05230; the notes for ordered and second order.
     """
 
-    def __init__(
-        self, config: ZerosConfig, model_dim: int, num_heads: int, *, keeps_mean: bool
-    ) -> None:
-        self.keeps_mean = keeps_mean
-        super().__init__(config, model_dim, num_heads)
+    def __init__(self, config: ZerosConfig, shape: LayerShape) -> None:
+        self.keeps_mean = config.zeroth != "none" and shape.layer == 0
+        super().__init__(config, shape)
 
     def add_logit(self) -> None:
-        self.logit = DeviationLogit(self.model_dim, self.num_heads)
+        self.logit = DeviationLogit(self.shape)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         sum_u = torch.zeros(count, self.num_heads, self.head_dim, device=device)

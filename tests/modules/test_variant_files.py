@@ -14,7 +14,7 @@ from longhaul.modules.attention.base import AttentionConfig, register
 
 @register("{kind}")
 class Config(AttentionConfig):
-    def build(self, model_dim, num_heads, layer=0): ...
+    def build(self, shape): ...
 """
 
 

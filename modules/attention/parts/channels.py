@@ -5,12 +5,12 @@ from collections.abc import Callable
 import torch
 from einops import rearrange, repeat
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import RotaryConfig
 from longhaul.modules.attention.parts.vector_gates import VectorGates
-from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.power import GatedSum, Operands
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -34,19 +34,19 @@ class Channels(VectorGates):
     generate: Callable[..., tuple[tuple[GatedSum, ...], dict[str, Tensor]]]
     """The variant's method: its gates and scales, and the carried values at every token."""
 
-    def __init__(self, config: PowerConfig, model_dim: int, num_heads: int) -> None:
-        width = 2 * model_dim // max(num_heads, 1)
-        super().__init__(config, model_dim, num_heads, key_dim=1, value_dim=width)
+    def op_widths(self) -> tuple[int, int]:
+        return 1, 2 * self.head_dim
 
     def add_projections(self, config: RotaryConfig) -> None:
         self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)
-        self.qkv = nn.Linear(self.model_dim, 5 * self.model_dim, bias=False)
+        # Channel c of a head has the coordinates c and c + V of its queries and keys.
+        self.add_qkv(key_dim=2 * self.head_dim)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[Operands, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = self._channels(x)
+        q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         if self.in_float32:
             q, k, v = (one.to(cos.dtype) for one in (q, k, v))
@@ -62,12 +62,6 @@ class Channels(VectorGates):
         operands = Operands(ones, ones, rotated_kv, sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
-    def _channels(self, x: Float[Tensor, "B T D"]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values; channel c of a head has coordinates c and c + V of q and k."""
-        q, k, v = self.qkv(x).split([2 * self.model_dim, 2 * self.model_dim, self.model_dim], -1)
-        q, k, v = (rearrange(one, "b t (h k) -> b t h k", h=self.num_heads) for one in (q, k, v))
-        return q, k, v
-
     def merge(
         self, out: Float[Tensor, "B T NH V2"], operands: Operands
     ) -> Float[Tensor, "B T H V"]:
@@ -75,12 +69,12 @@ class Channels(VectorGates):
         return first + second
 
     def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
-        return rearrange(self._channels(x)[2], "b t h v -> b t (h v) 1")
+        return rearrange(self.queries_keys_values(x)[2], "b t h v -> b t (h v) 1")
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
         sums, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
-        q, k, _ = self._channels(x)
+        q, k, _ = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
         w = 2 * self.head_dim // self.num_parts

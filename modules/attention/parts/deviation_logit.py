@@ -5,6 +5,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longhaul.modules.attention.base import LayerShape
 from longhaul.modules.documents import Documents
 
 
@@ -15,12 +16,12 @@ class DeviationLogit(nn.Module):
     Source: ZeroS, Lu et al. (2025), arXiv:2602.05230.
     """
 
-    def __init__(self, model_dim: int, num_heads: int) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.project = nn.Linear(model_dim, model_dim, bias=False)
-        self.mu = nn.Parameter(torch.empty(num_heads, model_dim // num_heads))
-        self.tau = nn.Parameter(torch.empty(num_heads))
+        self.num_heads = shape.heads
+        self.project = shape.projection(shape.width)
+        self.mu = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
+        self.tau = nn.Parameter(torch.empty(shape.heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longhaul.modules.attention import Attention, attention_config
+from longhaul.modules.attention import Attention, LayerShape, attention_config
 
 HEADS, T = 2, 19  # heads are 8 wide
 SYMPOW = ["sympow", "sympow_gated", "sympow_rotary", "conformal_sympow"]
@@ -26,7 +26,8 @@ def build(kind: str, *, heads: int = HEADS, layer: int = 0, **options: object) -
     torch.manual_seed(0)
     if options.get("initial_state") == "learned":
         options["rank"] = 3
-    attention = attention_config(kind)(**options).build(8 * heads, heads, layer).double()
+    shape = LayerShape(width=8 * heads, heads=heads, layer=layer)
+    attention = attention_config(kind)(**options).build(shape).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.normal_(std=0.5)

@@ -20,7 +20,7 @@ from longhaul.modules.attention.base import register
 @register("{name}")
 @dataclass(frozen=True, kw_only=True)
 class Config(AttentionConfig):
-    def build(self, model_dim, num_heads, layer=0):
+    def build(self, shape):
         raise NotImplementedError
 """
 
