@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.datamodules.untrusted import one_line
 from longhaul.modules.block import Block
@@ -65,7 +66,7 @@ def check_export(
         tokenizer: the run's.
 
     Raises:
-        ValueError: the code does not run without longhaul.
+        ValueError: the code does not run without longhaul, or the tokenizer fails.
         OSError: the weights cannot be read.
         RuntimeError: the logits or ids of a short text differ.
     """
@@ -100,22 +101,26 @@ def check_export(
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Raise RuntimeError where a text gets other ids than from the run's tokenizer, or they it."""
+    """Raise RuntimeError where a text gets other ids than from the run's tokenizer, or they it.
+
+    Raises ValueError where the library fails.
+    """
     # Imported here: slow, and only exports need it.
     from tokenizers import Tokenizer as Exported
 
     config = json.loads((folder / "tokenizer_config.json").read_bytes())
-    exported = Exported.from_file(str(folder / "tokenizer.json"))
-    exported.encode_special_tokens = config["split_special_tokens"]
     is_escaped = config["tokenizer_class"] == "LonghaulTokenizer"
     text = f"{_TEXT}a{tokenizer.decode([tokenizer.eot_id])} b"
-    found = exported.encode(json.dumps(text)[1:-1] if is_escaped else text).ids
     ids = tokenizer.encode(text).tolist()
+    with foreign_content("tokenizer", "the exported one cannot encode and decode text"):
+        exported = Exported.from_file(str(folder / "tokenizer.json"))
+        exported.encode_special_tokens = config["split_special_tokens"]
+        found = exported.encode(json.dumps(text)[1:-1] if is_escaped else text).ids
+        text = exported.decode(ids, skip_special_tokens=False)
     wanted = [tokenizer.bos_id, *ids] if "bos_token" in config else ids
     if found != wanted:
         raise RuntimeError(f"tokenizer: found ids {found} of the exported one, wanted {wanted}")
-    text, back = exported.decode(ids, skip_special_tokens=False), tokenizer.decode(ids)
-    text = json.loads(f'"{text}"') if is_escaped else text
+    text, back = json.loads(f'"{text}"') if is_escaped else text, tokenizer.decode(ids)
     if text != back:
         raise RuntimeError(f"tokenizer: found {text!r} of the exported one, wanted {back!r}")
 

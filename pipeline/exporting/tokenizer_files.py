@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, gpt2_files
 
 _PADDING = "<|padding|>"
@@ -21,6 +22,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool
     Returns:
         Whether it puts bos before a text: where bos is a special token of the tokenizer's. And the
         id of the padding, which is that of the end of a text where no row is free.
+
+    Raises:
+        ValueError: the library fails with the tokenizer.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -72,11 +76,13 @@ def _add_padding(content: dict[str, Any], free_id: int) -> str | None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     token = {"id": free_id, "content": _PADDING, **flags, "special": True}
     added = [*content.get("added_tokens", []), token]
+    with foreign_content("tokenizer", "cannot be read with a token for padding"):
+        before, after = (
+            Tokenizer.from_str(json.dumps(one)).get_vocab()
+            for one in (content, content | {"added_tokens": added})
+        )
     # A vocabulary with gaps gives the token another id, and one that has the name its own.
-    if Tokenizer.from_str(json.dumps(content | {"added_tokens": added})).get_vocab() != {
-        **Tokenizer.from_str(json.dumps(content)).get_vocab(),
-        _PADDING: free_id,
-    }:
+    if after != {**before, _PADDING: free_id}:
         return None
     content["added_tokens"] = added
     return _PADDING

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.native import ENDINGS
 from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import TooShortError
 
@@ -38,8 +39,8 @@ def main(work: dict[str, Any]) -> None:
             "tasks that lm_eval knows (lm_eval ls tasks)"
         }
     else:
-        model = LonghaulLM(**work["model_args"], batch_size=work["batch_size"])
         try:
+            model = LonghaulLM(**work["model_args"], batch_size=work["batch_size"])
             found = simple_evaluate(
                 model=model,
                 model_args=work["model_args"],
@@ -50,6 +51,10 @@ def main(work: dict[str, Any]) -> None:
             )
         except TooShortError as error:
             found = {"refused": str(error)}
+        except (Exception, *ENDINGS):
+            raise
+        except BaseException as error:  # A panic of the library in Rust that reads the tokenizer.
+            found = {"refused": f"tokenizer: fails at a text of lm_eval, {one_line(error)}"}
         else:
             counts = model.shortening
             found["longhaul"] = {
