@@ -8,6 +8,7 @@ from longhaul.kernels import symmetric_dim
 from longhaul.modules.attention import (
     Attention,
     AttentionConfig,
+    LayerShape,
     attention_config,
     build_attention,
     registered_variants,
@@ -16,6 +17,7 @@ from longhaul.modules.attention.base import register
 from longhaul.modules.documents import Documents
 
 WIDTH, HEADS = 16, 2
+SHAPE = LayerShape(width=WIDTH, heads=HEADS)
 
 
 def test_state_size_matches_the_published_one() -> None:
@@ -42,7 +44,7 @@ def test_what_an_unfinished_kind_lacks_is_named() -> None:
     assert "incomplete" not in registered_variants()
     found = "^attention.kind: found softmax, whose class Unfinished does not define forward; w"
     with pytest.raises(ValueError, match=found):
-        Unfinished(attention_config("softmax")(), WIDTH, HEADS)
+        Unfinished(attention_config("softmax")(), SHAPE)
 
 
 class Everything(Attention):
@@ -54,7 +56,7 @@ class Everything(Attention):
 
 
 def test_what_a_kind_does_not_say_is_measured() -> None:
-    attention = Everything(attention_config("softmax")(), WIDTH, HEADS)
+    attention = Everything(attention_config("softmax")(), SHAPE)
     assert attention.state_size() is None
     assert attention.allocated_bytes(7, torch.bfloat16) == 7 * WIDTH * 2
     assert attention.mixing_flops(50) == attention.flops_per_token(50) == 4 * 50 * WIDTH
