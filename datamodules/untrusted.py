@@ -14,6 +14,7 @@ import hashlib
 import os
 import re
 import reprlib
+import shutil
 import stat
 from collections.abc import Hashable
 from io import BufferedReader
@@ -100,6 +101,27 @@ def read_regular(path: Path, largest: int) -> bytes:
     if len(content) > largest:
         raise ValueError(f"{path}: found more than {largest:,} bytes, wanted {largest:,} at most")
     return content
+
+
+def copy_regular(source: Path, target: Path, largest: int) -> None:
+    """Copy the content of a regular file of at most `largest` bytes; no link is followed.
+
+    Raises:
+        ValueError: it is something else, or larger.
+        OSError: it cannot be opened or copied.
+    """
+    handle = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(handle)
+        _check_mode(source, status.st_mode)
+        if status.st_size > largest:
+            raise ValueError(
+                f"{source}: found {status.st_size:,} bytes, wanted {largest:,} at most"
+            )
+        with open(handle, "rb", closefd=False) as file, target.open("wb") as copy:
+            shutil.copyfileobj(file, copy)
+    finally:
+        os.close(handle)
 
 
 def inner_path(folder: Path, path: str) -> Path:

@@ -18,14 +18,14 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 import json
 import logging
 import math
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import inner_path
+from longhaul.datamodules.untrusted import copy_regular, inner_path
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, position
 from longhaul.pipeline.tracking.mlflow_limits import (
@@ -328,21 +328,21 @@ class MlflowMirror:
             logger.warning("%s, so it cannot be uploaded to MLflow", error)
             return
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            status = file.lstat()
-            if not stat.S_ISREG(status.st_mode):  # a link may lead anywhere
-                continue
-            if status.st_size > _MOST_ARTIFACT_BYTES:
-                logger.warning(
-                    "%s is not uploaded to MLflow: found %d bytes, wanted %d at most",
-                    *(file, status.st_size, _MOST_ARTIFACT_BYTES),
-                )
+            if file.is_symlink() or not file.is_file():  # a link may lead anywhere
                 continue
             below = file.parent.relative_to(path).as_posix() if path.is_dir() else "."
             parts = [part for part in (line["folder"] or "", below) if part not in ("", ".")]
-            artifact = "/".join([*parts, file.name])
-            if not self._may_store(artifact):
+            if not self._may_store("/".join([*parts, file.name])):
                 return
-            self._client.log_artifact(self.run_id, str(file), "/".join(parts) or None)
+            with TemporaryDirectory() as temporary:
+                # MLflow would open whatever takes the file's place, and wait for ever at a FIFO.
+                copy = Path(temporary, file.name)
+                try:
+                    copy_regular(file, copy, _MOST_ARTIFACT_BYTES)
+                except ValueError as error:
+                    logger.warning("%s; it is not uploaded to MLflow", error)
+                    continue
+                self._client.log_artifact(self.run_id, str(copy), "/".join(parts) or None)
 
     def _may_store(self, artifact: str) -> bool:
         """Whether a database that the user has not named stores an artifact beside itself.

@@ -1,8 +1,13 @@
 """Names as MLflow takes them."""
 
+import os
+from pathlib import Path
+
 import pytest
+from tracked_runs import mlflow_run, started_tracker
 
 from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
+from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 
 
 @pytest.mark.parametrize(
@@ -35,3 +40,26 @@ def test_the_reason_of_a_failed_request_is_not_cut_off() -> None:
         text = f"API request to {address} failed with HTTPConnectionPool(host='a', port=1): Max "
         text += f"retries exceeded with url: /api (Caused by {layers.format(reason)})"
         assert short_error(OSError(text)) == f"OSError: {reason}"
+
+
+@pytest.mark.parametrize("form", ["FIFO", "link"])
+def test_nothing_that_takes_a_file_s_place_before_it_is_sent_is_opened(
+    store: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    path = run_dir / "own.txt"
+    path.write_text("own")
+
+    def swap(*_: object) -> bool:
+        """Stands for `_may_store`, between the look at a file and its upload."""
+        if path.is_file() and not path.is_symlink():
+            path.unlink()
+            os.mkfifo(path) if form == "FIFO" else path.symlink_to(tmp_path / "secret.txt")
+        return True
+
+    monkeypatch.setattr(MlflowMirror, "_may_store", swap)
+    tracker = started_tracker(run_dir, store)
+    tracker.log_artifact(path)
+    assert tracker.finish("FINISHED", timeout_s=20)
+    artifacts = Path(mlflow_run(store, run_dir).info.artifact_uri)
+    assert not (artifacts / "own.txt").exists()
