@@ -13,24 +13,22 @@ from longhaul.kernels.power.triton.powers import sum_of_products
 _BLOCK_ROWS = 32
 
 
-def row_terms(dout: Tensor, out: Tensor, is_live: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """Two (B, T, H) float32 tensors from delta_t = dout_t·out_t.
+def row_delta(dout: Tensor, out: Tensor, is_live: Tensor | None) -> Tensor | None:
+    """delta_t = dout_t·out_t, (B, T, H) float32, to be subtracted from gradients of weights.
 
-    `is_live` is None if the output is not normalised. The first result is delta_t, to be subtracted
-    from the gradient of each weight of the row: 0 where the denominator was floored, None without
-    denominators. The second is r_t of eq. (15), the gradient of a factor common to all weights of a
-    row: delta_t where no denominator cancels that factor, else 0.
+    It is 0 where the denominator was floored. None if the output is not normalised, which
+    `is_live` = None says.
     """
+    if is_live is None:
+        return None
     B, T, H, V = out.shape
     dout, out = with_dense_rows(dout), with_dense_rows(out)
-    row_sums = out.new_empty(B, T, H, dtype=torch.float32)
-    delta = None if is_live is None else torch.empty_like(row_sums)
+    delta = out.new_empty(B, T, H, dtype=torch.float32)
     _power_bwd_delta_kernel[(triton.cdiv(T * H, _BLOCK_ROWS), B)](
         dout,
         out,
         is_live,
         delta,
-        row_sums,
         T,
         H,
         *dout.stride()[:3],
@@ -39,12 +37,12 @@ def row_terms(dout: Tensor, out: Tensor, is_live: Tensor | None) -> tuple[Tensor
         BLOCK_ROWS=_BLOCK_ROWS,
         BLOCK_V=block_of(V),
     )
-    return delta, row_sums
+    return delta
 
 
 @triton.jit
 def _power_bwd_delta_kernel(
-    dout_ptr, out_ptr, is_live_ptr, delta_ptr, row_sums_ptr, T, H,
+    dout_ptr, out_ptr, is_live_ptr, delta_ptr, T, H,
     stride_dout_b, stride_dout_t, stride_dout_h, stride_out_b, stride_out_t, stride_out_h,
     V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -60,9 +58,5 @@ def _power_bwd_delta_kernel(
     out = tl.load(out_ptr + out_off[:, None] + v, mask=mask, other=0.0).to(tl.float32)
     delta = sum_of_products(dout, out, 1)
     row += batch * T * H
-    if is_live_ptr is None:
-        tl.store(row_sums_ptr + row, delta, mask=row_mask)
-    else:
-        is_live = tl.load(is_live_ptr + row, mask=row_mask, other=0) != 0
-        tl.store(delta_ptr + row, tl.where(is_live, delta, 0.0), mask=row_mask)
-        tl.store(row_sums_ptr + row, tl.where(is_live, 0.0, delta), mask=row_mask)
+    is_live = tl.load(is_live_ptr + row, mask=row_mask, other=0) != 0
+    tl.store(delta_ptr + row, tl.where(is_live, delta, 0.0), mask=row_mask)

@@ -17,7 +17,7 @@ _BLOCK_T = 1024
 
 
 def gate_gradient(
-    row_sums: Tensor,
+    q_dq: Tensor | None,
     k_dk: Tensor,
     after: Tensor,
     log_g: Tensor,
@@ -31,13 +31,13 @@ def gate_gradient(
     length, while the effect of a gate is limited by the memory of its head.
 
     Args:
-        row_sums: (B, T, H) float32, r_t of eq. (15).
+        q_dq: (B, T, H) float32, q·dq; None if there are no queries.
         k_dk: (B, G, T) float32, k·dk.
         after: (chunks, G) float64, ⟨dS, S⟩ at the end of each chunk.
     """
     _, T, G = log_g.shape
     _power_bwd_gates_kernel[(chunks.num, G)](
-        row_sums,
+        q_dq,
         k_dk,
         after,
         log_g,
@@ -47,7 +47,7 @@ def gate_gradient(
         G,
         *log_g.stride(),
         *out.stride(),
-        REPEAT=row_sums.shape[2] // G,
+        REPEAT=1 if q_dq is None else q_dq.shape[2] // G,
         DEGREE=degree,
         BLOCK_T=min(_BLOCK_T, triton.next_power_of_2(chunks.size)),
     )
@@ -61,7 +61,7 @@ def _sum_from_right(right_sum, right_stop, left_sum, left_stop):
 
 @triton.jit
 def _power_bwd_gates_kernel(
-    row_sums_ptr, k_dk_ptr, after_ptr, log_g_ptr, out_ptr, chunks_ptr, T, G,
+    q_dq_ptr, k_dk_ptr, after_ptr, log_g_ptr, out_ptr, chunks_ptr, T, G,
     stride_b, stride_t, stride_g, stride_ob, stride_ot, stride_og,
     REPEAT: tl.constexpr, DEGREE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
@@ -80,12 +80,14 @@ def _power_bwd_gates_kernel(
         follows = token + 1 < length
         difference = -tl.load(
             k_dk_ptr + (batch * G + g) * T + start + token, mask=mask, other=0.0
-        ).to(tl.float64) / DEGREE  # fmt: skip
-        row_off = (batch * T + start + token) * (G * REPEAT) + g * REPEAT
-        for repeat in tl.static_range(REPEAT):
-            difference += tl.load(row_sums_ptr + row_off + repeat, mask=mask, other=0.0).to(
-                tl.float64
-            )
+        ).to(tl.float64)  # fmt: skip
+        if q_dq_ptr is not None:
+            row_off = (batch * T + start + token) * (G * REPEAT) + g * REPEAT
+            for repeat in tl.static_range(REPEAT):
+                difference += tl.load(q_dq_ptr + row_off + repeat, mask=mask, other=0.0).to(
+                    tl.float64
+                )
+        difference /= DEGREE
         own = tl.load(log_g_ptr + token * stride_t, mask=mask, other=0.0) * _LOG2_E
         next_one = tl.load(log_g_ptr + (token + 1) * stride_t, mask=follows, other=0.0) * _LOG2_E
         stop = (next_one < _LOG2_SMALLEST).to(tl.int32)

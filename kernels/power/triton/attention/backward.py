@@ -20,9 +20,10 @@ from longhaul.kernels.power.triton.attention.forward import (
 )
 from longhaul.kernels.power.triton.attention.keys import attention_key_gradients, score_gradient
 from longhaul.kernels.power.triton.chunking import Gates, cut, load_chunk, sum_gates
-from longhaul.kernels.power.triton.delta import row_terms
+from longhaul.kernels.power.triton.delta import row_delta
 from longhaul.kernels.power.triton.gates import gate_gradient
 from longhaul.kernels.power.triton.launch import launch, with_dense_rows
+from longhaul.kernels.power.triton.powers import sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_QUERY_GRADIENT
 
 
@@ -37,21 +38,23 @@ def attention_backward(
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
     dout = with_dense_rows(dout)
     B, T, G = k.shape[:3]
-    delta, row_sums = row_terms(dout, saved.out, saved.is_live)
+    delta = row_delta(dout, saved.out, saved.is_live)
     whole = cut(B, T, T, saved.cu_seqlens, q.device)
     gates = None if saved.log_g is None else sum_gates(saved.log_g, whole)
     rows = (saved.inverse, delta)
+    q_dq = q.new_empty(q.shape[:3], dtype=torch.float32) if needs_gates else None
     dq = dk = dv = dlog_g = None
-    if needs[0]:
-        dq = _query_gradient(call, q, k, v, dout, rows, gates, saved.cu_seqlens)
+    if needs[0] or needs_gates:
+        dq = _query_gradient(call, q, k, v, dout, rows, gates, saved.cu_seqlens, q_dq)
     if needs_keys:
         k_dk = q.new_empty(B, G, T, dtype=torch.float32) if needs_gates else None
         dk, dv = attention_key_gradients(call, q, k, v, dout, rows, gates, saved.cu_seqlens, k_dk)
         if saved.log_g is not None and k_dk is not None:
             dlog_g = saved.log_g.new_empty(saved.log_g.shape)
             nothing = k_dk.new_zeros(whole.num, G, dtype=torch.float64)
-            gate_gradient(row_sums, k_dk, nothing, saved.log_g, whole, call.degree, dlog_g)
-    return dq, dk if needs[1] else None, dv if needs[2] else None, dlog_g
+            gate_gradient(q_dq, k_dk, nothing, saved.log_g, whole, call.degree, dlog_g)
+    grads = (dq, dk, dv, dlog_g)
+    return tuple(grad if need else None for grad, need in zip(grads, needs, strict=False))  # type: ignore[return-value]
 
 
 def _query_gradient(
@@ -63,7 +66,9 @@ def _query_gradient(
     rows: tuple[Tensor | None, Tensor | None],
     gates: Gates | None,
     cu_seqlens: Tensor | None,
+    q_dq: Tensor | None,
 ) -> Tensor:
+    """dq; fills q_dq (B, T, H) with q·dq."""
     B, T, H = q.shape[:3]
     block = ATTENTION_QUERY_GRADIENT.of(q, v)
     queries = longest_first(B, T, block.queries, cu_seqlens, q.device)
@@ -80,6 +85,7 @@ def _query_gradient(
         v,
         dout,
         dq,
+        q_dq,
         *rows,
         None if gates is None else gates.high,
         None if gates is None else gates.low,
@@ -100,8 +106,8 @@ def _query_gradient(
 
 @triton.jit
 def _power_bwd_attention_query_kernel(
-    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, to_end_ptr,
-    table_ptr, scale, T, H, REPEAT,
+    q_ptr, k_ptr, v_ptr, dout_ptr, dq_ptr, q_dq_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr,
+    to_end_ptr, table_ptr, scale, T, H, REPEAT,
     stride_q_b, stride_q_t, stride_q_h, stride_k_b, stride_k_t, stride_k_h,
     stride_v_b, stride_v_t, stride_v_h, stride_dout_b, stride_dout_t, stride_dout_h,
     K: tl.constexpr, V: tl.constexpr, DEGREE: tl.constexpr,
@@ -184,9 +190,14 @@ def _power_bwd_attention_query_kernel(
         k_ptr += BLOCK_D * stride_k_t
         v_ptr += BLOCK_D * stride_v_t
 
+    acc *= DEGREE
     c = tl.arange(0, BLOCK_K)
     tl.store(
         dq_ptr + row_off[:, None] * K + c[None, :],
-        (acc * DEGREE).to(dq_ptr.dtype.element_ty),
+        acc.to(dq_ptr.dtype.element_ty),
         mask=(m < length)[:, None] & (c < K)[None, :],
     )
+    if q_dq_ptr is not None:
+        # Loaded again, as the keys are in keys.py.
+        q = load_rows(q_ptr, stride_q_t, length, BLOCK_M, K, BLOCK_K, False)
+        tl.store(q_dq_ptr + row_off, sum_of_products(q.to(tl.float32), acc, 1), mask=m < length)

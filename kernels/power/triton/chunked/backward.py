@@ -20,7 +20,7 @@ from longhaul.kernels.power.triton.chunked.query_gradient import query_gradient
 from longhaul.kernels.power.triton.chunked.state import States, accumulate
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
 from longhaul.kernels.power.triton.chunking import Chunks, Gates, sum_gates
-from longhaul.kernels.power.triton.delta import row_terms
+from longhaul.kernels.power.triton.delta import row_delta
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
 from longhaul.kernels.power.triton.gates import gate_gradient
 from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
@@ -41,10 +41,11 @@ def chunked_backward(
     than one state per chunk.
     """
     q, k, v = (with_dense_rows(x) for x in (saved.q, saved.k, saved.v))
+    has_output = dout is not None
     dout = torch.zeros_like(saved.out) if dout is None else with_dense_rows(dout)
-    delta, row_sums = row_terms(dout, saved.out, saved.is_live)
+    delta = row_delta(dout, saved.out, saved.is_live)
     if delta is None and dnorm is not None:
-        delta = torch.zeros_like(row_sums)
+        delta = q.new_zeros(q.shape[:3], dtype=torch.float32)
     chunks = chunks_of(call, q, saved.cu_seqlens)
     dq = q.new_empty(q.shape)
     # Allocated after the first scan of states, where memory is at its peak.
@@ -80,7 +81,7 @@ def chunked_backward(
                 chunks,
                 dout.narrow(*queries),
                 _narrow(delta, queries),
-                row_sums.narrow(*queries).contiguous(),
+                has_output,
                 _narrow(dkv, state),
                 _narrow(dnorm, state),
                 dq.narrow(*queries),
@@ -109,7 +110,7 @@ def _backward_of_heads(
     chunks: Chunks,
     dout: Tensor,
     delta: Tensor | None,
-    row_sums: Tensor,
+    has_output: bool,
     dkv: Tensor | None,
     dnorm: Tensor | None,
     dq: Tensor,
@@ -137,10 +138,13 @@ def _backward_of_heads(
             call, k, v, gates, chunks, tiles, (saved.kv, saved.norm), (None, None),
             has_norm=has_norm,
         )  # fmt: skip
-    if needs_q:
+    q_dq = None
+    if dlog_g is not None and has_output:
+        q_dq = q.new_empty(q.shape[:3], dtype=torch.float32)
+    if needs_q or q_dq is not None:
         query_gradient(
             call, q, k, v, dout, saved.inverse, delta, gates, states, chunks, tiles, operands,
-            has_initial=has_initial, dq=dq,
+            has_initial=has_initial, dq=dq, q_dq=q_dq,
         )  # fmt: skip
     dinitial: tuple[Tensor | None, Tensor | None] = (None, None)
     if has_states:
@@ -158,7 +162,7 @@ def _backward_of_heads(
         if dlog_g is not None and k_dk is not None and saved.log_g is not None:
             if products is None:
                 products = k.new_zeros(chunks.num, G, dtype=torch.float64)
-            gate_gradient(row_sums, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
+            gate_gradient(q_dq, k_dk, products, saved.log_g, chunks, call.degree, dlog_g)
     return dinitial
 
 

@@ -21,7 +21,7 @@ from longhaul.kernels.power.triton.features import (
     state_gradient,
 )
 from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
-from longhaul.kernels.power.triton.powers import power
+from longhaul.kernels.power.triton.powers import power, sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import QUERY_GRADIENT
 
 
@@ -41,8 +41,9 @@ def query_gradient(
     *,
     has_initial: bool,
     dq: Tensor,
+    q_dq: Tensor | None,
 ) -> None:
-    """Fill dq (B, T, H, K), eq. (12), from the state before each chunk."""
+    """Fill dq (B, T, H, K), eq. (12), and q·dq (B, T, H), from the state before each chunk."""
     T, H, K = q.shape[1:]
     G, V = v.shape[2:]
     is_narrow = max(K, V) <= 64 and call.degree < 4
@@ -63,6 +64,7 @@ def query_gradient(
         states.kv,
         states.norm,
         dq,
+        q_dq,
         chunks.table,
         slots.table,
         *q.stride()[:3],
@@ -98,9 +100,9 @@ def query_gradient(
 @triton.jit
 def _power_bwd_query_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, kv_ptr, norm_ptr,
-    dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh,
-    stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh, stride_db, stride_dt,
-    stride_dh, T, H, G, K, V, P, factor, chunk_size,
+    dq_ptr, q_dq_ptr, chunks_ptr, slots_ptr, stride_qb, stride_qt, stride_qh, stride_kb, stride_kt,
+    stride_kh, stride_vb, stride_vt, stride_vh, stride_ob, stride_ot, stride_oh,
+    stride_db, stride_dt, stride_dh, T, H, G, K, V, P, factor, chunk_size,
     NUM_SLOTS: tl.constexpr, SLOT_BLOCKS: tl.constexpr, IN_PAIRS: tl.constexpr,
     DEGREE: tl.constexpr, TILE: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -220,8 +222,11 @@ def _power_bwd_query_kernel(
     row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * factor
     if NORMALIZE:
         row_factor *= tl.load(inverse_ptr + row_off, mask=t_mask, other=0.0)
+    acc *= row_factor[:, None]
     tl.store(
         dq_ptr + t[:, None] * stride_dt + kk[None, :],
-        (acc * row_factor[:, None]).to(dq_ptr.dtype.element_ty),
+        acc.to(dq_ptr.dtype.element_ty),
         mask=t_mask[:, None] & (kk < K)[None, :],
     )
+    if q_dq_ptr is not None:
+        tl.store(q_dq_ptr + row_off, sum_of_products(q.to(tl.float32), acc, 1), mask=t_mask)
