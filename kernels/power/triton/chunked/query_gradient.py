@@ -130,7 +130,9 @@ def _power_bwd_query_kernel(
     k_ptr += batch * stride_kb + start * stride_kt + g * stride_kh
     v_ptr += batch * stride_vb + start * stride_vt + g * stride_vh
     gate_off = (batch * G + g) * T + start
-    row_off = (batch * T + start + before + t) * H + h
+    # A scalar and narrow offsets, which take fewer registers than wide ones.
+    row_base = (batch * T + start + before) * H + h
+    row_off = t * H
 
     dout = tl.load(
         dout_ptr + t[:, None] * stride_ot + v[None, :],
@@ -139,7 +141,7 @@ def _power_bwd_query_kernel(
     ).to(DOT)
     delta = tl.zeros((BLOCK_T,), tl.float32)
     if NORMALIZE:
-        delta = tl.load(delta_ptr + row_off, mask=t_mask, other=0.0)
+        delta = tl.load(delta_ptr + row_base + row_off, mask=t_mask, other=0.0)
 
     q = tl.load(
         q_ptr + t[:, None] * stride_qt + kk[None, :],
@@ -221,7 +223,7 @@ def _power_bwd_query_kernel(
 
     row_factor = tl.full((BLOCK_T,), 1.0, tl.float32) * factor
     if NORMALIZE:
-        row_factor *= tl.load(inverse_ptr + row_off, mask=t_mask, other=0.0)
+        row_factor *= tl.load(inverse_ptr + row_base + row_off, mask=t_mask, other=0.0)
     acc *= row_factor[:, None]
     tl.store(
         dq_ptr + t[:, None] * stride_dt + kk[None, :],
@@ -229,4 +231,11 @@ def _power_bwd_query_kernel(
         mask=t_mask[:, None] & (kk < K)[None, :],
     )
     if q_dq_ptr is not None:
-        tl.store(q_dq_ptr + row_off, sum_of_products(q.to(tl.float32), acc, 1), mask=t_mask)
+        # Loaded again, since keeping them would take registers from the loops.
+        q = tl.load(
+            q_ptr + t[:, None] * stride_qt + kk[None, :],
+            mask=t_mask[:, None] & (kk < K)[None, :],
+            other=0.0,
+        )
+        product = sum_of_products(q.to(tl.float32), acc, 1)
+        tl.store(q_dq_ptr + row_base + row_off, product, mask=t_mask)
