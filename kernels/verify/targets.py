@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ class Measured:
     result: Mapping[str, Any] | None
 
 
-def targets_of(measured: Iterable[Measured]) -> list[dict[str, Any]]:
+def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:
     """Each target beside the measured value; None where a measurement is missing."""
     results = _Results(measured)
     retention = results.fastest(HEADLINE, "retention")
@@ -79,7 +79,7 @@ def targets_of(measured: Iterable[Measured]) -> list[dict[str, Any]]:
 
 
 class _Results:
-    def __init__(self, measured: Iterable[Measured]) -> None:
+    def __init__(self, measured: Collection[Measured]) -> None:
         self._of = {
             (one.task.row, one.task.implementation): one.result
             for one in measured

@@ -52,7 +52,7 @@ def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each target of speed beside what the results of these checks say."""
     checks = [*headline_timings(), *op_timings(), *peer_timings()]
     return targets_of(
-        Measured(check.argument, results.get(check.key, {}).get("result")) for check in checks
+        [Measured(check.argument, results.get(check.key, {}).get("result")) for check in checks]
     )
 
 
