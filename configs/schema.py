@@ -264,7 +264,7 @@ class SlurmConfig:
     """Features that nodes must have, in the format of sbatch --constraint, or null."""
 
     time: str | None = None
-    """Time limit in the format of sbatch --time, with days: 0-12:00:00; or null."""
+    """Time limit in a format of sbatch --time other than minutes alone: 0-12:00:00; or null."""
 
     gpu: str | None = None
     """Type of the trainer.devices GPUs per node, or `any`; null: no GPUs."""

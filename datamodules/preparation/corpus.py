@@ -215,7 +215,7 @@ def _each_once(files: list[_Found]) -> list[_Found]:
         target = _identity(each.path) if is_shared else os.path.realpath(each.path)
         by_target.setdefault(target, each)
     if repeated := len(files) - len(by_target):
-        _log.warning("%d links to files that are read anyway are left out", repeated)
+        _log.warning("%d files are named more than once, or by links, and read once", repeated)
     return list(by_target.values())
 
 

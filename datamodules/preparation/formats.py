@@ -3,9 +3,10 @@
 import codecs
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -19,6 +20,8 @@ from longhaul.datamodules.preparation.compression import (
 from longhaul.datamodules.tokenizer import check_characters
 from longhaul.datamodules.untrusted import one_line, open_regular, shown
 
+_log = logging.getLogger(__name__)
+
 # Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
 PIECE_CHARACTERS = 1 << 18
 READABLE = (
@@ -26,6 +29,8 @@ READABLE = (
     "compressed (.gz, .bz2, .xz, .zst, .lz4)"
 )
 _HEAD_BYTES = 8192
+# Files with bytes that are no UTF-8.
+_MOST_NAMED = 5
 _PARQUET_ROWS = 64
 # A compressed line may expand to any size.
 _MOST_LINE_BYTES = 64 << 20
@@ -143,7 +148,20 @@ def _plain_pieces(path: Path, content: Content) -> Iterator[str]:
     errors = "replace" if content.encoding == "utf-8" else "strict"
     with opened(path, content.compression) as stream:
         file = io.TextIOWrapper(stream, content.encoding, errors, newline="")
-        yield from _cut_up(file, path)
+        for piece in _cut_up(file, path):
+            if "\ufffd" in piece:
+                _tell_of_replaced_bytes(path)
+            yield piece
+
+
+@cache
+def _tell_of_replaced_bytes(path: Path) -> None:
+    """Once a file, and by name of the first few alone: a corpus may be in Latin-1 as a whole."""
+    told = _tell_of_replaced_bytes.cache_info().currsize
+    if told < _MOST_NAMED:
+        _log.warning("%s: found bytes that are no UTF-8, which become U+FFFD", path)
+    elif told == _MOST_NAMED:
+        _log.warning("more files have bytes that are no UTF-8; they are not named")
 
 
 def _json_lines(name: str, path: Path, compression: Compression | None) -> Iterator[Text]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
+from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
@@ -45,6 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _is_of_a_sweep(folder: Path) -> bool:
+    """Whether this is the folder that a sweep has beside its runs: `runs/NAME-*` names it too."""
+    is_one = (folder / "configs").is_dir() and not RunFolder(folder).config_file.exists()
+    if is_one:
+        logger.info("%s: left out, the folder of a sweep", folder)
+    return is_one
+
+
 def main(args: argparse.Namespace) -> int:
     names = args.tasks.split(",")
     check_tasks(names, "--tasks")
@@ -55,7 +64,8 @@ def main(args: argparse.Namespace) -> int:
                 f"RUN: found {run}, no such folder; numbers of one option have commas between "
                 "them, such as 1024,65536"
             )
-    models = [named_model(args, run) for run in args.run]
+    runs = [run for run in args.run if len(args.run) == 1 or not _is_of_a_sweep(Path(run))]
+    models = [named_model(args, run) for run in runs]
     # After the options are checked, since this import takes seconds.
     from longhaul.pipeline.evaluation.run import check_options, evaluate_checkpoint
 

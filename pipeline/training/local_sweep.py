@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.system.files import write_atomically
+from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -42,7 +43,8 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
             `SWEEP/logs/NAME.log`.
 
     Returns:
-        0 if all runs are finished; 130 after Ctrl-C; EXIT_CHECKPOINTED after another signal, or if
+        0 if all runs are finished; 130 after Ctrl-C; EXIT_BUSY if another process trains one of
+        them, such as another sweep of the same runs; EXIT_CHECKPOINTED after another signal, or if
         a run was asked to stop.
 
     Raises:
@@ -192,7 +194,11 @@ def _stopped_on_failure(running: Sequence[_Process]) -> Iterator[None]:
 
 
 def _told(process: _Process, status: int) -> str:
-    told = {0: "is finished", EXIT_CHECKPOINTED: "is stopped"}
+    told = {
+        0: "is finished",
+        EXIT_CHECKPOINTED: "is stopped",
+        EXIT_BUSY: "is trained by another process",
+    }
     text = told.get(status, f"failed with status {status}")
     return text if process.log is None or status == 0 else f"{text}; see {process.log}"
 
@@ -200,21 +206,23 @@ def _told(process: _Process, status: int) -> str:
 def _outcome(
     folder: Path, statuses: dict[str, int], not_started: int, received: Sequence[int]
 ) -> int:
-    failed = {
-        name: status for name, status in statuses.items() if status not in (0, EXIT_CHECKPOINTED)
-    }
+    orderly = (0, EXIT_CHECKPOINTED, EXIT_BUSY)
+    failed = {name: status for name, status in statuses.items() if status not in orderly}
     if failed:
         names = ", ".join(f"{name} (status {status})" for name, status in failed.items())
         runs = "1 run" if len(failed) == 1 else f"{len(failed)} runs"
         raise RuntimeError(f"sweep {folder}: found {runs} that failed: {names}")
-    stopped = len(statuses) - list(statuses.values()).count(0)
-    if not stopped and not not_started:
+    ended = Counter(statuses.values())
+    stopped, busy = ended[EXIT_CHECKPOINTED], ended[EXIT_BUSY]
+    if not stopped and not busy and not not_started:
         print(f"sweep {folder} is finished")
         return 0
     runs = "1 run" if stopped == 1 else f"{stopped} runs"
     print(
-        f"longhaul: sweep {folder}: {runs} stopped, {not_started} not started; run the "
-        "same command to resume",
+        f"longhaul: sweep {folder}: {runs} stopped, {busy} trained by another process, "
+        f"{not_started} not started; run the same command to resume",
         file=sys.stderr,
     )
-    return _EXIT_INTERRUPTED if received[:1] == [signal.SIGINT] else EXIT_CHECKPOINTED
+    if received:
+        return _EXIT_INTERRUPTED if received[0] == signal.SIGINT else EXIT_CHECKPOINTED
+    return EXIT_BUSY if busy else EXIT_CHECKPOINTED

@@ -30,7 +30,7 @@ def test_links_to_folders_are_followed_and_everything_is_read_once(
     # Under the first of its links by name, whatever the order of the folder.
     assert names(source) == ["sub/a.txt", "y/c.txt", "z/b.txt"]
     assert "3 links to folders that are read anyway are left out: " in caplog.text
-    assert "1 links to files that are read anyway are left out" in caplog.text
+    assert "1 files are named more than once, or by links, and read once" in caplog.text
     assert "1 links to nothing, FIFOs, sockets and devices are left out: '" in caplog.text
 
 

@@ -69,6 +69,14 @@ def test_compressed_text_is_told_by_its_first_bytes(tmp_path: Path, ending: str)
     assert len(read(tmp_path)) == 2
 
 
+def test_bytes_that_are_no_utf8_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(7):
+        written(tmp_path / f"{number}.txt", "für".encode("latin-1"))
+    assert read(tmp_path) == ["f\ufffdr"] * 7
+    assert caplog.text.count("found bytes that are no UTF-8, which become U+FFFD") == 5
+    assert caplog.text.count("more files have bytes that are no UTF-8") == 1
+
+
 @pytest.mark.parametrize("ending", COMPRESS)
 def test_damaged_compressed_files_are_named(tmp_path: Path, ending: str) -> None:
     content = COMPRESS[ending](LINES * 50)

@@ -115,7 +115,7 @@ def test_a_file_is_read_once_however_many_links_lead_to_it(
         (source / name).symlink_to(tmp_path / "elsewhere.txt")
     opened = open_corpus([str(source), str(source / "z.txt")])
     assert sorted(name for name, _ in opened.files) == ["c.txt", "z.txt"]
-    assert "4 links to files that are read anyway are left out" in caplog.text
+    assert "4 files are named more than once, or by links, and read once" in caplog.text
 
 
 def test_what_is_no_regular_file_is_left_out_and_never_waited_for(

@@ -143,14 +143,16 @@ def test_several_runs_are_measured_and_one_that_fails_is_named(
     shutil.copy(empty_store, tmp_path / "mlflow.db")  # other tests count the runs in the first
     evaluated = type(evaluated)(tmp_path)
     (evaluated.path / "small-log.txt").touch()
+    (evaluated.path / "small-sweep" / "configs").mkdir(parents=True)
     # As a shell expands small*; lengths of the task context are those of --context, too.
-    runs = ("small", "small-log.txt", "small-2")
+    runs = ("small", "small-log.txt", "small-sweep", "small-2")
     result = evaluated.longhaul(
         "evaluate", *runs, "--tasks", "context", "--context", "32,64", check=False
     )
     assert result.returncode == 1
     wanted = "wanted a run folder or one of its checkpoints"
-    first, *_, last = result.stderr.splitlines()
+    left_out, first, *_, last = result.stderr.splitlines()
+    assert left_out == "longhaul: small-sweep: left out, the folder of a sweep"
     assert first == f"longhaul: small-log.txt: found no config.yaml, {wanted}"
     assert last == "longhaul: evaluate: found 1 of 3 that failed: small-log.txt"
     for name in ("small", "small-2"):

@@ -38,7 +38,9 @@ def test_a_stopped_sweep_is_resumed_below_one_parent(run: Run) -> None:
     command.send_signal(signal.SIGINT)
     status, error = command.end()
     assert status == 130
-    assert f"sweep {run.path}/small-sweep: 1 run stopped, 1 not started; run the same" in error
+    assert (
+        f"sweep {run.path}/small-sweep: 1 run stopped, 0 trained by another process, 1 not" in error
+    )
     checkpoint = sorted((run.path / names[0] / "checkpoints").glob("step-*"))[-1]
     stopped_at = int(checkpoint.name.removeprefix("step-"))
     assert steps(run, names[0])[-1] == stopped_at
@@ -151,3 +153,22 @@ def test_a_run_that_cannot_be_started_stops_the_others(
     finally:
         started[0].kill()
         started[0].wait()
+
+
+def test_runs_that_another_process_trains_are_no_failures(
+    make_run: Callable[[int], Run],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    from longhaul.pipeline.runs.sweep import Sweep, read_sweep
+    from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY
+    from longhaul.pipeline.training import local_sweep
+
+    sweep = read_sweep(str(make_run(1).path / "small.yaml"), [], ["trainer.seed=1,2"])
+    monkeypatch.setattr(Sweep, "below_parent", lambda self: self)
+    statuses, popen = [EXIT_BUSY, 0], subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *_, **__: popen(["sh", "-c", f"exit {statuses.pop(0)}"])
+    )
+    assert local_sweep.train_sweep(sweep, parallel=1) == EXIT_BUSY
+    assert "0 runs stopped, 1 trained by another process, 0 not" in capfd.readouterr().err
