@@ -22,12 +22,12 @@ from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
-  max-width: 76rem; padding: 0 1rem; }
+  max-width: 78rem; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 .wide { overflow-x: auto; margin-bottom: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .4rem; border-bottom: 1px solid #ddd; text-align: right;
+th, td { padding: .25rem .3rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
 td[data-value] { white-space: nowrap; }
 th button { font: inherit; font-weight: bold; color: inherit; text-align: inherit; background: none;
@@ -81,7 +81,7 @@ _POLICY = (
     f"script-src 'sha256-{_SCRIPT_HASH}'"
 )
 
-_LINE_ENDS = re.compile(r"(?<==)(?=.)|(?<=_)(?=[a-z])")
+_LINE_ENDS = re.compile(r"(?<==)(?=\S{4})|(?<=_)(?=[a-z])")
 
 RUN_COLUMNS = (
     "run",
