@@ -80,13 +80,14 @@ def figure(
     # It logs every step of embedding a font.
     logging.getLogger("fontTools").setLevel(logging.WARNING)
     # Fonts of type 42: publishers refuse matplotlib's own choice, type 3.
-    with plt.rc_context(
-        {"font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7, "pdf.fonttype": 42}
-    ):
+    with plt.rc_context({"font.size": 8, "legend.fontsize": 7, "pdf.fonttype": 42}):
         drawn, axes = plt.subplots(figsize=(width, height), dpi=300, layout="constrained")
         try:
             axes.spines[["top", "right"]].set_visible(False)
-            axes.set_title(as_text(textwrap.fill(title, round(_CHARACTERS_PER_INCH * width))))
+            # In the middle of the figure: above the axes alone, a long line would be cut off.
+            drawn.suptitle(
+                as_text(textwrap.fill(title, round(_CHARACTERS_PER_INCH * width))), fontsize=8
+            )
             yield axes
             for file in (path, vector):
                 if file is not None:

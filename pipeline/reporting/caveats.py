@@ -16,7 +16,7 @@ def caveats(
     losses: Mapping[str, float] | None = None,
     tokens: Callable[[Run], int] | None = None,
     *,
-    bigram: float | None = None,
+    text: str = "",
     split_by: str | None = None,
 ) -> list[str]:
     """What forbids conclusions from these runs; empty if nothing does.
@@ -24,13 +24,14 @@ def caveats(
     Args:
         named: the runs that are compared.
         runs: those that are drawn.
-        losses: in nats per token, by run id; they are compared with a bigram model's.
+        losses: in nats per token, by run id; they are compared with a bigram model's. Of a run
+            with several, it is the worst from which somebody may conclude.
         tokens: after how many a run is looked at; these are compared with its warm-up.
-        bigram: the bigram model's loss on the same text; None means that of the validation text.
+        text: the label of an evaluation's text; empty means the validation text.
         split_by: why other runs have figures of their own; None means what `named` says.
     """
     found = list(filter(None, [named.split_by if split_by is None else split_by]))
-    bigram = named.bigram_loss if bigram is None else bigram
+    bigram = named.bigram_loss(text)
     settings = _by_setting(named, runs)
     if losses is not None and math.isfinite(bigram):
         known = {
@@ -77,7 +78,17 @@ def unmeasured(named: NamedRuns) -> list[str]:
         f"Not measured: whether these models{part.where} are better than a bigram model of the "
         "training text. longhaul evaluate RUN --tasks bigram measures it, for any one of the runs."
         for part in named.comparable()
-        if not math.isfinite(part.bigram_loss)
+        if not math.isfinite(part.bigram_loss())
+    ]
+
+
+def extrapolation(context: int, longest: float) -> list[str]:
+    """What stands above results at lengths, up to the longest, by models of a training context."""
+    if longest <= context:
+        return []
+    return [
+        f"Lengths beyond the training context of {context:,} tokens measure extrapolation: "
+        "train at the context you compare at."
     ]
 
 

@@ -50,6 +50,7 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             + BANDS
             + (left_out if missing else ""),
             caveats=caveats(part, runs, measure.losses, _tokens_at_sequences(part)),
+            reference=part.bigram_line(),
             x_label="training context (tokens)",
             y_label="training loss (nats per token)",
             series=lines(part, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
@@ -75,6 +76,7 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
             title=f"Validation loss against training context{part.where}",
             caption=f"{budgets(runs)} {seeds_of(part, runs)} {BANDS}",
             caveats=caveats(part, runs, at_the_end(part).losses, lambda run: run.budget),
+            reference=part.bigram_line(),
             x_label="training context (tokens)",
             y_label="validation loss (nats per token)",
             series=lines(part, [(run, run.context, run.final_loss) for run in runs]),
@@ -275,7 +277,7 @@ def _seeds_table(named: NamedRuns) -> Iterator[Table]:
         caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
         f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
         f"{named.reference} runs of the same seed, context and data",
-        caveats=caveats(named, named.runs),
+        caveats=caveats(named, named.runs, at_the_end(named).losses),
         columns=[
             *("variant", "training context", "tokens", "seeds"),
             *(

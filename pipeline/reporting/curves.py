@@ -16,8 +16,8 @@ from longhaul.pipeline.reporting.variants import NamedRuns
 _LINE_STYLES = ("--", "-.", ":")
 """Of runs read with scaled positions."""
 
-_MOST_LOSS = 500.0
-"""Nats up to which bounds of perplexities are drawn; exp of more overflows."""
+MOST_DRAWN = 500.0
+"""Nats up to which bounds and lines of perplexities are drawn; exp of more overflows."""
 
 Band: TypeAlias = tuple[Sequence[float], Sequence[float]]
 """Lower and upper bounds."""
@@ -106,8 +106,8 @@ def mean_series(
         if math.isfinite(found[0].low):
             # An interval of two seeds can be wider than any number that can be drawn.
             lows, highs = (
-                [min(one.low, _MOST_LOSS) for one in found],
-                [min(one.high, _MOST_LOSS) for one in found],
+                [min(one.low, MOST_DRAWN) for one in found],
+                [min(one.high, MOST_DRAWN) for one in found],
             )
             band = [back(low) for low in lows], [back(high) for high in highs]
         windows = _average_band(y, members) if len(bands) == len(members) else None

@@ -230,6 +230,7 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
     elif drawing.y_axis == "log":
         axes.set_yscale("log")
         values = [y for one in drawing.series for y in one.y]
+        values += [drawing.reference[1]] if drawing.reference is not None else []
         axes.set_ylim(min(values) / 1.5, max(values) * 1.5)  # Bands of few seeds are cut off.
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

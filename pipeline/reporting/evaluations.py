@@ -13,9 +13,15 @@ from longhaul.pipeline.evaluation.figures import (
     shown_positions,
     wilson_interval,
 )
-from longhaul.pipeline.reporting.caveats import caveats, seeds_of
+from longhaul.pipeline.reporting.caveats import caveats, extrapolation, seeds_of
 from longhaul.pipeline.reporting.comparison import BANDS
-from longhaul.pipeline.reporting.curves import Curve, gap_curves, mean_series, table_rows
+from longhaul.pipeline.reporting.curves import (
+    MOST_DRAWN,
+    Curve,
+    gap_curves,
+    mean_series,
+    table_rows,
+)
 from longhaul.pipeline.reporting.drawing import Figure, XAxis, YAxis
 from longhaul.pipeline.reporting.groups import (
     EvaluatedRun,
@@ -34,9 +40,6 @@ _MOST_POINTS = 300
 
 _LOG_AXIS_RATIO = 20.0
 """The axis is logarithmic if the highest perplexity is this many times the lowest."""
-
-_SAME_LOSS = 0.005
-"""Nats by which a bigram model's loss differs at most where it is drawn as one line."""
 
 
 def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
@@ -60,7 +63,6 @@ def loss_at_position(named: NamedRuns) -> Iterator[Figure]:
             "loss_at_position",
             curves,
             title="Loss at a position",
-            reference=_bigram_line(group),
             caption=f"Means over {' or '.join(f'{width:,}' for width in widths)} positions each; "
             f"bands: standard error over windows. {_windows(group, curves)}",
             x_label="position in the context (tokens)",
@@ -88,7 +90,6 @@ def loss_up_to_position(named: NamedRuns) -> Iterator[Figure]:
             "loss_up_to_position",
             curves,
             title="Mean loss up to a position",
-            reference=_bigram_line(group),
             caption="Mean over all positions up to x; bands: standard error over windows. "
             f"{_windows(group, curves)}",
             x_label="position in the context (tokens)",
@@ -252,32 +253,6 @@ def _layers(group: Group, is_low: bool) -> str:
     return ", ".join(map(str, found[:-1] if is_low else found[-1:]))
 
 
-def _bigram_loss(named: NamedRuns, group: Group) -> float:
-    """The bigram model's loss on a group's text; NaN if none has been measured."""
-    if not group.text:
-        return named.bigram_loss
-    losses = [
-        bigram.rows[0]["value"]
-        for one in group.members
-        for bigram in one.run.evaluations["bigram"]
-        if bigram.label.text == group.text
-    ]
-    return fmean(losses) if losses else math.nan
-
-
-def _bigram_line(group: Group) -> tuple[str, float] | None:
-    """The bigram model's loss, if it has been measured and is the same for all runs of a group."""
-    losses = [
-        bigram.rows[0]["value"]
-        for one in group.members
-        for bigram in one.run.evaluations["bigram"]
-        if bigram.label.text == group.text
-    ]
-    if not losses or max(losses) - min(losses) > _SAME_LOSS:
-        return None
-    return "bigram model", fmean(losses)
-
-
 def _figures(
     named: NamedRuns,
     group: Group,
@@ -297,23 +272,33 @@ def _figures(
     """The means over seeds of all variants, and their paired gaps to the reference kind.
 
     With `has_ticks` the axis has a number at each point; one over tokens marks the training
-    context. `reference` is that of the figure.
+    context. `reference` is that of the figure; losses and perplexities have the bigram model's.
     """
     is_score = y_axis == "score"
     is_loss = y_axis == "loss"
+    is_perplexity = y_axis in ("perplexity", "log")
     # Of perplexities, what is averaged and compared are losses.
-    unit = math.log if y_axis in ("perplexity", "log") else float
+    unit = math.log if is_perplexity else float
     runs = [one.run for one in group.members]
+    losses: dict[str, float] = {}
+    for run, curve in zip(runs, curves, strict=True):
+        # The first positions of a text are hard for any model: there, the end of a curve counts.
+        values = [curve.y[-1]] if "position" in curve.columns else curve.y
+        losses[run.run_id] = max(losses.get(run.run_id, -math.inf), *map(unit, values))
     why = caveats(
         named,
         runs,
-        {run.run_id: unit(min(c.y)) for run, c in zip(runs, curves, strict=True)}
-        if is_loss or unit is math.log
-        else None,
+        losses if is_loss or is_perplexity else None,
         lambda run: max(one.tokens for one in group.members if one.run is run),
-        bigram=_bigram_loss(named, group),
+        text=group.text,
         split_by=group.split_by,
     )
+    if is_over_tokens:
+        why += extrapolation(group.context, max(x for curve in curves for x in curve.x))
+    bigram = named.bigram_line(group.text)
+    if bigram is not None and (is_loss or is_perplexity):
+        label, loss = bigram
+        reference = label, math.exp(min(loss, MOST_DRAWN)) if is_perplexity else loss
     if y_axis == "share" and reference is not None:
         guessing = [
             named.label(run)

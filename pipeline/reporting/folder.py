@@ -31,6 +31,13 @@ _NO_PAIR = (
 _LISTING = "report.sha256"
 
 _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
+    "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
+    "Loss in windows of each length": (
+        evaluations.loss_in_windows,
+        "longhaul evaluate RUN --tasks context",
+    ),
+    "Loss at a position": (evaluations.loss_at_position, _POSITIONS),
+    "Mean loss up to a position": (evaluations.loss_up_to_position, _POSITIONS),
     "Training loss at equal sequences": (
         comparison.loss_at_sequences,
         "no finished run logged an update, or the losses there are not finite",
@@ -40,13 +47,6 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Gap at equal tokens": (comparison.gap_against_context, _NO_PAIR),
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
-    "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
-    "Loss at a position": (evaluations.loss_at_position, _POSITIONS),
-    "Mean loss up to a position": (evaluations.loss_up_to_position, _POSITIONS),
-    "Loss in windows of each length": (
-        evaluations.loss_in_windows,
-        "longhaul evaluate RUN --tasks context",
-    ),
     "Perplexity of a sliding window": (
         evaluations.perplexity,
         "longhaul evaluate RUN --tasks perplexity",
@@ -56,7 +56,7 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Attention scores of the last token": (evaluations.scores, _SCORES),
 }
 """For each title: the function that makes its figures, and the text that is shown if it makes none:
-the reason, or the command that would measure it.
+the reason, or the command that would measure it. The page has them in this order.
 """
 
 _TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
@@ -130,6 +130,8 @@ def report(
         figures += made
         if not made:
             left_out.append(f"{title}: {reason}")
+    # What has one point a run says no more than a table, and is not what a reader came for.
+    figures.sort(key=lambda figure: all(len(set(one.x)) < 2 for one in figure.series))
     tables = list[Table]()
     for title, (tabulate, reason) in _TABLES.items():
         tabulated = [table for part in parts for table in tabulate(part)]

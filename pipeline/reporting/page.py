@@ -22,12 +22,12 @@ from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
-  max-width: 76rem; padding: 0 1rem; }
+  max-width: 78rem; padding: 0 1rem; }
 h1, h2 { line-height: 1.2; overflow-wrap: anywhere; }
 h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; }
 .wide { overflow-x: auto; margin-bottom: 1.5rem; }
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .4rem; border-bottom: 1px solid #ddd; text-align: right;
+th, td { padding: .25rem .3rem; border-bottom: 1px solid #ddd; text-align: right;
   vertical-align: top; }
 td[data-value] { white-space: nowrap; }
 th button { font: inherit; font-weight: bold; color: inherit; text-align: inherit; background: none;
@@ -46,12 +46,10 @@ figure { margin: 0; min-width: 0; } figure img { width: 100%; max-width: 30rem; 
 figcaption, .note { font-size: 13px; color: #333; }
 pre { font-size: 12px; background: #f6f6f6; padding: .75rem; overflow-x: auto; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
-/* On a phone, figures are as wide as their letters need to be read, and scroll like tables. */
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .75rem; }
-  figure .wide img { width: 30rem; max-width: none; }
   .wide { margin-right: -.75rem; }
-  td:first-child, td:nth-child(2) { min-width: 7rem; }
+  td:first-child, td:nth-child(2) { min-width: 5rem; }
 }
 """
 
@@ -82,6 +80,8 @@ _POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
     f"script-src 'sha256-{_SCRIPT_HASH}'"
 )
+
+_LINE_ENDS = re.compile(r"(?<==)(?=\S{4})|(?<=_)(?=[a-z])")
 
 RUN_COLUMNS = (
     "run",
@@ -118,11 +118,11 @@ def write_page(
         f"<p>{len(named.runs)} runs, {finished} finished, read from "
         f"{escape(without_secrets(uri))} on {when} by longhaul report.",
         "Unfinished runs have hollow markers and a label; their numbers are those so far.</p>",
-        "<h2>Runs</h2>",
-        _runs(named),
         _caveats(unmeasured(named)),
         *(["<h2>What the seeds show</h2>"] if shown_first else []),
         *(_table(folder, table) for table in shown_first),
+        "<h2>Runs</h2>",
+        _runs(named),
         "<h2>Figures</h2>",
         '<div class="figures">',
         *(_figure(folder, figure) for figure in figures),
@@ -185,8 +185,8 @@ def _figure(folder: Path, figure: Figure) -> str:
     image = _data(folder / f"{figure.name}.png", "image/png")
     return (
         f'<figure id="{figure.name}">\n{_caveats(figure.caveats)}'
-        f'<div class="wide"><img src="{image}" alt="{escape(figure.title)}: '
-        f'{escape(figure.y_label)} against {escape(figure.x_label)}"></div>\n'
+        f'<img src="{image}" alt="{escape(figure.title)}: '
+        f'{escape(figure.y_label)} against {escape(figure.x_label)}">\n'
         f"<figcaption>{escape(figure.title)}. {escape(figure.caption)} "
         f"{_files(folder, figure.name, 'pdf', 'csv')}</figcaption>\n</figure>"
     )
@@ -242,7 +242,8 @@ def _shown(value: str | int | float) -> str:
 
 
 def _text(text: str) -> str:
-    return f"<td>{escape(text)}</td>"
+    """A cell whose lines may end after = and _, so that no number is broken in two."""
+    return f"<td>{'<wbr>'.join(map(escape, re.split(_LINE_ENDS, text)))}</td>"
 
 
 def _number(value: float, form: str) -> str:

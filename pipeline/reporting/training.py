@@ -5,7 +5,13 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from longhaul.pipeline.reporting.caveats import caveats, seeds_of
-from longhaul.pipeline.reporting.comparison import BANDS, at_the_end, budgets, lines
+from longhaul.pipeline.reporting.comparison import (
+    BANDS,
+    at_the_end,
+    budgets,
+    lines,
+    training_loss,
+)
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
 from longhaul.pipeline.reporting.runs import Point, Run
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
@@ -39,6 +45,8 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
                 for p, updates in points
             ]
         runs = [run for run, _ in curves]
+        last = {run.run_id: training_loss(run, run.tokens // run.context) for run in runs}
+        reference = named.bigram_line()
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
             name=f"loss_against_tokens_{context:06d}{named.suffix}",
@@ -50,7 +58,13 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
                 "of them was finite. "
             )
             + f"One line a run. {seeds_of(named, runs)}",
-            caveats=caveats(named, runs, tokens=lambda run: run.tokens),
+            caveats=caveats(
+                named,
+                runs,
+                {run_id: loss for run_id, loss in last.items() if math.isfinite(loss)},
+                lambda run: run.tokens,
+            ),
+            reference=reference,
             bytes_per_token=named.bytes_per_token,
             x_label="tokens trained on",
             y_label="training loss (nats per token)",
@@ -58,7 +72,9 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
             columns=[*LEADING_COLUMNS, "step", "tokens", "updates", "loss_nats"],
             rows=rows,
             x_axis="tokens",
-            y_range=_settled_range([points for _, points in curves]),
+            y_range=_settled_range(
+                [points for _, points in curves], [reference[1]] if reference else []
+            ),
         )
 
 
@@ -116,6 +132,7 @@ def _loss_against_state(named: NamedRuns, context: int, runs: Sequence[Run]) -> 
         f"for keys and values, after {context:,} tokens. {budgets(runs)} "
         f"One point a run. {seeds_of(named, runs)}",
         caveats=caveats(named, runs, at_the_end(named).losses, lambda run: run.budget),
+        reference=named.bigram_line(),
         x_label="state size",
         y_label="validation loss (nats per token)",
         series=[
@@ -158,9 +175,12 @@ def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:
 
 
 def _settled_range(
-    curves: Sequence[Sequence[tuple[Point, int]]],
+    curves: Sequence[Sequence[tuple[Point, int]]], also: Sequence[float]
 ) -> tuple[float, float] | None:
-    """The range of losses without the first updates, whose high losses would flatten the rest."""
+    """The range of losses without the first updates, whose high losses would flatten the rest.
+
+    It holds the values `also` too, such as that of a line.
+    """
     settled = _EARLY_SHARE * max(points[-1][0].tokens for points in curves)
     values = [
         point.value
@@ -170,5 +190,6 @@ def _settled_range(
     ]
     if not values or min(values) == max(values):
         return None
+    values += also
     margin = 0.05 * (max(values) - min(values))
     return min(values) - margin, max(values) + margin

@@ -27,6 +27,9 @@ _DECISIVE = (
 # Settings below those that do not change results.
 _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
 
+_SAME_LOSS = 0.005
+"""Nats by which a bigram model's loss differs at most where it is drawn as one line."""
+
 _DIGEST_CHARACTERS = 8  # of the hash of data, where a name is not enough
 
 _LINES = ("-", "--", "-.", ":")
@@ -145,16 +148,29 @@ class NamedRuns:
         is_one = len({run.validation_data for run in self.runs}) == 1
         return fmean(known) if known and is_one else math.nan
 
-    @property
-    def bigram_loss(self) -> float:
-        """The mean loss of a bigram model on the validation text; NaN where none was measured."""
-        losses = [
+    def bigram_loss(self, text: str = "") -> float:
+        """The mean loss of a bigram model; NaN where nobody has measured one on this text.
+
+        Args:
+            text: the label of an evaluation's text; empty means the validation text.
+        """
+        losses = self._bigram_losses(text)
+        return fmean(losses) if losses else math.nan
+
+    def bigram_line(self, text: str = "") -> tuple[str, float] | None:
+        """The label and height of a bigram model's line; None where there is none, or several."""
+        losses = self._bigram_losses(text)
+        if not losses or max(losses) - min(losses) > _SAME_LOSS:
+            return None
+        return "bigram model", fmean(losses)
+
+    def _bigram_losses(self, text: str) -> list[float]:
+        return [
             bigram.rows[0]["value"]
             for run in self.runs
             for bigram in run.evaluations.get("bigram", ())
-            if not bigram.label.text
+            if bigram.label.text == text
         ]
-        return fmean(losses) if losses else math.nan
 
     @property
     def contexts(self) -> list[int]:

@@ -1,10 +1,10 @@
 """A verdict for each pair of variants: shown, tie, or how many seeds it would take."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from longhaul.pipeline.reporting.caveats import caveats
+from longhaul.pipeline.reporting.caveats import caveats, extrapolation
 from longhaul.pipeline.reporting.comparison import at_the_end, by_seed, by_setting
 from longhaul.pipeline.reporting.drawing import Table
 from longhaul.pipeline.reporting.groups import groups
@@ -16,7 +16,7 @@ _MOST_VARIANTS = 6
 """Variants of which all pairs are compared; of more, only those with the reference kind."""
 
 _COLUMNS = (
-    *("variant", "compared with", "verdict", "loss", "training context", "tokens", "seeds"),
+    *("variant", "compared with", "loss", "verdict", "training context", "tokens", "seeds"),
     *("difference (nats per token)", "low", "high", "p"),
 )
 
@@ -28,6 +28,9 @@ class _Pair(NamedTuple):
     context: int
     tokens: int
     loss: str
+    window: int
+    """That the loss is of; 0 means the last validation."""
+
     differences: list[float]
 
 
@@ -36,6 +39,7 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
     pairs = [*_of_validation(named), *_of_windows(named)]
     if not pairs:
         return
+    beyond = {pair.context: pair.window for pair in pairs if pair.window > pair.context}
     found = verdicts([pair.differences for pair in pairs])
     tested = sum(len(pair.differences) > 1 for pair in pairs)
     yield Table(
@@ -47,13 +51,16 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
         f"{1 - LEVEL:.2f}; tie: the interval lies within {MARGIN:g} nats of 0; otherwise the seeds "
         f"with which a difference as large as this one, and as noisy, would be shown with a "
         f"probability of {POWER:.0%}, tested alone",
-        caveats=caveats(named, named.runs, at_the_end(named).losses, lambda run: run.budget),
+        caveats=[
+            *caveats(named, named.runs, _worst_losses(named, pairs), lambda run: run.budget),
+            *(one for pair in sorted(beyond.items()) for one in extrapolation(*pair)),
+        ],
         columns=_COLUMNS,
         rows=[
             [
                 *pair.names,
-                verdict.words,
                 pair.loss,
+                verdict.words,
                 pair.context,
                 pair.tokens,
                 verdict.interval.count,
@@ -67,6 +74,20 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
     )
 
 
+def _worst_losses(named: NamedRuns, pairs: Sequence[_Pair]) -> dict[str, float]:
+    """The worst loss of each run that the verdicts are of, by run id."""
+    losses = dict(at_the_end(named).losses)
+    settings = {(pair.context, pair.window) for pair in pairs}
+    for group in groups(named, "context"):
+        for run, evaluated in group.members:
+            for row in evaluated.rows:
+                is_compared = not group.text and not evaluated.label.scaling
+                if is_compared and (run.context, row["context"]) in settings:
+                    known = losses.get(run.run_id, row["loss_nats"])
+                    losses[run.run_id] = max(known, row["loss_nats"])
+    return losses
+
+
 def _of_validation(named: NamedRuns) -> Iterator[_Pair]:
     losses = by_setting(named, at_the_end(named).losses)
     for context, tokens in sorted({(c, t) for _, c, t in losses}):
@@ -74,7 +95,7 @@ def _of_validation(named: NamedRuns) -> Iterator[_Pair]:
         for names in _compared(named, own):
             differences = paired_differences(*(own[name] for name in names))
             if differences:
-                yield _Pair(names, context, tokens, "validation", differences)
+                yield _Pair(names, context, tokens, "validation", 0, differences)
 
 
 def _of_windows(named: NamedRuns) -> Iterator[_Pair]:
@@ -105,7 +126,7 @@ def _of_windows(named: NamedRuns) -> Iterator[_Pair]:
             if differences:
                 tokens = group.members[0].tokens
                 loss = f"in windows of {longest:,}"
-                yield _Pair((ours, theirs), group.context, tokens, loss, differences)
+                yield _Pair((ours, theirs), group.context, tokens, loss, longest, differences)
 
 
 def _compared(named: NamedRuns, names: Iterable[str]) -> Iterator[tuple[str, str]]:

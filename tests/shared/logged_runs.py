@@ -110,7 +110,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        if tag not in ("meta", "link", "img"):
+        if tag not in ("meta", "link", "img", "wbr"):
             self.open.append(tag)
         for name, value in attrs:
             assert not name.startswith("on"), name

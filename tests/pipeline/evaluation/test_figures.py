@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
 
 from longhaul.pipeline.evaluation.figures import (
     figure,
@@ -54,6 +55,18 @@ def test_noise_does_not_fill_an_axis(tmp_path: Path) -> None:
         before = axes.get_ylim()
         widen(axes)
         assert axes.get_ylim() == pytest.approx(before)
+
+
+def test_no_title_reaches_beyond_its_figure(tmp_path: Path) -> None:
+    title = "Loss in windows of each length minus softmax's, trained at 64"
+    with figure(tmp_path / "a.png", title) as axes:
+        axes.set_ylabel("loss")
+        axes.set_yticks([0.0], ["-0.00000"])
+    drawn = axes.get_figure(root=True)
+    assert drawn is not None
+    (shown,) = (text for text in drawn.findobj(Text) if "trained" in text.get_text())
+    extent = shown.get_window_extent()
+    assert drawn.bbox.x0 < extent.x0 < extent.x1 < drawn.bbox.x1
 
 
 def test_errors_of_means_need_two_values() -> None:

@@ -27,7 +27,7 @@ from longhaul.pipeline.reporting.comparison import (
 )
 from longhaul.pipeline.reporting.runs import Data, Point, Run, metric_rows
 from longhaul.pipeline.reporting.tables import TABLES, Evaluated
-from longhaul.pipeline.reporting.training import loss_against_state
+from longhaul.pipeline.reporting.training import loss_against_state, loss_against_tokens
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
 
@@ -324,6 +324,8 @@ def test_a_figure_says_what_it_cannot_show() -> None:
         (sentence,) = unmeasured(NamedRuns(others))
         assert sentence.startswith(f"Not measured: whether these models{where}")
         assert "longhaul evaluate RUN --tasks bigram measures it" in sentence
+    (table,) = seeds_table(NamedRuns(runs))
+    assert any("not better than a bigram model" in one for one in table.caveats)
     good = [with_rows(one, bigram=bigram) for one in seeds_of("softmax", [2.0, 2.1], early)]
     (figure,) = loss_against_context(NamedRuns(good))
     assert list(figure.caveats) == []
@@ -334,6 +336,76 @@ def test_a_figure_says_what_it_cannot_show() -> None:
     assert [one.startswith(beside) for one in figure.caveats] == [True]
     alone = caveats(NamedRuns([*good, running]), [running])
     assert alone == ["Unequal tokens: none of these runs has finished."]
+
+
+def by_position(*losses: float) -> dict[str, list[dict[str, Any]]]:
+    """Results of a window of so many positions."""
+    errors = {"standard_error": 0.25, "standard_error_up_to_here": 0.25}
+    numbered = list(enumerate(losses, start=1))
+    return {
+        "loss_in_bins": [{"first": t, "last": t, "loss_nats": y, **errors} for t, y in numbered],
+        "positions": [
+            {"position": t, "loss_nats": y, "mean_up_to_here": y, **errors} for t, y in numbered
+        ],
+    }
+
+
+def test_a_loss_has_a_bigram_models_line_and_is_compared_at_its_worst_length() -> None:
+    common = {"stride": 16, "tokens": 99, "document_tokens": "all", "bos": "yes"}
+    common |= {"standard_error": math.nan}
+    measured: dict[str, list[dict[str, Any]]] = {
+        "context": windows(2.5, 2.82),
+        "perplexity": [{"window": 64, "perplexity": math.exp(2.82), **common}],
+        **by_position(2.5, 2.82),
+    }
+    trained = run("softmax", [9.0, 2.82])
+    # It has been measured of a run of another context.
+    other = with_rows(run("softmax", [9.0, 2.5], context=128), bigram=metric_rows({"": 2.757}))
+    named = NamedRuns([with_rows(trained, **measured), other])
+    drawn = [
+        figure
+        for make in (
+            *(loss_at_sequences, loss_against_context, loss_against_state, loss_against_tokens),
+            *(evaluations.loss_at_position, evaluations.loss_up_to_position),
+            *(evaluations.loss_in_windows, evaluations.perplexity),
+        )
+        for figure in make(named)
+    ]
+    worse = "not better than a bigram model (2.76 nats per token): softmax"
+    for figure in drawn:
+        height = math.exp(2.757) if figure.name.startswith("perplexity") else 2.757
+        assert figure.reference == ("bigram model", pytest.approx(height)), figure.name
+        is_good = figure.name.endswith("_000128")
+        assert any(worse in one for one in figure.caveats) is not is_good, figure.name
+        assert figure.y_range is None or figure.y_range[0] < height < figure.y_range[1]
+    assert len(drawn) == 10
+    # The first positions are hard for any model, and a bigram model of them is no worse.
+    early = with_rows(trained, bigram=metric_rows({"": 2.757}), **by_position(9.0, 2.5))
+    for make in (evaluations.loss_at_position, evaluations.loss_up_to_position):
+        (figure,) = make(NamedRuns([early]))
+        assert not any("bigram" in one for one in figure.caveats)
+
+
+def test_lengths_beyond_the_training_context_are_called_extrapolation() -> None:
+    def found(*losses: float) -> list[bool]:
+        bigram = metric_rows({"": 3.0})
+        runs = [
+            with_rows(one, context=windows(*losses), bigram=bigram)
+            for kind in ("softmax", "linear")
+            for one in seeds_of(kind, [2.0, 2.0])
+        ]
+        named = NamedRuns(runs)
+        (table,) = verdict_tables(named)
+        sentence = "Lengths beyond the training context of 64 tokens measure extrapolation: "
+        every = (*evaluations.loss_in_windows(named), table)
+        assert len(every) == 3
+        # A verdict is of the longest windows, in which these are worse than a bigram model.
+        is_worse = any("not better than a bigram model" in one for one in table.caveats)
+        assert is_worse is (losses[-1] > 3)
+        return [any(one.startswith(sentence) for one in made.caveats) for made in every]
+
+    assert found(2.0) == [False] * 3
+    assert found(2.0, 3.5) == [True] * 3
 
 
 def test_evaluations_are_means_over_seeds_with_paired_gaps() -> None:
@@ -413,7 +485,7 @@ def test_a_pair_has_a_verdict() -> None:
     for one in (table, mixed):
         assert "corrected by Holm for the 3 rows with two seeds or more" in one.caption
     (alone,) = verdict_tables(NamedRuns([run("softmax", [2.0]), run("linear", [3.0])]))
-    assert alone.rows[0][2] == "one seed: wanted two or more"
+    assert alone.rows[0][3] == "one seed: wanted two or more"
 
 
 def test_a_verdict_of_windows_is_of_the_longest_that_a_pair_shares() -> None:
