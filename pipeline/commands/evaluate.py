@@ -9,7 +9,6 @@ from pathlib import Path
 from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
-from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
@@ -48,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _is_of_a_sweep(folder: Path) -> bool:
     """Whether this is the folder that a sweep has beside its runs: `runs/NAME-*` names it too."""
-    is_one = (folder / "configs").is_dir() and not RunFolder(folder).config_file.exists()
+    is_one = (folder / "configs").is_dir() and not (folder / "config.yaml").exists()
     if is_one:
         logger.info("%s: left out, the folder of a sweep", folder)
     return is_one
