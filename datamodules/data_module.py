@@ -1,5 +1,7 @@
 """The LightningDataModule: token windows for one rank, at any position, on any number of ranks."""
 
+from typing import Any
+
 from lightning import LightningDataModule
 
 from longhaul.datamodules.config import DataConfig
@@ -13,15 +15,16 @@ from longhaul.datamodules.workers import start_fork_server
 class TokenDataModule(LightningDataModule):
     """The training batches of one rank from `first_sample` on, and its share of the validation.
 
-    The loaders have no state to save. The number of samples consumed so far, which the trainer
-    counts, is enough to resume on any number of ranks and workers.
+    The loaders have no state to save. The number of samples consumed so far, which Pretraining
+    counts, is enough to resume on any number of ranks and workers. A plain `lightning.Trainer`
+    keeps that number in its checkpoints.
 
     Args:
         config: which shards are read, and how.
         seed: seed of the order of samples.
         samples_per_update: samples that all ranks together consume per optimizer update.
         micro_batch: samples per batch.
-        rank, world_size: index of this rank, and number of ranks.
+        rank, world_size: index of this rank, and number of ranks; None: those of the trainer.
         ranks_per_sample: number of consecutive ranks that train on the same samples.
         first_sample: global index of the first sample, a multiple of `samples_per_update`.
         num_samples: samples that all ranks together consume from there on; None: endless.
@@ -38,8 +41,8 @@ class TokenDataModule(LightningDataModule):
         seed: int,
         samples_per_update: int,
         micro_batch: int,
-        rank: int,
-        world_size: int,
+        rank: int | None = None,
+        world_size: int | None = None,
         ranks_per_sample: int = 1,
         first_sample: int = 0,
         num_samples: int | None = None,
@@ -66,13 +69,39 @@ class TokenDataModule(LightningDataModule):
 
     def start_at(self, first_sample: int, num_samples: int | None) -> None:
         """Set the first sample of the next training loader, and its number of samples."""
-        self._batches = RankBatches(
-            first_sample=first_sample,
-            num_samples=num_samples,
+        self._first_sample, self._num_samples = first_sample, num_samples
+        if self._world_size is not None:
+            self._batches()  # which checks the sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many samples the module of this trainer has trained on."""
+        return {"samples": self._own_trainer.lightning_module.progress.samples}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.start_at(state_dict["samples"], None)
+
+    @property
+    def _own_trainer(self) -> Any:
+        if self.trainer is None:
+            raise ValueError("rank and world_size: found None without a trainer, wanted numbers")
+        return self.trainer
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """The index of this rank, and the number of ranks."""
+        if self._rank is None or self._world_size is None:
+            return self._own_trainer.global_rank, self._own_trainer.world_size
+        return self._rank, self._world_size
+
+    def _batches(self) -> RankBatches:
+        rank, world_size = self._place
+        return RankBatches(
+            first_sample=self._first_sample,
+            num_samples=self._num_samples,
             samples_per_update=self._samples_per_update,
             micro_batch=self._micro_batch,
-            rank=self._rank // self._ranks_per_sample,
-            world_size=self._world_size // self._ranks_per_sample,
+            rank=rank // self._ranks_per_sample,
+            world_size=world_size // self._ranks_per_sample,
         )
 
     @property
@@ -94,13 +123,11 @@ class TokenDataModule(LightningDataModule):
     def train_dataloader(self) -> BatchLoader:
         """The micro-batches of this rank, from `first_sample` on."""
         return make_loader(
-            self.config, self._store, self.order, self._batches, pin_memory=self._pin_memory
+            self.config, self._store, self.order, self._batches(), pin_memory=self._pin_memory
         )
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:
         """This rank's share of the validation samples; an empty list without validation."""
         if self._held_out is None:
             return []
-        return self._held_out.loader(
-            self._micro_batch, self._rank, self._world_size, pin_memory=self._pin_memory
-        )
+        return self._held_out.loader(self._micro_batch, *self._place, pin_memory=self._pin_memory)

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast, runtime_checkable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
@@ -52,7 +55,7 @@ class Parallelism(Protocol):
         loss: Float[Tensor, ""],
         is_good: Callable[[float], bool],
     ) -> Outcome:
-        """Clip the gradients, make an optimizer step, and clear the gradients.
+        """Clip the gradients, make an optimizer step, and clear the gradients, as `clip_and_step`.
 
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
@@ -65,11 +68,57 @@ class Parallelism(Protocol):
         """
 
 
+def clip_and_step(
+    optimizer: Optimizer,
+    max_norm: float,
+    loss: Float[Tensor, ""],
+    is_good: Callable[[float], bool],
+) -> Outcome:
+    """`Parallelism.update` where the optimizer holds the module's own parameters and gradients."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    # Read together, so that the host waits for the device once.
+    loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
+    # An update whose gradients are not finite is skipped.
+    applied = is_good(loss_read) and math.isfinite(norm_read)
+    if applied:
+        optimizer.step()
+    optimizer.zero_grad()
+    return Outcome(loss_read, norm_read, applied)
+
+
+class _Stock:
+    """Parallelism under one of Lightning's own strategies."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy):
+            raise ValueError(
+                f"strategy: found {type(strategy).__name__}, wanted Lightning's for one device or "
+                "DDP, or `longhaul train`, which has the others"
+            )
+        if getattr(strategy.precision_plugin, "scaler", None) is not None:
+            raise ValueError("precision: found 16-mixed, wanted one that scales no loss")
+        self._strategy = strategy
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
+        if is_last or not isinstance(self._strategy, DDPStrategy):
+            return nullcontext()
+        return self._strategy.block_backward_sync()
+
+    update = staticmethod(clip_and_step)
+
+
 class Pretraining(LightningModule):
     """Next-token training of a LanguageModel. One training_step is one micro-batch.
 
     Optimisation is manual because an update with a bad gradient must change neither parameters nor
     moments, which Lightning's automatic optimisation cannot ensure.
+
+    It trains under `longhaul train` and in a plain `lightning.Trainer` on one device or with DDP,
+    which then also logs `train/loss`, `train/gradient_norm`, `train/learning_rate` and
+    `validation/loss`, and keeps `progress` in its checkpoints.
     """
 
     def __init__(
@@ -96,6 +145,25 @@ class Pretraining(LightningModule):
         self.last_update: Update | None = None
         self._micro_step = 0
         self._loss_sum: Tensor | None = None
+        self._parallelism: Parallelism
+        self._is_stock = False
+
+    def on_fit_start(self) -> None:
+        strategy = self.trainer.strategy
+        self._is_stock = not isinstance(strategy, Parallelism)
+        self._parallelism = _Stock(strategy) if self._is_stock else cast(Parallelism, strategy)
+        if self._is_stock and self.optim.on_spike == "rewind":
+            raise ValueError("optim.on_spike: found rewind, wanted skip, or `longhaul train`")
+
+    def check_skips(self, update: Update) -> None:
+        """Raise RuntimeError if `optim.max_skipped_updates` in a row were skipped, the last now."""
+        found = self.progress.skipped_in_a_row
+        if found >= self.optim.max_skipped_updates:
+            raise RuntimeError(
+                f"loss {update.loss} and gradient norm {update.gradient_norm}: found {found} "
+                "updates in a row that had to be skipped, the last at step "
+                f"{self.progress.step}, wanted finite ones without a spike; the run cannot go on"
+            )
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.optim)
@@ -116,13 +184,43 @@ class Pretraining(LightningModule):
             self.last_update = self._update(self._loss_sum, context=batch["target"].shape[1])
             self._micro_step = 0
             self._loss_sum = None
+            if self._is_stock:
+                self._log(self.last_update)
+                self.check_skips(self.last_update)
+
+    def _log(self, update: Update) -> None:
+        """Hand the metrics to a plain trainer's loggers, by updates: it counts micro-batches."""
+        metrics = {
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": update.learning_rate,
+        }
+        self.log_dict(metrics, logger=False)  # for callbacks
+        if self.progress.step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for logger in self.loggers:
+                logger.log_metrics(metrics, self.progress.step)
+
+    def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+        loss = self.model.loss(batch["input"], batch["target"])
+        # Loggers take "step" for the step.
+        metrics: dict[str, Any] = {"validation/loss": loss, "step": float(self.progress.step)}
+        self.log_dict(metrics, batch_size=batch["target"].shape[0], sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["progress"] = asdict(self.progress)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stored = checkpoint["progress"]
+        self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
 
     def _update(self, loss_sum: Tensor, context: int) -> Update:
         """Make a step unless the loss is bad or the norm not finite, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
         learning_rate = self.optim.learning_rate * factor
-        (optimizer,) = self.trainer.optimizers
+        # Lightning's wrapper counts the steps for a plain trainer.
+        own: Any = self.optimizers() if self._is_stock else self.trainer.optimizers[0]
+        optimizer: Optimizer = own
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
 
@@ -154,10 +252,6 @@ class Pretraining(LightningModule):
         """This rank's part of sequences that are split over ranks, else the whole sequences."""
         part = self.model.sequence_part
         return tokens if part is None else tokens.chunk(part.count, dim=1)[part.index]
-
-    @property
-    def _parallelism(self) -> Parallelism:
-        return cast(Parallelism, self.trainer.strategy)
 
 
 def _mean_over_ranks(value: Float[Tensor, ""]) -> Float[Tensor, ""]:

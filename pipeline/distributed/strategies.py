@@ -33,13 +33,12 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Outcome, Parallelism, Pretraining
+from longhaul.modules.pretraining import Outcome, Parallelism, Pretraining, clip_and_step
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.optimizer_state import (
     MOMENTS,
@@ -119,18 +118,7 @@ class _OptimizesModule:
         loss: Tensor,
         is_good: Callable[[float], bool],
     ) -> Outcome:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        # Read together, so that the host waits for the device once.
-        loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
-        # An update whose gradients are not finite is skipped.
-        applied = is_good(loss_read) and math.isfinite(norm_read)
-        if applied:
-            optimizer.step()
-        optimizer.zero_grad()
-        return Outcome(loss_read, norm_read, applied)
+        return clip_and_step(optimizer, max_norm, loss, is_good)
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         return training_tensors(model, optimizer)

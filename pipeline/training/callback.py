@@ -211,12 +211,7 @@ class TrainingCallback(Callback):
             self._rewind(trainer, module, skip)
         if self.recorder is not None:
             self.recorder.record(progress, update, ranks, len(self.data.bad_shards))
-        if progress.skipped_in_a_row >= self.config.optim.max_skipped_updates:
-            raise RuntimeError(
-                f"loss {update.loss} and gradient norm {update.gradient_norm}: found "
-                f"{progress.skipped_in_a_row} updates in a row that had to be skipped, the last at "
-                f"step {progress.step}, wanted finite ones without a spike; the run cannot go on"
-            )
+        module.check_skips(update)
         if is_last or progress.step % self.validation_updates == 0:
             self._set_activity("validating")
             self._validate(module)

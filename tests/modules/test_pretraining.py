@@ -330,6 +330,7 @@ def test_the_host_waits_for_the_device_once_an_update_for_its_loss_and_its_norm(
     optimizers = [module.configure_optimizers()]
     trainer: Any = SimpleNamespace(strategy=strategy, optimizers=optimizers)
     module._trainer = trainer
+    module.on_fit_start()
     batch = dict.fromkeys(("input", "target"), torch.zeros(2, CONTEXT, dtype=int, device=device))
     reads = []
     for number in range(2 * module.accumulation):
