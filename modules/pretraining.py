@@ -196,15 +196,20 @@ class Pretraining(LightningModule):
             "train/learning_rate": update.learning_rate,
         }
         self.log_dict(metrics, logger=False)  # for callbacks
-        if self.progress.step % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self.progress.step % every == 0:
             for logger in self.loggers:
                 logger.log_metrics(metrics, self.progress.step)
 
     def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
-        loss = self.model.loss(batch["input"], batch["target"])
+        real = batch["index"] >= 0  # The last batches of ranks are filled up.
+        size = int(real.sum())
+        tokens, target = batch["input"][real], batch["target"][real]
+        loss = self.model.loss(tokens, target) if size else torch.zeros((), device=self.device)
+        self.log("validation/loss", loss, batch_size=size, sync_dist=True)
         # Loggers take "step" for the step.
-        metrics: dict[str, Any] = {"validation/loss": loss, "step": float(self.progress.step)}
-        self.log_dict(metrics, batch_size=batch["target"].shape[0], sync_dist=True)
+        step = float(self.progress.step)
+        self.log("step", step, batch_size=1, reduce_fx="max", sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["progress"] = asdict(self.progress)

@@ -64,6 +64,8 @@ def main(args: argparse.Namespace) -> int:
                 "them, such as 1024,65536"
             )
     runs = [run for run in args.run if len(args.run) == 1 or not _is_of_a_sweep(Path(run))]
+    if not runs:
+        raise ValueError("RUN: found only folders of sweeps, wanted runs")
     models = [named_model(args, run) for run in runs]
     # After the options are checked, since this import takes seconds.
     from longhaul.pipeline.evaluation.run import check_options, evaluate_checkpoint

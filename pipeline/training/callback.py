@@ -3,7 +3,7 @@
 After an update it records metrics, validates, saves a checkpoint, evaluates it, or stops on
 request.
 Whether an update is skipped is decided in modules/skipped_updates.py and, for gradients that are
-not finite, in strategies.py. What follows from a skip is decided here.
+not finite, in modules/pretraining.py. What follows from a skip is decided here.
 """
 
 import dataclasses

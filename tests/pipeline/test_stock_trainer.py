@@ -14,7 +14,7 @@ from mlflow.tracking import MlflowClient
 SCRIPT = Path(__file__).parents[2] / "docs" / "scripts" / "stock_trainer.py"
 SMALL = (
     *("model.width=32", "model.layers=2", "model.heads=2", "data.context=64", "data.workers=0"),
-    *("data.validation_tokens=256", "optim.tokens_per_update=512", "trainer.micro_batch=4"),
+    *("data.validation_tokens=320", "optim.tokens_per_update=512", "trainer.micro_batch=4"),
     *("optim.schedule.warmup_tokens=1024", "optim.schedule.decay_tokens=1024"),
     "trainer.max_tokens=16384",
 )
