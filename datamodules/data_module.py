@@ -49,6 +49,12 @@ class TokenDataModule(LightningDataModule):
         pin_memory: bool = False,
     ) -> None:
         super().__init__()
+        if world_size is None and (first_sample or num_samples is not None):
+            raise ValueError(
+                f"first_sample, num_samples: found {first_sample} and {num_samples} without "
+                "world_size, wanted 0 and None in a plain trainer, whose checkpoints say where to "
+                "go on"
+            )
         self.config = config
         self._micro_batch = micro_batch
         self._rank = rank

@@ -14,7 +14,6 @@ import hashlib
 import os
 import re
 import reprlib
-import shutil
 import stat
 from collections.abc import Hashable
 from io import BufferedReader
@@ -104,7 +103,7 @@ def read_regular(path: Path, largest: int) -> bytes:
 
 
 def copy_regular(source: Path, target: Path, largest: int) -> None:
-    """Copy the content of a regular file of at most `largest` bytes; no link is followed.
+    """Copy at most `largest` bytes of a regular file, whose path must not be that of a link.
 
     Raises:
         ValueError: it is something else, or larger.
@@ -112,14 +111,12 @@ def copy_regular(source: Path, target: Path, largest: int) -> None:
     """
     handle = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(handle)
-        _check_mode(source, status.st_mode)
-        if status.st_size > largest:
-            raise ValueError(
-                f"{source}: found {status.st_size:,} bytes, wanted {largest:,} at most"
-            )
+        _check_mode(source, os.fstat(handle).st_mode)
         with open(handle, "rb", closefd=False) as file, target.open("wb") as copy:
-            shutil.copyfileobj(file, copy)
+            while block := file.read(1 << 20):
+                if copy.tell() + len(block) > largest:
+                    raise ValueError(f"{source}: found more bytes, wanted {largest:,} at most")
+                copy.write(block)
     finally:
         os.close(handle)
 

@@ -151,6 +151,10 @@ class Pretraining(LightningModule):
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy
         self._is_stock = not isinstance(strategy, Parallelism)
+        # An interrupted fit may have left half an update.
+        self._micro_step, self._loss_sum = 0, None
+        if self._is_stock:
+            self.zero_grad()
         self._parallelism = _Stock(strategy) if self._is_stock else cast(Parallelism, strategy)
         if self._is_stock and self.optim.on_spike == "rewind":
             raise ValueError("optim.on_spike: found rewind, wanted skip, or `longhaul train`")

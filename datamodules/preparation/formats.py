@@ -29,7 +29,7 @@ READABLE = (
     "compressed (.gz, .bz2, .xz, .zst, .lz4)"
 )
 _HEAD_BYTES = 8192
-# Files with bytes that are no UTF-8.
+# A warning names so many files.
 _MOST_NAMED = 5
 _PARQUET_ROWS = 64
 # A compressed line may expand to any size.
@@ -149,19 +149,19 @@ def _plain_pieces(path: Path, content: Content) -> Iterator[str]:
     with opened(path, content.compression) as stream:
         file = io.TextIOWrapper(stream, content.encoding, errors, newline="")
         for piece in _cut_up(file, path):
-            if "\ufffd" in piece:
-                _tell_of_replaced_bytes(path)
+            if errors == "replace" and "\ufffd" in piece:
+                _warn_of_replaced_bytes(path)
             yield piece
 
 
 @cache
-def _tell_of_replaced_bytes(path: Path) -> None:
+def _warn_of_replaced_bytes(path: Path) -> None:
     """Once a file, and by name of the first few alone: a corpus may be in Latin-1 as a whole."""
-    told = _tell_of_replaced_bytes.cache_info().currsize
+    told = _warn_of_replaced_bytes.cache_info().currsize
     if told < _MOST_NAMED:
-        _log.warning("%s: found bytes that are no UTF-8, which become U+FFFD", path)
+        _log.warning("%s: found U+FFFD, which bytes that are not UTF-8 become", path)
     elif told == _MOST_NAMED:
-        _log.warning("more files have bytes that are no UTF-8; they are not named")
+        _log.warning("more files have U+FFFD; they are not named")
 
 
 def _json_lines(name: str, path: Path, compression: Compression | None) -> Iterator[Text]:

@@ -111,14 +111,7 @@ class _OptimizesModule:
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        loss: Tensor,
-        is_good: Callable[[float], bool],
-    ) -> Outcome:
-        return clip_and_step(optimizer, max_norm, loss, is_good)
+    update = staticmethod(clip_and_step)
 
     def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
         return training_tensors(model, optimizer)

@@ -295,7 +295,7 @@ def _figures(
     )
     if is_over_tokens:
         why += extrapolation(group.context, max(x for curve in curves for x in curve.x))
-    bigram = named.bigram_line(group.text)
+    bigram = named.bigram_line(group.text, group.context)
     if bigram is not None and (is_loss or is_perplexity):
         label, loss = bigram
         reference = label, math.exp(min(loss, MOST_DRAWN)) if is_perplexity else loss

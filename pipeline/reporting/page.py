@@ -46,8 +46,10 @@ figure { margin: 0; min-width: 0; } figure img { width: 100%; max-width: 30rem; 
 figcaption, .note { font-size: 13px; color: #333; }
 pre { font-size: 12px; background: #f6f6f6; padding: .75rem; overflow-x: auto; }
 summary { cursor: pointer; overflow-wrap: anywhere; }
+/* On a phone, figures are as wide as their letters need to be read, and scroll like tables. */
 @media (max-width: 40rem) {
   body { margin: 1rem auto; padding: 0 .75rem; }
+  figure .wide img { width: 30rem; max-width: none; }
   .wide { margin-right: -.75rem; }
   td:first-child, td:nth-child(2) { min-width: 5rem; }
 }
@@ -185,8 +187,8 @@ def _figure(folder: Path, figure: Figure) -> str:
     image = _data(folder / f"{figure.name}.png", "image/png")
     return (
         f'<figure id="{figure.name}">\n{_caveats(figure.caveats)}'
-        f'<img src="{image}" alt="{escape(figure.title)}: '
-        f'{escape(figure.y_label)} against {escape(figure.x_label)}">\n'
+        f'<div class="wide"><img src="{image}" alt="{escape(figure.title)}: '
+        f'{escape(figure.y_label)} against {escape(figure.x_label)}"></div>\n'
         f"<figcaption>{escape(figure.title)}. {escape(figure.caption)} "
         f"{_files(folder, figure.name, 'pdf', 'csv')}</figcaption>\n</figure>"
     )
@@ -243,7 +245,7 @@ def _shown(value: str | int | float) -> str:
 
 def _text(text: str) -> str:
     """A cell whose lines may end after = and _, so that no number is broken in two."""
-    return f"<td>{'<wbr>'.join(map(escape, re.split(_LINE_ENDS, text)))}</td>"
+    return f"<td>{'<wbr>'.join(map(escape, _LINE_ENDS.split(text)))}</td>"
 
 
 def _number(value: float, form: str) -> str:

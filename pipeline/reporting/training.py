@@ -46,7 +46,7 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
             ]
         runs = [run for run, _ in curves]
         last = {run.run_id: training_loss(run, run.tokens // run.context) for run in runs}
-        reference = named.bigram_line()
+        reference = named.bigram_line(context=context)
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
             name=f"loss_against_tokens_{context:06d}{named.suffix}",
@@ -132,7 +132,7 @@ def _loss_against_state(named: NamedRuns, context: int, runs: Sequence[Run]) -> 
         f"for keys and values, after {context:,} tokens. {budgets(runs)} "
         f"One point a run. {seeds_of(named, runs)}",
         caveats=caveats(named, runs, at_the_end(named).losses, lambda run: run.budget),
-        reference=named.bigram_line(),
+        reference=named.bigram_line(context=context),
         x_label="state size",
         y_label="validation loss (nats per token)",
         series=[

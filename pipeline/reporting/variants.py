@@ -157,17 +157,22 @@ class NamedRuns:
         losses = self._bigram_losses(text)
         return fmean(losses) if losses else math.nan
 
-    def bigram_line(self, text: str = "") -> tuple[str, float] | None:
-        """The label and height of a bigram model's line; None where there is none, or several."""
-        losses = self._bigram_losses(text)
+    def bigram_line(self, text: str = "", context: int | None = None) -> tuple[str, float] | None:
+        """The label and height of a bigram model's line; None where there is none, or several.
+
+        Args:
+            text: the label of an evaluation's text; empty means the validation text.
+            context: its own measurements go before those of other contexts.
+        """
+        losses = self._bigram_losses(text, context) or self._bigram_losses(text)
         if not losses or max(losses) - min(losses) > _SAME_LOSS:
             return None
         return "bigram model", fmean(losses)
 
-    def _bigram_losses(self, text: str) -> list[float]:
+    def _bigram_losses(self, text: str, context: int | None = None) -> list[float]:
         return [
             bigram.rows[0]["value"]
-            for run in self.runs
+            for run in (self.runs if context is None else self.at(context))
             for bigram in run.evaluations.get("bigram", ())
             if bigram.label.text == text
         ]

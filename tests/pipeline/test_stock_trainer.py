@@ -11,7 +11,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from mlflow.tracking import MlflowClient
 
+from longhaul.configs import load_run_config
+from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.modules.language_model import LanguageModel
+
 SCRIPT = Path(__file__).parents[2] / "docs" / "scripts" / "stock_trainer.py"
+SHARDS = (("manifest", "train"), ("validation_manifest", "validation"))
 SMALL = (
     *("model.width=32", "model.layers=2", "model.heads=2", "data.context=64", "data.workers=0"),
     *("data.validation_tokens=320", "optim.tokens_per_update=512", "trainer.micro_batch=4"),
@@ -42,6 +47,18 @@ def test_it_trains_validates_logs_and_resumes_to_the_bit(
     assert [one.step for one in losses] == list(range(1, 11))
     (validation,) = store.get_metric_history(run.info.run_id, "validation/loss")
     assert validation.step == 10
+    # Of the five samples alone; the second batch is filled up to four.
+    places = [f"data.{key}={corpus}/{split}" for key, split in SHARDS]
+    config = load_run_config("run/demo.yaml", [*places, *SMALL])
+    data = TokenDataModule(
+        config.data, seed=0, samples_per_update=5, micro_batch=5, rank=0, world_size=1
+    )
+    (batch,) = data.val_dataloader()
+    assert (batch["index"] >= 0).all()
+    model = LanguageModel(config.model)
+    model.load_state_dict({n.removeprefix("model."): x for n, x in whole["state_dict"].items()})
+    expected = model.loss(batch["input"], batch["target"]).item()
+    assert validation.value == pytest.approx(expected, abs=1e-5)
     assert losses[-1].value < losses[0].value
 
     train(corpus, 5, tmp_path / "parts", monkeypatch)
@@ -78,3 +95,9 @@ def test_what_a_plain_trainer_cannot_do_is_refused() -> None:
     scaling = DDPStrategy(precision_plugin=MixedPrecision("16-mixed", "cpu"))
     with pytest.raises(ValueError, match="precision: found 16-mixed, wanted one that scales no"):
         _Stock(scaling)
+
+
+def test_where_a_plain_trainer_begins_is_what_its_checkpoint_says(corpus: Path) -> None:
+    config = load_run_config("run/demo.yaml", [f"data.manifest={corpus}/train", *SMALL]).data
+    with pytest.raises(ValueError, match="first_sample, num_samples: found 8 and None without"):
+        TokenDataModule(config, seed=0, samples_per_update=8, micro_batch=4, first_sample=8)

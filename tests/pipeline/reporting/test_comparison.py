@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from statistics import stdev
 from typing import Any
 
 import pytest
-from logged_runs import small_config
+from made_runs import run, seeds_of, windows, with_rows
 from matplotlib.figure import Figure as FigureOfMatplotlib
 from scipy import stats
 
@@ -25,48 +24,11 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
-from longhaul.pipeline.reporting.runs import Data, Point, Run, metric_rows
-from longhaul.pipeline.reporting.tables import TABLES, Evaluated
+from longhaul.pipeline.reporting.runs import Data, metric_rows
+from longhaul.pipeline.reporting.tables import Evaluated
 from longhaul.pipeline.reporting.training import loss_against_state, loss_against_tokens
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
-
-UPDATE = 512
-
-
-def run(
-    kind: str,
-    losses: Sequence[float],
-    *overrides: str,
-    context: int = 64,
-    seed: int = 0,
-    status: str = "FINISHED",
-) -> Run:
-    """A run of updates of 512 tokens, whose last validation loss is its last training loss."""
-    given = (f"model.attention.kind={kind}", f"data.context={context}", f"trainer.seed={seed}")
-    config = small_config(*given, *overrides)
-    points = [Point(step, step * UPDATE, loss) for step, loss in enumerate(losses, start=1)]
-    name = " ".join([kind, str(context), str(seed), *overrides])
-    return Run(
-        run_id=name,
-        name=name,
-        status=status,
-        commit="abc",
-        hardware="a processor",
-        data=Data("gpt2/train", "9" * 64),
-        tokenizer="bytes",
-        validation_data="8",
-        bytes_per_token=1.0,
-        config=config,
-        config_text="",
-        losses=points,
-        validation=points[-1:],
-        speed=1.0,
-        num_parameters=1,
-        state_bytes=1,
-        evaluations={},
-        left_out=[],
-    )
 
 
 def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:
@@ -234,32 +196,6 @@ def test_a_gap_is_not_between_runs_of_different_data() -> None:
     assert other.run_id not in paired_gaps(named, at_sequences(named))
 
 
-def seeds_of(kind: str, losses: Sequence[float], *overrides: str, context: int = 64) -> list[Run]:
-    """A run of each seed, with such last losses."""
-    return [
-        run(kind, [9.0, loss], *overrides, context=context, seed=seed)
-        for seed, loss in enumerate(losses)
-    ]
-
-
-def with_rows(run: Run, **tables: list[dict[str, Any]]) -> Run:
-    """The run with results of tasks at its last checkpoint."""
-    label = Label(2, None, "", "")
-    every = {task: list[Evaluated]() for task in (*TABLES, "bigram", "lm-eval")}
-    every |= {
-        task.replace("_", "-") if task == "lm_eval" else task: [Evaluated(label, rows)]
-        for task, rows in tables.items()
-    }
-    return dataclasses.replace(run, evaluations=every)
-
-
-def windows(*losses: float) -> list[dict[str, Any]]:
-    return [
-        {"context": 64 * 2**at, "tokens": 512, "loss_nats": loss, "standard_error": 0.25}
-        for at, loss in enumerate(losses)
-    ]
-
-
 def test_runs_of_other_data_or_tokenizers_are_never_in_one_figure() -> None:
     ours = [run("softmax", [3.0, 2.0]), run("linear", [3.0, 2.5])]
     other = dataclasses.replace(
@@ -379,6 +315,12 @@ def test_a_loss_has_a_bigram_models_line_and_is_compared_at_its_worst_length() -
         assert any(worse in one for one in figure.caveats) is not is_good, figure.name
         assert figure.y_range is None or figure.y_range[0] < height < figure.y_range[1]
     assert len(drawn) == 10
+    # Where its own context has been measured, that line is drawn.
+    both = NamedRuns([with_rows(trained, **measured, bigram=metric_rows({"": 2.6})), other])
+    ((_, height), (_, other_height)) = (
+        figure.reference or ("", math.nan) for figure in loss_against_tokens(both)
+    )
+    assert (height, other_height) == (2.6, 2.757)
     # The first positions are hard for any model, and a bigram model of them is no worse.
     early = with_rows(trained, bigram=metric_rows({"": 2.757}), **by_position(9.0, 2.5))
     for make in (evaluations.loss_at_position, evaluations.loss_up_to_position):
@@ -464,57 +406,6 @@ def test_checkpoints_of_other_tokens_are_never_in_one_figure() -> None:
     figures = list(evaluations.loss_in_windows(NamedRuns([done, begun])))
     assert [len(figure.rows) for figure in figures] == [1, 1]
     assert len({figure.name for figure in figures}) == 2
-
-
-def test_a_pair_has_a_verdict() -> None:
-    runs = [*seeds_of("softmax", [2.0, 3.0, 4.0]), *seeds_of("linear", [2.5, 3.52, 4.51])]
-    runs += seeds_of("sympow", [2.001, 3.0, 3.999])
-    (table,) = verdict_tables(NamedRuns(runs))
-    found = {
-        (row["variant"], row["compared with"]): row
-        for row in (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
-    }
-    linear = found["linear", "softmax"]
-    assert (linear["seeds"], linear["verdict"]) == (3, "shown by 3 seeds: higher")
-    assert linear["difference (nats per token)"] == pytest.approx(0.51)
-    sympow = found["sympow p=2", "softmax"]
-    assert sympow["verdict"] == "tie: less than 0.01 apart"
-    assert len(found) == 3
-    (mixed,) = verdict_tables(NamedRuns([*runs, run("retention", [2.0, 3.0])]))
-    assert len(mixed.rows) == 6
-    for one in (table, mixed):
-        assert "corrected by Holm for the 3 rows with two seeds or more" in one.caption
-    (alone,) = verdict_tables(NamedRuns([run("softmax", [2.0]), run("linear", [3.0])]))
-    assert alone.rows[0][3] == "one seed: wanted two or more"
-
-
-def test_a_verdict_of_windows_is_of_the_longest_that_a_pair_shares() -> None:
-    def pair(seed: int, longer: tuple[float, ...] = ()) -> list[Run]:
-        softmax, linear = (run(kind, [9.0, 2.0], seed=seed) for kind in ("softmax", "linear"))
-        softmax = with_rows(softmax, context=windows(2.0, 2.0, *longer))
-        return [softmax, with_rows(linear, context=windows(2.5, 3.0))]
-
-    def found(runs: list[Run]) -> list[tuple[Any, ...]]:
-        (table,) = verdict_tables(NamedRuns(runs))
-        rows = (dict(zip(table.columns, cells, strict=True)) for cells in table.rows)
-        columns = ("loss", "seeds", "difference (nats per token)")
-        return [tuple(row[c] for c in columns) for row in rows if row["loss"] != "validation"]
-
-    wanted = [("in windows of 128", 2, 1.0)]
-    assert found([*pair(0), *pair(1)]) == wanted
-    # Nor does one variant's longer evaluation take the verdict away, or all of one seed,
-    assert found([*pair(0, longer=(2.0,)), *pair(1)]) == wanted
-    both = [with_rows(one, context=windows(2.0, 3.0, 4.0)) for one in pair(2)]
-    assert found([*both, *pair(0), *pair(1)])[0][:2] == ("in windows of 128", 3)
-    # a run that has not finished, or one with scaled positions.
-    running = dataclasses.replace(pair(2)[0], status="RUNNING")
-    longest = windows(2.0, 2.0, 2.0, 2.0)
-    assert found([*pair(0), *pair(1), with_rows(running, context=longest)]) == wanted
-    one, *others = pair(0)
-    scaled = Evaluated(Label(2, None, "", "linear-2"), longest)
-    every = one.evaluations | {"context": [*one.evaluations["context"], scaled]}
-    one = dataclasses.replace(one, evaluations=every)
-    assert found([one, *others, *pair(1)]) == wanted
 
 
 def test_bits_per_byte_are_of_the_bytes_that_were_counted() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from tracked_runs import mlflow_run, started_tracker
 
+from longhaul.datamodules.untrusted import copy_regular
 from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
 from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 
@@ -63,3 +64,11 @@ def test_nothing_that_takes_a_file_s_place_before_it_is_sent_is_opened(
     assert tracker.finish("FINISHED", timeout_s=20)
     artifacts = Path(mlflow_run(store, run_dir).info.artifact_uri)
     assert not (artifacts / "own.txt").exists()
+
+
+def test_a_copy_is_bounded_while_it_is_made(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"12345")
+    copy_regular(tmp_path / "a", tmp_path / "b", 5)
+    assert (tmp_path / "b").read_bytes() == b"12345"
+    with pytest.raises(ValueError, match="a: found more bytes, wanted 4 at most"):
+        copy_regular(tmp_path / "a", tmp_path / "b", 4)
