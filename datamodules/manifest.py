@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.untrusted import (
     Count,
     PlainName,
     Positive,

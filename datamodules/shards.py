@@ -12,8 +12,8 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from longhaul.datamodules.files.untrusted import open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
-from longhaul.datamodules.untrusted import open_regular, sha256_of, shown
 
 MEMBER_SUFFIX = ".tokens.npy"
 

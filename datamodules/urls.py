@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.untrusted import open_to_write
 
 SQLITE = "sqlite:///"
 """What the address of an MLflow database begins with, before the path of its file."""

@@ -12,15 +12,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
-from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
-from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.untrusted import (
     Count,
     check_no_links,
     one_line,
     parse_json,
     shown,
 )
+from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
+from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
 
 PROGRESS_NAME = ".progress.jsonl"
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.untrusted import (
     Count,
     Sha256,
     check_regular,
@@ -23,7 +24,6 @@ from longhaul.datamodules.untrusted import (
     read_regular,
 )
 from longhaul.pipeline.checkpoints.tensor_header import read_header
-from longhaul.pipeline.system.files import flush
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"

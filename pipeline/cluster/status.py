@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 
 from longhaul.configs.yaml_text import parse_yaml
-from longhaul.datamodules.untrusted import one_line, open_regular, read_regular
+from longhaul.datamodules.files.untrusted import one_line, open_regular, read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.terminal.table import print_table

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
 from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
 from longhaul.datamodules.urls import at_home, is_remote, local_path
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
-from longhaul.pipeline.system.files import write_atomically
 
 # The folder in RUN/data of each key of the config that names a manifest.
 _COPIES = {"manifest": "train", "validation_manifest": "validation"}

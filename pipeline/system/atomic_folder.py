@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longhaul.datamodules.untrusted import open_to_write, read_regular, sha256_of, shown
-from longhaul.pipeline.system.files import flush
+from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.untrusted import open_to_write, read_regular, sha256_of, shown
 
 _MOST_LISTED_BYTES = 16 << 20
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and the flag of Linux's renameat2

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from longhaul.datamodules.untrusted import Sha256
+from longhaul.datamodules.files.untrusted import Sha256
 from longhaul.kernels.backend import why_unavailable
 from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import driver_version, output_of

@@ -27,14 +27,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import (
     Count,
     InnerPath,
     open_regular,
     open_to_write,
     parse_json,
 )
-from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.metrics_journal import last_status
 from longhaul.pipeline.tracking.mlflow_limits import (
     InUseError,

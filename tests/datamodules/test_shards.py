@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import webdataset
 
+from longhaul.datamodules.files.untrusted import sha256_of
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.shards import Shard, ShardError, write_shard
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.untrusted import sha256_of
 
 
 def store_of(manifest: Manifest, **options) -> ShardStore:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.pipeline.system.files import write_atomically
+from longhaul.datamodules.files.atomic import write_atomically
 
 
 def test_a_full_disk_leaves_the_old_file_alone_and_names_it(

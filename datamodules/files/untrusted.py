@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from longhaul.datamodules.plain_text import plain
+from longhaul.datamodules.files.plain_text import plain
 
 T = TypeVar("T")
 
