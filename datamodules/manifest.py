@@ -3,13 +3,13 @@
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import (
     Count,
     PlainName,
@@ -133,12 +133,7 @@ class Manifest:
     def save(self, folder: Path) -> Path:
         """Write `folder/manifest.json` atomically."""
         path = folder / MANIFEST_NAME
-        temporary = folder / f".{MANIFEST_NAME}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_atomically(path, self.to_json())
         return path
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.atomic import flush, write_atomically
 from longhaul.datamodules.files.untrusted import (
     Count,
     Sha256,
@@ -163,10 +163,7 @@ def _group(name: str) -> str | None:
 def _write_json(path: Path, value: Any) -> dict[str, Any]:
     """Write a file, read it back to compare, and return its checksum."""
     content = json.dumps(value, indent=1).encode()
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, content)
     if path.read_bytes() != content:
         raise CheckpointError(f"{path.name} does not read back as it was written")
     return checksum(path)

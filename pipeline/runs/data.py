@@ -38,7 +38,7 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
         tokenizer = tokenizer_of(manifest)
         if key == "manifest" and isinstance(tokenizer, FileTokenizer):
             write_atomically(copy / manifest.tokenizer, tokenizer.content)
-        write_atomically(copy / MANIFEST_NAME, manifest.to_json())
+        manifest.save(copy)
 
 
 def training_manifest(folder: RunFolder, config: RunConfig) -> Manifest:
