@@ -1,6 +1,5 @@
 """Paths and URLs: how to tell them apart and read them, and a cache keyed by the whole URL."""
 
-import fcntl
 import hashlib
 import os
 import re
@@ -13,6 +12,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from longhaul.datamodules.files.atomic import whole_file
+from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import open_to_write
 
 SQLITE = "sqlite:///"
@@ -166,5 +166,5 @@ def _retrying(url: str, action: Callable[[], Result]) -> Result:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with open(open_to_write(path, os.O_WRONLY), "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), waits=True)
         yield

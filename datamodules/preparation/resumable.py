@@ -1,7 +1,6 @@
 """Write documents as shards and a manifest. A stopped preparation resumes at its last shard."""
 
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import (
     Count,
     check_no_links,
@@ -103,7 +103,7 @@ def prepare_shards(
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno())
         except BlockingIOError:
             raise ValueError(f"{folder}: another preparation is writing into it") from None
         shards, cursor = _read_progress(file, folder, template, source.version)

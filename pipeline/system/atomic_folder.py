@@ -1,7 +1,6 @@
 """Creates a folder atomically: complete or not at all, and never over files of anybody else."""
 
 import ctypes
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -9,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import open_to_write, read_regular, sha256_of, shown
 
 _MOST_LISTED_BYTES = 16 << 20
@@ -80,10 +80,10 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
     if temporary.is_symlink() or not temporary.is_dir():
         found = f"a link to {shown(os.readlink(temporary))}" if temporary.is_symlink() else "a file"
         raise OSError(f"{temporary}: found {found}, wanted a folder or nothing; remove it")
-    lock = temporary / ".lock"
-    with open(open_to_write(lock, os.O_WRONLY), "w") as file:
+    locked = temporary / ".lock"
+    with open(open_to_write(locked, os.O_WRONLY), "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(file.fileno())
         except BlockingIOError:
             raise OSError(
                 f"{target}: found another process writing it, wanted one at a time"
@@ -93,10 +93,10 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
             for entry in temporary.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry != lock:
+                elif entry != locked:
                     entry.unlink()
             yield temporary
-            lock.unlink()
+            locked.unlink()
             for path in (*sorted(temporary.iterdir()), temporary):
                 flush(path)
             if listing is not None and target.is_dir() and any(target.iterdir()):
