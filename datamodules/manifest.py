@@ -130,11 +130,9 @@ class Manifest:
         del content["location"]
         return json.dumps(content, indent=1) + "\n"
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path) -> None:
         """Write `folder/manifest.json` atomically."""
-        path = folder / MANIFEST_NAME
-        write_atomically(path, self.to_json())
-        return path
+        write_atomically(folder / MANIFEST_NAME, self.to_json())
 
 
 def load_manifest(location: str | Path) -> Manifest:

@@ -13,17 +13,17 @@ from pathlib import Path
 _FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, len, pid
 
 
-def lock(handle: int, *, waits: bool = False) -> None:
+def lock(handle: int, *, waits: bool = False) -> bool:
     """Lock a file that is open for writing, until it is closed or the process ends.
 
-    Raises:
-        BlockingIOError: another process has the lock, which is not waited for.
-        OSError: the file system has no locks, as some over networks.
+    False if another process has the lock, unless this one waits for it. OSError if the file system
+    has no locks, as some over networks.
     """
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except PermissionError as error:  # the same, as POSIX allows
-        raise BlockingIOError(*error.args) from None
+    except (BlockingIOError, PermissionError):  # POSIX allows both
+        return False
+    return True
 
 
 def is_locked(path: Path) -> bool:

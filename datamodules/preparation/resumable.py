@@ -102,10 +102,8 @@ def prepare_shards(
     check_no_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
-        try:
-            lock(file.fileno())
-        except BlockingIOError:
-            raise ValueError(f"{folder}: another preparation is writing into it") from None
+        if not lock(file.fileno()):
+            raise ValueError(f"{folder}: another preparation is writing into it")
         shards, cursor = _read_progress(file, folder, template, source.version)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()

@@ -3,9 +3,7 @@
 `checksums.json` is written last and holds the size and sha256 of every other file.
 """
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,9 +17,9 @@ from longhaul.datamodules.files.untrusted import (
     Count,
     Sha256,
     check_regular,
-    open_regular,
     parse_json,
     read_regular,
+    sha256_of,
 )
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 
@@ -125,7 +123,7 @@ def _verify_file(path: Path, expected: _Checksum) -> None:
     size = path.stat().st_size
     if size != expected.bytes:  # a longer file is not hashed
         raise ValueError(f"found {size:,} bytes, {CHECKSUMS} says {expected.bytes:,}")
-    sha256 = checksum(path)["sha256"]
+    sha256 = sha256_of(path)
     if sha256 != expected.sha256:
         raise ValueError(f"found sha256 {sha256}, {CHECKSUMS} says {expected.sha256}")
     if _TENSOR_FILE.fullmatch(path.name):
@@ -134,9 +132,7 @@ def _verify_file(path: Path, expected: _Checksum) -> None:
 
 def checksum(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def reason(error: BaseException) -> str:

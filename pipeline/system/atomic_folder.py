@@ -82,12 +82,8 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
         raise OSError(f"{temporary}: found {found}, wanted a folder or nothing; remove it")
     locked = temporary / ".lock"
     with open(open_to_write(locked, os.O_WRONLY), "w") as file:
-        try:
-            lock(file.fileno())
-        except BlockingIOError:
-            raise OSError(
-                f"{target}: found another process writing it, wanted one at a time"
-            ) from None
+        if not lock(file.fileno()):
+            raise OSError(f"{target}: found another process writing it, wanted one at a time")
         try:
             # Remove what a killed process left behind.
             for entry in temporary.iterdir():

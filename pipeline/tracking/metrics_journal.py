@@ -387,19 +387,18 @@ def _lock_file(path: Path, seconds: float) -> int:
     has_warned = False
     while True:
         try:
-            lock(handle)
-            break
-        except BlockingIOError as error:
-            holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
-            message = f"{path.with_suffix('')} is being written by another process ({holder})"
-            if time.monotonic() >= deadline:
-                os.close(handle)
-                raise JournalBusyError(message) from error
+            if lock(handle):
+                break
         except OSError as error:
             # Some network file systems have no locks. Without one, the journal is still correct as
             # long as only one process writes it.
             logger.warning("%s cannot be locked: %s", path, error.strerror)
             return handle
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        message = f"{path.with_suffix('')} is being written by another process ({holder})"
+        if time.monotonic() >= deadline:
+            os.close(handle)
+            raise JournalBusyError(message)
         if not has_warned:
             logger.warning("%s; waiting for %.0f s at most", message, seconds)
             has_warned = True
