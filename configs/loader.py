@@ -20,7 +20,7 @@ from longhaul.configs.values import (
     read_values,
 )
 from longhaul.configs.yaml_text import parse_yaml
-from longhaul.datamodules.untrusted import one_line, read_regular, shown
+from longhaul.datamodules.files.untrusted import one_line, read_regular, shown
 
 if TYPE_CHECKING:
     from longhaul.configs.run_config import RunConfig

@@ -38,7 +38,7 @@ from longhaul.configs.schema import (
 )
 from longhaul.configs.yaml_text import MOST_VALUES, Loader
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.untrusted import one_line, read_regular, shown
+from longhaul.datamodules.files.untrusted import one_line, read_regular, shown
 from longhaul.datamodules.urls import at_home
 
 _LARGEST_NUMBER = 1 << 62

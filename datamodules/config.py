@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from longhaul.datamodules.untrusted import shown
+from longhaul.datamodules.files.untrusted import shown
 
 
 @dataclass(frozen=True, kw_only=True)

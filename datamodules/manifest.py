@@ -3,14 +3,14 @@
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import FailFast, Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import (
     Count,
     PlainName,
     Positive,
@@ -130,16 +130,9 @@ class Manifest:
         del content["location"]
         return json.dumps(content, indent=1) + "\n"
 
-    def save(self, folder: Path) -> Path:
+    def save(self, folder: Path) -> None:
         """Write `folder/manifest.json` atomically."""
-        path = folder / MANIFEST_NAME
-        temporary = folder / f".{MANIFEST_NAME}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(self.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        return path
+        write_atomically(folder / MANIFEST_NAME, self.to_json())
 
 
 def load_manifest(location: str | Path) -> Manifest:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from longhaul.datamodules.untrusted import one_line, read_regular
+from longhaul.datamodules.files.untrusted import one_line, read_regular
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from longhaul.datamodules.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line
 
 ENDINGS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What ends a process, or a generator, on purpose, and is passed on."""

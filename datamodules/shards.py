@@ -12,8 +12,9 @@ from typing import IO, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from longhaul.datamodules.files.atomic import whole_file
+from longhaul.datamodules.files.untrusted import open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
-from longhaul.datamodules.untrusted import open_regular, sha256_of, shown
 
 MEMBER_SUFFIX = ".tokens.npy"
 
@@ -61,60 +62,52 @@ def reading(path: Path) -> Iterator[None]:
 
 
 class _HashingFile:
-    """A writable file that counts and hashes the bytes written to it."""
+    """A writable file that hashes the bytes written to it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self.sha256 = hashlib.sha256()
-        self.bytes = 0
 
     def write(self, block: bytes) -> int:
         self.sha256.update(block)
-        self.bytes += len(block)
         return self._file.write(block)
 
 
-def temporary_name(path: Path) -> Path:
-    """The name of a shard until it is checked; the dot hides it from `*.tar`."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-def write_shard(
+@contextmanager
+def new_shard(
     path: Path, first_document: int, documents: Iterable[Tokens], vocab_size: int
-) -> ShardEntry:
-    """Write documents to the temporary name of `path`, read them back, and return the entry.
+) -> Iterator[ShardEntry]:
+    """Context with the entry of a shard, which is written and read back, and not yet at `path`.
 
-    The caller renames the file. Its bytes are a pure function of the arguments, because the times
-    and owners in the tar headers are fixed. Every id must be below `vocab_size`.
+    It is there when the context ends without an error. Its bytes are a pure function of the
+    arguments, because the times and owners in the tar headers are fixed. Every id must be below
+    `vocab_size`.
     """
     # Imported here: webdataset loads torch, and a bad source should be refused before that.
     from webdataset.writer import TarWriter
 
-    temporary = temporary_name(path)
     count = 0
     document: Tokens | None = None
     try:
-        with temporary.open("wb") as file:
+        with whole_file(path) as file:
             hashing = _HashingFile(file)
             with TarWriter(hashing, mtime=0) as writer:
                 for count, document in enumerate(documents, start=1):
                     key = f"{first_document + count - 1:09d}"
                     writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
             file.flush()
-            os.fsync(file.fileno())
-        entry = ShardEntry(
-            name=path.name, bytes=hashing.bytes, documents=count, sha256=hashing.sha256.hexdigest()
-        )
-        check_file(temporary, entry)
-        assert document is not None, "a shard has at least one document"
-        Shard(temporary, entry, document.size, document.dtype).check_ids(vocab_size)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, UnreadShardError):
-            # The error of a failing write does not name the file.
-            raise OSError(error.errno, error.strerror, str(path)) from None
+            sha256 = hashing.sha256.hexdigest()
+            entry = ShardEntry(name=path.name, bytes=file.tell(), documents=count, sha256=sha256)
+            written = Path(file.name)
+            check_file(written, entry)
+            assert document is not None, "a shard has at least one document"
+            Shard(written, entry, document.size, document.dtype).check_ids(vocab_size)
+            yield entry
+    except UnreadShardError:
         raise
-    return entry
+    except OSError as error:
+        # The error of a failing write does not name the file.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_file(path: Path, entry: ShardEntry) -> None:

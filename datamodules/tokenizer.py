@@ -21,9 +21,9 @@ from longhaul.datamodules.decoding import (
     StreamDecoder,
     UnescapingDecoder,
 )
+from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")

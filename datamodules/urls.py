@@ -1,10 +1,8 @@
 """Paths and URLs: how to tell them apart and read them, and a cache keyed by the whole URL."""
 
-import fcntl
 import hashlib
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +11,9 @@ from typing import TypeVar
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.atomic import whole_file
+from longhaul.datamodules.files.locks import lock
+from longhaul.datamodules.files.untrusted import open_to_write
 
 SQLITE = "sqlite:///"
 """What the address of an MLflow database begins with, before the path of its file."""
@@ -135,18 +135,12 @@ def _identity(path: Path) -> tuple[int, int, int] | None:
 
 
 def _download(url: str, path: Path, is_intact: Callable[[Path], bool]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name[:32]}-", suffix=".tmp", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for block in _blocks(url):
-                file.write(block)
-        if not is_intact(temporary):
-            size = temporary.stat().st_size
-            raise OSError(f"the {size} bytes received are not the file in the manifest")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        for block in _blocks(url):
+            file.write(block)
+        file.flush()
+        if not is_intact(Path(file.name)):
+            raise OSError(f"the {file.tell()} bytes received are not the file in the manifest")
 
 
 def _blocks(url: str) -> Iterator[bytes]:
@@ -172,5 +166,5 @@ def _retrying(url: str, action: Callable[[], Result]) -> Result:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with open(open_to_write(path, os.O_WRONLY), "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), waits=True)
         yield

@@ -6,8 +6,8 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.untrusted import one_line
 
 Codec: TypeAlias = Literal["blosc", "gzip", "lz4", "zlib", "zstd"]
 

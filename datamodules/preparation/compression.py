@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from longhaul.datamodules.files.untrusted import open_regular
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.untrusted import open_regular
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from longhaul.datamodules.files.untrusted import check_regular, shown
 from longhaul.datamodules.preparation.formats import Text, UnreadableError, content_of, texts_of
-from longhaul.datamodules.untrusted import check_regular, shown
 from longhaul.datamodules.urls import MissingInputError
 
 STANDARD_LIBRARY = "stdlib"

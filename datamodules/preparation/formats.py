@@ -10,6 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.compression import (
     Compression,
@@ -18,7 +19,6 @@ from longhaul.datamodules.preparation.compression import (
     reading,
 )
 from longhaul.datamodules.tokenizer import check_characters
-from longhaul.datamodules.untrusted import one_line, open_regular, shown
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.codecs import Codec, decoded
 from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
-from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.urls import MissingInputError
 
 WHOLE = "whole"

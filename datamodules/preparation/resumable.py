@@ -1,7 +1,6 @@
 """Write documents as shards and a manifest. A stopped preparation resumes at its last shard."""
 
 import dataclasses
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,15 +11,17 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
-from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
-from longhaul.datamodules.shards import Tokens, temporary_name, write_shard
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.locks import lock
+from longhaul.datamodules.files.untrusted import (
     Count,
     check_no_links,
     one_line,
     parse_json,
     shown,
 )
+from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
+from longhaul.datamodules.shards import Tokens, new_shard
 
 PROGRESS_NAME = ".progress.jsonl"
 
@@ -101,7 +102,8 @@ def prepare_shards(
     check_no_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
-        _lock(file, folder)
+        if not lock(file.fileno()):
+            raise ValueError(f"{folder}: another preparation is writing into it")
         shards, cursor = _read_progress(file, folder, template, source.version)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
@@ -115,10 +117,9 @@ def prepare_shards(
                     partial(_report, progress, done, template.document_tokens),
                 )
                 path = folder / f"{prefix}-{len(shards):06d}.tar"
-                entry = write_shard(path, done, batch, template.vocab_size)
-                record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
-                _append(file, record)
-                temporary_name(path).replace(path)
+                with new_shard(path, done, batch, template.vocab_size) as entry:
+                    record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
+                    _append(file, record)
                 shards.append(entry)
                 done += entry.documents
         except ValueError:
@@ -139,7 +140,7 @@ def prepare_shards(
             empty_texts=source.empty_texts,
         )
         for name, content in (extra_files or {}).items():
-            (folder / name).write_bytes(content)
+            write_atomically(folder / name, content)
         manifest.save(folder)
         (folder / PROGRESS_NAME).unlink()
     return load_manifest(folder)
@@ -191,13 +192,6 @@ def _check_same_job(folder: Path, found: dict[str, Any], wanted: dict[str, Any])
                 f"one has {shown(wanted.get(key))}; wanted another folder, or the same source and "
                 "options"
             )
-
-
-def _lock(file: IO[bytes], folder: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{folder}: another preparation is writing into it") from None
 
 
 def _read_progress(

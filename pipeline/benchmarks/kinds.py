@@ -18,6 +18,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -33,7 +34,6 @@ from longhaul.pipeline.planning.sizes import (
 )
 from longhaul.pipeline.runs.folder import RunFolder, load_run, stored_config
 from longhaul.pipeline.system.environment import describe_environment
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.terminal.numbers import in_bytes
 from longhaul.pipeline.tracking.metrics_journal import read_lines
 

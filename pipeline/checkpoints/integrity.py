@@ -3,9 +3,7 @@
 `checksums.json` is written last and holds the size and sha256 of every other file.
 """
 
-import hashlib
 import json
-import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,16 +12,16 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import flush, write_atomically
+from longhaul.datamodules.files.untrusted import (
     Count,
     Sha256,
     check_regular,
-    open_regular,
     parse_json,
     read_regular,
+    sha256_of,
 )
 from longhaul.pipeline.checkpoints.tensor_header import read_header
-from longhaul.pipeline.system.files import flush
 
 FORMAT = 3
 CHECKSUMS = "checksums.json"
@@ -125,7 +123,7 @@ def _verify_file(path: Path, expected: _Checksum) -> None:
     size = path.stat().st_size
     if size != expected.bytes:  # a longer file is not hashed
         raise ValueError(f"found {size:,} bytes, {CHECKSUMS} says {expected.bytes:,}")
-    sha256 = checksum(path)["sha256"]
+    sha256 = sha256_of(path)
     if sha256 != expected.sha256:
         raise ValueError(f"found sha256 {sha256}, {CHECKSUMS} says {expected.sha256}")
     if _TENSOR_FILE.fullmatch(path.name):
@@ -134,9 +132,7 @@ def _verify_file(path: Path, expected: _Checksum) -> None:
 
 def checksum(path: Path) -> dict[str, Any]:
     """Size and sha256 of a file."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        return {"bytes": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def reason(error: BaseException) -> str:
@@ -163,10 +159,7 @@ def _group(name: str) -> str | None:
 def _write_json(path: Path, value: Any) -> dict[str, Any]:
     """Write a file, read it back to compare, and return its checksum."""
     content = json.dumps(value, indent=1).encode()
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, content)
     if path.read_bytes() != content:
         raise CheckpointError(f"{path.name} does not read back as it was written")
     return checksum(path)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from longhaul.datamodules.untrusted import one_line, parse_json, read_regular, shown
+from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.checkpoints.integrity import STATE, CheckpointError, first_cause, verify
 
 _Answer = TypeVar("_Answer")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longhaul.datamodules.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 
 

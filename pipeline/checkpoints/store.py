@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from longhaul.datamodules.files.atomic import flush
 from longhaul.pipeline.checkpoints.integrity import (
     CHECKSUMS,
     CheckpointError,
@@ -36,7 +37,6 @@ from longhaul.pipeline.checkpoints.integrity import (
 )
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, ask_first_rank
 from longhaul.pipeline.checkpoints.writer import CheckpointWriter
-from longhaul.pipeline.system.files import flush
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import Count, open_regular, parse_json, shown
+from longhaul.datamodules.files.untrusted import Count, open_regular, parse_json, shown
 
 ITEM_BYTES = {
     "BOOL": 1,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from longhaul.datamodules.untrusted import Count
+from longhaul.datamodules.files.untrusted import Count
 from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from longhaul.datamodules.files.atomic import flush
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, checksum
-from longhaul.pipeline.system.files import flush
 
 # Largest file. Each is read back after it was written, which takes this much additional memory.
 _MAX_FILE_BYTES = 1 << 29

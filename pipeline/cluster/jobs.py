@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import parse_json, read_regular
+from longhaul.datamodules.files.untrusted import parse_json, read_regular
 from longhaul.pipeline.system.programs import output_of
 
 JOBS_FILE = "slurm/jobs.jsonl"

@@ -5,12 +5,10 @@ on the run's journal shows it. Only the end of a journal is read, since it may b
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import re
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,8 @@ from typing import Any
 import yaml
 
 from longhaul.configs.yaml_text import parse_yaml
-from longhaul.datamodules.untrusted import one_line, open_regular, read_regular
+from longhaul.datamodules.files.locks import is_locked
+from longhaul.datamodules.files.untrusted import one_line, open_regular, read_regular
 from longhaul.pipeline.cluster.jobs import SlurmJob, slurm_jobs, training_jobs
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.terminal.table import print_table
@@ -53,7 +52,6 @@ _TAIL_BYTES = (256 << 10, 8 << 20)
 _UPDATES = 20  # the speed is the median of this many
 _CHECKPOINT = re.compile(r"step-\d{9,}")
 _ENDS = {"FINISHED": "finished", "KILLED": "stopped", "FAILED": "failed"}
-_FLOCK = "hhqqi4x"  # struct flock of Linux on 64 bits: type, whence, start, len, pid
 
 
 def print_status(roots: Sequence[str], experiment: str | None) -> None:
@@ -145,7 +143,7 @@ def _finished(folder: Path) -> tuple[Finished | None, str]:
 
 def _folder_state(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:
     journal = folder / "logs" / "metrics.jsonl"
-    if _is_locked(journal.with_name(f"{journal.name}.lock")):
+    if is_locked(journal.with_name(f"{journal.name}.lock")):
         return "running"
     if not journal.exists():
         return "not started"
@@ -236,16 +234,3 @@ def _parse(content: bytes) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             lines.append(parse_line(raw))
     return lines
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a process on any node holds the lock. The question itself never holds it."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-        try:
-            answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-        except OSError:  # a file system without locks
-            return False
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig, to_yaml
-from longhaul.datamodules.untrusted import check_regular, open_to_write
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import check_regular, open_to_write
 from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
@@ -23,7 +24,6 @@ from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import SUBMITTED
 from longhaul.pipeline.runs.sweep import read_sweep, remember_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
-from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

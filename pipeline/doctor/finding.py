@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-from longhaul.datamodules.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line
 
 GPU_CHECK_SECONDS = 90.0
 """Time limit of a check that creates contexts on all GPUs of a node, or connects them.

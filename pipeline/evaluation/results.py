@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longhaul.datamodules.untrusted import PlainName, parse_json, read_regular
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import PlainName, parse_json, read_regular
 from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
-from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.datamodules.loaders import HeldOut
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.datamodules.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.runs.data import moved_data_are_explained

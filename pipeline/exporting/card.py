@@ -7,9 +7,9 @@ from typing import Any
 
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.files.plain_text import plain
+from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.plain_text import plain
-from longhaul.datamodules.untrusted import parse_json, read_regular, shown
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
 

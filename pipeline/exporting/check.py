@@ -22,9 +22,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import Tokenizer
-from longhaul.datamodules.untrusted import one_line
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CheckpointError

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from longhaul.datamodules.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.tensor_header import ITEM_BYTES, read_header
 from longhaul.pipeline.runs.exported import WEIGHTS, WEIGHTS_INDEX

@@ -11,15 +11,15 @@ from pydantic import Field
 from safetensors.torch import load_file, save
 from torch.utils import _pytree as pytree
 
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.kernels import PowerState
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.generation.decoding import Session, map_power_states
 from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel
-from longhaul.pipeline.system.files import write_atomically
 
 _KEY = "longhaul_session"
 _FORMAT = 1

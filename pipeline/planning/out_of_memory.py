@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.planning.fit import smallest_change
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.training.post_mortem import OutOfGpuMemory

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from longhaul.datamodules.plain_text import plain
+from longhaul.datamodules.files.plain_text import plain
 from longhaul.pipeline.evaluation.figures import (
     LEAST_SPAN,
     as_text,

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from longhaul.configs import ConfigError, RunConfig, load_stored_config
-from longhaul.datamodules.plain_text import plain
-from longhaul.datamodules.untrusted import one_line, parse_json, read_regular
+from longhaul.datamodules.files.plain_text import plain
+from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular
 from longhaul.datamodules.urls import SQLITE
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, Label, parse_label
 from longhaul.pipeline.planning.sizes import attention_layers, build_on_meta, state_bytes

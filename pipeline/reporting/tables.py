@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
 
-from longhaul.datamodules.untrusted import one_line, parse_row, shown
+from longhaul.datamodules.files.untrusted import one_line, parse_row, shown
 from longhaul.pipeline.evaluation.labels import Label, parse_label
 from longhaul.pipeline.tracking.mlflow_limits import short_error
 

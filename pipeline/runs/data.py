@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, load_manifest
 from longhaul.datamodules.tokenizer import FileTokenizer, tokenizer_of
 from longhaul.datamodules.urls import at_home, is_remote, local_path
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
-from longhaul.pipeline.system.files import write_atomically
 
 # The folder in RUN/data of each key of the config that names a manifest.
 _COPIES = {"manifest": "train", "validation_manifest": "validation"}
@@ -38,7 +38,7 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
         tokenizer = tokenizer_of(manifest)
         if key == "manifest" and isinstance(tokenizer, FileTokenizer):
             write_atomically(copy / manifest.tokenizer, tokenizer.content)
-        write_atomically(copy / MANIFEST_NAME, manifest.to_json())
+        manifest.save(copy)
 
 
 def training_manifest(folder: RunFolder, config: RunConfig) -> Manifest:

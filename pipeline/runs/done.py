@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.datamodules.untrusted import Count, parse_json, read_regular
+from longhaul.datamodules.files.untrusted import Count, parse_json, read_regular
 
 
 @dataclass(frozen=True)

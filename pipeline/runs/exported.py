@@ -9,9 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longhaul.configs.loader import to_dict
+from longhaul.datamodules.files.untrusted import (
+    Count,
+    PlainName,
+    one_line,
+    parse_json,
+    read_regular,
+)
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer, Tokenizer, build_tokenizer
-from longhaul.datamodules.untrusted import Count, PlainName, one_line, parse_json, read_regular
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.checkpoints.integrity import reason
 from longhaul.pipeline.checkpoints.tensor_header import read_header

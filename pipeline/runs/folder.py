@@ -17,14 +17,14 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.configs.run_folders import has_run, run_folder_of
 from longhaul.configs.schema import TrackingConfig
 from longhaul.configs.values import typed_keys
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import check_no_links, parse_json, read_regular, shown
 from longhaul.datamodules.named import remember
-from longhaul.datamodules.untrusted import check_no_links, parse_json, read_regular, shown
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.checkpoints.store import newest_step
 from longhaul.pipeline.runs.done import Finished, read_done
 from longhaul.pipeline.runs.named_keys import TRAINED, check_named, places_to_name
 from longhaul.pipeline.system.environment import Environment, describe_environment, source_hashes
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 
 # Keys that must not change when a run is resumed, because they determine its results. A resumed run

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.files.untrusted import shown
 from longhaul.datamodules.named import Place, is_named, is_named_store, list_file
-from longhaul.datamodules.untrusted import shown
 from longhaul.datamodules.urls import is_remote
 
 READ = ("data.",)

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from longhaul.datamodules.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 

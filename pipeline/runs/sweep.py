@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.datamodules.untrusted import check_no_links
+from longhaul.datamodules.files.untrusted import check_no_links
 from longhaul.pipeline.runs.axes import combinations
 from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import TRAINED

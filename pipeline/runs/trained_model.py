@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.untrusted import read_regular
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError

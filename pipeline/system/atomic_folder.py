@@ -1,15 +1,15 @@
 """Creates a folder atomically: complete or not at all, and never over files of anybody else."""
 
 import ctypes
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from longhaul.datamodules.untrusted import open_to_write, read_regular, sha256_of, shown
-from longhaul.pipeline.system.files import flush
+from longhaul.datamodules.files.atomic import flush
+from longhaul.datamodules.files.locks import lock
+from longhaul.datamodules.files.untrusted import open_to_write, read_regular, sha256_of, shown
 
 _MOST_LISTED_BYTES = 16 << 20
 _HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and the flag of Linux's renameat2
@@ -80,23 +80,19 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
     if temporary.is_symlink() or not temporary.is_dir():
         found = f"a link to {shown(os.readlink(temporary))}" if temporary.is_symlink() else "a file"
         raise OSError(f"{temporary}: found {found}, wanted a folder or nothing; remove it")
-    lock = temporary / ".lock"
-    with open(open_to_write(lock, os.O_WRONLY), "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(
-                f"{target}: found another process writing it, wanted one at a time"
-            ) from None
+    locked = temporary / ".lock"
+    with open(open_to_write(locked, os.O_WRONLY), "w") as file:
+        if not lock(file.fileno()):
+            raise OSError(f"{target}: found another process writing it, wanted one at a time")
         try:
             # Remove what a killed process left behind.
             for entry in temporary.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
-                elif entry != lock:
+                elif entry != locked:
                     entry.unlink()
             yield temporary
-            lock.unlink()
+            locked.unlink()
             for path in (*sorted(temporary.iterdir()), temporary):
                 flush(path)
             if listing is not None and target.is_dir() and any(target.iterdir()):

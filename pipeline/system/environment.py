@@ -1,6 +1,5 @@
 """Describes what a run ran on: commit, packages, machine."""
 
-import hashlib
 import importlib.metadata
 import inspect
 import os
@@ -13,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from longhaul.datamodules.untrusted import Sha256
+from longhaul.datamodules.files.untrusted import Sha256, sha256_of
 from longhaul.kernels.backend import why_unavailable
 from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import driver_version, output_of
@@ -114,11 +113,7 @@ def source_commit() -> str | None:
 def source_hashes(kinds: Iterable[str]) -> dict[str, str]:
     """SHA-256 of the file in which each kind of attention is written, in hexadecimal."""
     files = {kind: inspect.getsourcefile(attention_config(kind)) for kind in kinds}
-    return {
-        kind: hashlib.sha256(Path(file).read_bytes()).hexdigest()
-        for kind, file in files.items()
-        if file is not None
-    }
+    return {kind: sha256_of(Path(file)) for kind, file in files.items() if file is not None}
 
 
 def _processor() -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from longhaul.datamodules.plain_text import plain
+from longhaul.datamodules.files.plain_text import plain
 
 LONGEST_LINE = 1200
 """Characters of a message."""

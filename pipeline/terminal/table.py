@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from longhaul.datamodules.plain_text import plain
+from longhaul.datamodules.files.plain_text import plain
 
 
 def print_table(

@@ -12,7 +12,6 @@ is not written again. The numbers of events are assigned here. Values that JSON 
 the strings "NaN", "Infinity" and "-Infinity", which float() reads back.
 """
 
-import fcntl
 import json
 import logging
 import math
@@ -27,14 +26,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from longhaul.datamodules.untrusted import (
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.locks import lock
+from longhaul.datamodules.files.untrusted import (
     Count,
     InnerPath,
     open_regular,
     open_to_write,
     parse_json,
 )
-from longhaul.pipeline.system.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -379,28 +379,26 @@ def _now_ms() -> int:
 def _lock_file(path: Path, seconds: float) -> int:
     """Lock a file until its handle, which is returned, is closed or the process ends.
 
-    This is a POSIX lock on a file of its own. Unlike flock, data loader workers do not inherit it,
-    which may outlive a killed trainer by seconds. And closing another file descriptor of the
-    journal does not release it. Another process that has it is waited for so many seconds.
+    It is not the journal itself, which this process also opens to read: closing that would release
+    the lock. Another process that has it is waited for so many seconds.
     """
     handle = open_to_write(path, os.O_RDWR)
     deadline = time.monotonic() + seconds
     has_warned = False
     while True:
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError) as error:
-            holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
-            message = f"{path.with_suffix('')} is being written by another process ({holder})"
-            if time.monotonic() >= deadline:
-                os.close(handle)
-                raise JournalBusyError(message) from error
+            if lock(handle):
+                break
         except OSError as error:
             # Some network file systems have no locks. Without one, the journal is still correct as
             # long as only one process writes it.
             logger.warning("%s cannot be locked: %s", path, error.strerror)
             return handle
+        holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
+        message = f"{path.with_suffix('')} is being written by another process ({holder})"
+        if time.monotonic() >= deadline:
+            os.close(handle)
+            raise JournalBusyError(message)
         if not has_warned:
             logger.warning("%s; waiting for %.0f s at most", message, seconds)
             has_warned = True

@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from longhaul.datamodules.files.untrusted import copy_regular, inner_path
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import copy_regular, inner_path
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, position
 from longhaul.pipeline.tracking.mlflow_limits import (

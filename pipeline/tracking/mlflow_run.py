@@ -17,7 +17,6 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 - A finished run that is set to RUNNING again keeps its old end time until it ends again.
 """
 
-import fcntl
 import getpass
 import importlib
 import logging
@@ -36,10 +35,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.locks import lock
+from longhaul.datamodules.files.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.named import is_named
-from longhaul.datamodules.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.urls import SQLITE
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.metrics_journal import last_status
 from longhaul.pipeline.tracking.mlflow_limits import (
     InUseError,
@@ -92,16 +92,12 @@ def load_mlflow(uri: str) -> None:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Exclude other threads, and other processes that lock the same file, from the context.
-
-    A POSIX lock has no effect between threads, but unlike flock, data loader workers do not inherit
-    it.
-    """
+    """Exclude other threads, and other processes that lock the same file, from the context."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_between_threads, open(open_to_write(path, os.O_WRONLY), "wb") as file:
         # Some network file systems have no locks.
         with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_EX)
+            lock(file.fileno(), waits=True)
         yield
 
 

@@ -16,12 +16,12 @@ from types import FrameType
 import torch
 
 from longhaul.configs import ConfigError, RunConfig, to_yaml
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
 from longhaul.pipeline.system.devices import uses_gpu
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 

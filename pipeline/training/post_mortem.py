@@ -10,7 +10,7 @@ from typing import BinaryIO
 import torch
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.distributed.gpu_environment import FLIGHT_RECORD
 from longhaul.pipeline.terminal.numbers import in_bytes
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import psutil
 
-from longhaul.datamodules.untrusted import one_line, open_regular
+from longhaul.datamodules.files.untrusted import one_line, open_regular
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+
+from longhaul.datamodules.files.atomic import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +112,12 @@ class UpdateProfiler:
     def _write(self, recorded: profile) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         file = self._folder / f"step-{self._first_step:09d}-rank-{rank:05d}.json.gz"
-        temporary = file.with_name(f".{file.name}")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary.unlink(missing_ok=True)  # a FIFO would be waited for, a link followed
-            recorded.export_chrome_trace(str(temporary))
-            os.replace(temporary, file)
+            with tempfile.TemporaryDirectory() as scratch:
+                packed = Path(scratch, file.name)
+                recorded.export_chrome_trace(str(packed))
+                write_atomically(file, packed.read_bytes())
         except OSError as error:
             # A failing profile must not end the training that it observes.
             logger.warning("the trace %s could not be written: %s", file, error)

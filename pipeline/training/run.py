@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.store import (

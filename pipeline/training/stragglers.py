@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, median_low
 
-from longhaul.datamodules.untrusted import open_to_write
+from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.training.profiling import Communication
 
 logger = logging.getLogger(__name__)

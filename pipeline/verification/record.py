@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from longhaul.datamodules.untrusted import one_line, parse_json, read_regular, shown
-from longhaul.pipeline.system.files import write_atomically
+from longhaul.datamodules.files.atomic import write_atomically
+from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
 from longhaul.pipeline.verification.machine import Machine
 
 FORMAT = 1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from longhaul.datamodules.files.untrusted import check_no_links
 from longhaul.datamodules.named import is_named, is_named_store, names, remember
-from longhaul.datamodules.untrusted import check_no_links
 
 
 @pytest.fixture(autouse=True)

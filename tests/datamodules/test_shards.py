@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import webdataset
 
+from longhaul.datamodules.files.untrusted import sha256_of
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.shards import Shard, ShardError, write_shard
+from longhaul.datamodules.shards import Shard, ShardError, new_shard
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.untrusted import sha256_of
 
 
 def store_of(manifest: Manifest, **options) -> ShardStore:
@@ -316,6 +316,8 @@ def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
     replacing = store_of(small, replaces_bad=True)
     assert first_tokens(replacing, 1) == [0, 64, 128]
     document = np.array([1, 2, 300], np.uint16)
-    with pytest.raises(ShardError, match=r"id 300 in document 0, wanted ids below .* 300$"):
-        write_shard(tmp_path / "new.tar", 0, [document], 300)
+    message = r"id 300 in document 0, wanted ids below .* 300$"
+    new = new_shard(tmp_path / "new.tar", 0, [document], 300)
+    with pytest.raises(ShardError, match=message), new:
+        pass
     assert not list(tmp_path.glob("*new*"))

@@ -10,13 +10,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.pipeline.evaluation.labels import metric_prefix
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.tasks import lm_eval_task
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.generation.decoding import tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
-from longhaul.pipeline.system.files import write_atomically
 from longhaul.pipeline.terminal.output import run_shown
 
 logger = logging.getLogger(__name__)

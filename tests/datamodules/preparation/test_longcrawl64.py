@@ -1,6 +1,8 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numcodecs
@@ -253,8 +255,11 @@ def test_a_second_preparation_at_the_same_time_is_refused(make_store, tmp_path: 
 
     def progress(tokens: int) -> None:
         if tokens == 30 * COLUMNS:
-            with pytest.raises(ValueError, match="out: another preparation is writing into it"):
-                prepare(path, tmp_path / "out")
+            with (
+                ProcessPoolExecutor(1, get_context("fork")) as other,
+                pytest.raises(ValueError, match="out: another preparation is writing into it"),
+            ):
+                other.submit(prepare, path, tmp_path / "out").result()
 
     prepare(path, tmp_path / "out", progress=progress)
 

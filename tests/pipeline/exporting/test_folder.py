@@ -151,7 +151,7 @@ def test_what_cannot_be_exported_is_refused(
     refused(try_export("nowhere", "new"), "nowhere: found no such folder, wanted a run folder")
     (base.path / ".new.unfinished").mkdir()
     with (base.path / ".new.unfinished" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.lockf(lock, fcntl.LOCK_EX)
         busy = try_export("small", "new")
     assert busy.returncode == 1
     assert "new: found another process writing it, wanted one at a time" in busy.stderr

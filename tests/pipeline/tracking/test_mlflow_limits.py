@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tracked_runs import mlflow_run, started_tracker
 
-from longhaul.datamodules.untrusted import copy_regular
+from longhaul.datamodules.files.untrusted import copy_regular
 from longhaul.pipeline.tracking.mlflow_limits import clean_name, short_error
 from longhaul.pipeline.tracking.mlflow_mirror import MlflowMirror
 

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.native import ENDINGS
-from longhaul.datamodules.untrusted import one_line
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import TooShortError
 
 

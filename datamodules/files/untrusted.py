@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from longhaul.datamodules.plain_text import plain
+from longhaul.datamodules.files.plain_text import plain
 
 T = TypeVar("T")
 
@@ -63,10 +63,13 @@ _KINDS = {
 }
 
 
-def open_regular(path: Path) -> BufferedReader:
+def open_regular(path: Path, flags: int = 0) -> BufferedReader:
     """Open a regular file, or a link to one, for reading.
 
     Reading a FIFO would wait for a writer, and reading a device may never end.
+
+    Args:
+        flags: more flags of `os.open`; with os.O_NOFOLLOW a link is an OSError.
 
     Raises:
         ValueError: the path is that of something else.
@@ -74,7 +77,7 @@ def open_regular(path: Path) -> BufferedReader:
     """
     check_regular(path)
     # Something else may have taken its place since, for which opening must not wait either.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
     try:
         _check_mode(path, os.fstat(handle).st_mode)
         return open(handle, "rb")
@@ -109,16 +112,11 @@ def copy_regular(source: Path, target: Path, largest: int) -> None:
         ValueError: it is something else, or larger.
         OSError: it cannot be opened or copied.
     """
-    handle = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _check_mode(source, os.fstat(handle).st_mode)
-        with open(handle, "rb", closefd=False) as file, target.open("wb") as copy:
-            while block := file.read(1 << 20):
-                if copy.tell() + len(block) > largest:
-                    raise ValueError(f"{source}: found more bytes, wanted {largest:,} at most")
-                copy.write(block)
-    finally:
-        os.close(handle)
+    with open_regular(source, os.O_NOFOLLOW) as file, target.open("wb") as copy:
+        while block := file.read(1 << 20):
+            if copy.tell() + len(block) > largest:
+                raise ValueError(f"{source}: found more bytes, wanted {largest:,} at most")
+            copy.write(block)
 
 
 def inner_path(folder: Path, path: str) -> Path:
@@ -216,7 +214,7 @@ def shown(value: object) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal; OSError for anything but a regular file."""
+    """SHA-256 of a file, in hexadecimal; errors as of `open_regular`."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,0 +1,1 @@
+"""Files: read as anybody may have written them, written whole or not at all, and locked."""

@@ -1,0 +1,49 @@
+"""Writes files atomically: a reader sees the old contents or the new."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedWriter
+from pathlib import Path
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BufferedWriter]:
+    """Context with a new file that takes the place of `path` when it ends without an error.
+
+    By then it is flushed to disk: a crash leaves the old file or the new. What a killed process
+    leaves is called `.*.tmp`.
+    """
+    # The name is new on all nodes. Should there be something, it is neither followed nor emptied.
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    with temporary.open("xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file as `whole_file` does.
+
+    Raises OSError, one line with the file's name, if it cannot be written.
+    """
+    try:
+        with whole_file(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def flush(path: Path) -> None:
+    """Flush a file to disk, or a folder's entries, which are what a rename changes."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
