@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.evaluation.options import TaskOptions
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 BYTES_PER_TOKEN = "evaluation/bytes_per_token"
 """The metric of the validation text, from which reports compute bits per byte."""
 
 
-def differences_from_training(trained: TrainedModel, options: Options) -> list[str]:
+def differences_from_training(trained: TrainedModel, options: TaskOptions) -> list[str]:
     """How reading differs from training, such as [context-4096, linear-4]; empty if it does not."""
     positions, context = trained.positions, trained.config.data.context
     differences = [] if context == positions.context else [f"context-{context}"]
     if positions.name != "none":
         differences.append(f"{positions.name}-{positions.factor:g}")
-    if options.text:
-        differences.append("text-" + _text_name(options.text))
+    if text := getattr(options, "text", ()):  # not every task reads texts
+        differences.append("text-" + _text_name(text))
     return differences
 
 
@@ -32,17 +32,17 @@ def _text_name(files: Sequence[Path]) -> str:
     return f"{name}-{hashlib.sha256(digests).hexdigest()[:8]}"
 
 
-def metric_prefix(trained: TrainedModel, options: Options) -> str:
+def metric_prefix(trained: TrainedModel, options: TaskOptions) -> str:
     """What the metric names of a task begin with."""
     return "/".join(["evaluation", *differences_from_training(trained, options)])
 
 
-def label(trained: TrainedModel, options: Options) -> str:
+def label(trained: TrainedModel, options: TaskOptions) -> str:
     """Name of the results of a checkpoint read in one way, such as step-000000030-linear-4."""
     return "-".join([trained.checkpoint.name, *differences_from_training(trained, options)])
 
 
-def results_folder(trained: TrainedModel, options: Options) -> Path:
+def results_folder(trained: TrainedModel, options: TaskOptions) -> Path:
     """The folder of the results that have this label."""
     return trained.folder.path / "evaluation" / label(trained, options)
 

@@ -1,73 +1,76 @@
-"""The tasks of `longhaul evaluate` by name, in the order in which they run."""
+"""The tasks of `longhaul evaluate`: the files of the folder tasks/, in alphabetical order.
 
-from collections.abc import Sequence
+The files are read, and not imported, since they import torch, which takes seconds: the command's
+help would have to wait for it.
+"""
 
-from longhaul.pipeline.evaluation.task import Task
+import ast
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longhaul.pipeline.evaluation import options, tasks
+from longhaul.pipeline.evaluation.task import Option, Task
+
+if TYPE_CHECKING:
+    from longhaul.pipeline.evaluation.tables import TaskTable
+
+
+def read_task(file: Path) -> Task:
+    """The task in a file of the folder, without its code.
+
+    Raises ValueError if it has no class `Options`.
+    """
+    tree = ast.parse(file.read_bytes())
+    classes = _classes(ast.parse(Path(options.__file__).read_bytes())) | _classes(tree)
+    if "Options" not in classes:
+        raise ValueError(f"{file}: found no class Options, wanted that of the task's options")
+    help_text = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+    found = dict(_options(classes["Options"], classes))
+    return Task(f"{tasks.__name__}.{file.stem}", _as_help(help_text), found)
+
+
+def _classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
+    return {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
+
+
+def _options(
+    definition: ast.ClassDef, classes: dict[str, ast.ClassDef]
+) -> Iterator[tuple[str, Option]]:
+    """The fields of a dataclass, after those of its base classes."""
+    for base in definition.bases:
+        yield from _options(classes[ast.unparse(base)], classes)
+    for line, below in pairwise([*definition.body, ast.Pass()]):
+        if not isinstance(line, ast.AnnAssign) or line.value is None:
+            continue
+        written = ast.unparse(line.annotation)
+        if not written.startswith("ClassVar"):
+            text = below.value.value if isinstance(below, ast.Expr) else ""  # type: ignore[attr-defined]
+            default = ast.literal_eval(line.value)
+            yield ast.unparse(line.target), Option(written, default, _as_help(text))
+
+
+def _as_help(docstring: str) -> str:
+    """A docstring as argparse's help: one line that neither begins nor ends like a sentence."""
+    line = " ".join(inspect.cleandoc(docstring).split()).removesuffix(".")
+    return line[:1].lower() + line[1:]
+
 
 TASKS: dict[str, Task] = {
-    # Before positions, whose figure shows the bigram's loss.
-    "bigram": Task(
-        "bigram",
-        "loss of a bigram model counted on the same training text",
-        is_shared=False,
-        decided_by=("text", "context"),
-    ),
-    "positions": Task(
-        "positions",
-        "loss at each position of the context, in bins of a hundredth of it, and its mean over all "
-        "positions up to 1, 2, 4, ...",
-        decided_by=("text", "context"),
-    ),
-    "context": Task(
-        "context",
-        "loss at each of --contexts, on the same tokens",
-        decided_by=("text", "contexts"),
-    ),
-    "perplexity": Task(
-        "perplexity",
-        "perplexity through a window of each of --contexts that slides by --stride",
-        decided_by=("text", "contexts", "stride", "document_tokens", "no_bos"),
-    ),
-    "passkey": Task(
-        "passkey",
-        "share of keys, hidden in texts of --lengths tokens, that the model retrieves",
-        decided_by=("lengths", "depths", "prompts", "no_bos"),
-    ),
-    "recall": Task(
-        "recall",
-        "zero-shot recall: share of values recalled from 4 to 128 key-value pairs, --prompts "
-        "sequences per number of pairs",
-        decided_by=("text", "prompts"),
-    ),
-    "attention": Task(
-        "attention",
-        "mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first "
-        "8 windows (of at most 1024 tokens)",
-        is_shared=False,
-        decided_by=("text", "context"),
-    ),
-    "scores": Task(
-        "scores",
-        "attention scores of softmax kinds, before the softmax, of the first window's last token "
-        "(at most 4096 tokens), and the largest of all",
-        is_shared=False,
-        decided_by=("text", "context", "no_bos"),
-    ),
-    "lm-eval": Task(
-        "lm_eval",
-        "tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval",
-        is_shared=False,
-        decided_by=(
-            "context",
-            "lm_eval_tasks",
-            "lm_eval_limit",
-            "lm_eval_shots",
-            "lm_eval_metadata",
-            "lm_eval_generation",
-            "lm_eval_samples",
-        ),
-    ),
+    file.stem.replace("_", "-"): read_task(file)
+    for file in sorted(Path(tasks.__file__).parent.glob("[!_]*.py"))
 }
+"""The tasks by name, in the order in which they run."""
+
+
+@functools.cache
+def task_tables() -> "dict[str, TaskTable]":
+    """The tables that tasks write, by their names without .csv. It imports all tasks."""
+    found = (getattr(task.module, "TABLES", ()) for task in TASKS.values())
+    return {table.name: table for some in found for table in some}
 
 
 def check_tasks(names: Sequence[str], where: str) -> None:

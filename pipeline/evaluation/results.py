@@ -9,7 +9,8 @@ from typing import Any
 
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import PlainName, parse_json, read_regular
-from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
+from longhaul.pipeline.evaluation.options import TaskOptions
+from longhaul.pipeline.evaluation.task import TaskResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Results:
             name: value for record in records if record for name, value in record.values.items()
         }
 
-    def stored(self, name: str, task: Task, options: Options) -> TaskResult | None:
+    def stored(self, name: str, options: TaskOptions) -> TaskResult | None:
         """A task's result under the same options, if it is there with all its files."""
         path = self._record(name)
         if not path.exists():
@@ -51,9 +52,7 @@ class Results:
             logger.warning("%s is damaged: its task is measured again", path)
             return None
         files = tuple(self.folder / file for file in record.files)
-        if record.options != self._deciding_options(task, options) or not all(
-            map(Path.exists, files)
-        ):
+        if record.options != self._deciding_options(options) or not all(map(Path.exists, files)):
             return None
         return TaskResult(record.values, files)
 
@@ -66,12 +65,12 @@ class Results:
         _write(self.summary, self.values() | result.values)
         return TaskResult(result.values, tuple(self.folder / file.name for file in result.files))
 
-    def mark_complete(self, name: str, task: Task, options: Options, result: TaskResult) -> None:
+    def mark_complete(self, name: str, options: TaskOptions, result: TaskResult) -> None:
         """Write TASK.json, from which on `stored` returns this result."""
         _write(
             self._record(name),
             {
-                "options": self._deciding_options(task, options),
+                "options": self._deciding_options(options),
                 "values": result.values,
                 "files": [file.name for file in result.files],
             },
@@ -85,11 +84,10 @@ class Results:
     def _record(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
-    def _deciding_options(self, task: Task, options: Options) -> dict[str, Any]:
-        """The options that decide a task's result, as JSON; for files, digests of their content."""
+    def _deciding_options(self, options: TaskOptions) -> dict[str, Any]:
+        """The options as JSON; for files, digests of their content."""
         deciding: dict[str, Any] = {}
-        for name in task.decided_by:
-            value = getattr(options, name)
+        for name, value in vars(options).items():
             if name == "text":
                 value = [hashlib.sha256(path.read_bytes()).hexdigest() for path in value]
                 value = value or self._validation_text

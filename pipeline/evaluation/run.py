@@ -3,8 +3,9 @@
 import dataclasses
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +13,10 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.datamodules.named import is_named_store
 from longhaul.pipeline.evaluation.labels import label, results_folder
+from longhaul.pipeline.evaluation.options import TaskOptions
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
 from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
 from longhaul.pipeline.runs.folder import stored_config
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 _WRITTEN = ("evaluation", "logs", "mlflow_run_id")
 
 
-def check_options(names: Sequence[str], options: Options, devices: int) -> None:
+def check_options(names: Sequence[str], options: Mapping[str, Any], devices: int) -> None:
     """Raise ValueError for options that are of no use for these tasks, whatever the model is."""
     if devices < 1:
         raise ValueError(f"--devices: found {devices}, wanted 1 or more")
@@ -45,7 +47,7 @@ def check_options(names: Sequence[str], options: Options, devices: int) -> None:
             "number of GPUs"
         )
     _check_options_are_read(names, options)
-    for file in options.text:
+    for file in options.get("text", ()):
         if not file.is_file():
             raise ValueError(f"--text: found no file {file}, wanted text in UTF-8")
 
@@ -53,7 +55,7 @@ def check_options(names: Sequence[str], options: Options, devices: int) -> None:
 def evaluate_checkpoint(
     named: NamedModel,
     names: Sequence[str],
-    options: Options,
+    options: Mapping[str, Any],
     *,
     data: str | None,
     devices: int,
@@ -64,7 +66,7 @@ def evaluate_checkpoint(
     Args:
         named: the checkpoint, and how its positions are scaled.
         names: of the tasks.
-        options: of the tasks, which `check_options` has checked.
+        options: values of fields of the tasks' options, which `check_options` has checked.
         data: where the run's data are now; None means where its config says.
         devices: number of processes.
         again: repeat tasks that have results.
@@ -86,16 +88,14 @@ def evaluate_checkpoint(
     measure_together(devices, _load_and_evaluate, named, names, options, config.data, again)
 
 
-def _check_options_are_read(names: Sequence[str], options: Options) -> None:
+def _check_options_are_read(names: Sequence[str], options: Mapping[str, Any]) -> None:
     """Raise ValueError for an option that the tasks do not read."""
-    for field in dataclasses.fields(Options):
-        if getattr(options, field.name) == field.default:
-            continue
-        others = [name for name in names if field.name not in TASKS[name].decided_by]
+    for field in options:
+        others = [name for name in names if field not in TASKS[name].options]
         # Names of results contain the text and the context, so all tasks must read these two.
-        if len(others) == len(names) or (others and field.name in ("text", "context")):
-            option = "--" + field.name.replace("_", "-")
-            if f"{field.name}s" in TASKS[others[0]].decided_by:
+        if len(others) == len(names) or (others and field in ("text", "context")):
+            option = "--" + field.replace("_", "-")
+            if f"{field}s" in TASKS[others[0]].options:
                 raise ValueError(
                     f"{option}: found with the task {others[0]}, wanted {option}s, which it reads"
                 )
@@ -108,16 +108,16 @@ def _load_and_evaluate(
     ranks: Ranks,
     named: NamedModel,
     names: Sequence[str],
-    options: Options,
+    options: Mapping[str, Any],
     data: DataConfig,
     again: bool,
 ) -> None:
     trained = load_trained_model(*named, ranks=ranks)
     trained = dataclasses.replace(trained, config=dataclasses.replace(trained.config, data=data))
     if "positions" in names:
-        _check_scaling_shows(trained, options.context)
-    if options.context is not None:
-        config = with_context(trained.config, options.context)
+        _check_scaling_shows(trained, options.get("context"))
+    if "context" in options:
+        config = with_context(trained.config, options["context"])
         trained = dataclasses.replace(trained, config=config)
     evaluate(trained, names, options, again=again)
 
@@ -125,37 +125,39 @@ def _load_and_evaluate(
 def evaluate(
     trained: TrainedModel,
     names: Sequence[str],
-    options: Options,
+    options: Mapping[str, Any],
     tracker: Tracker | None = None,
     *,
     again: bool = False,
 ) -> None:
     """Run the tasks; write the result of each to disk and to MLflow as soon as it is there.
 
-    All of `trained.ranks` call this with the same arguments. Only the first rank writes. During
-    training, `tracker` is the run's own.
+    All of `trained.ranks` call this with the same arguments. Only the first rank writes. `options`
+    are values of fields of the tasks' options. During training, `tracker` is the run's own.
 
     Raises:
         ValueError: before the first task runs, one of them cannot measure this model, or not with
             these options.
     """
     ranks = trained.ranks
+    wanted = {name: task.options_from(options) for name, task in TASKS.items() if name in names}
     if not ranks.is_first:
         (missing,) = ranks.gather(list[list[str]]())
-        _check_can_be_measured(trained, missing, options)
+        _check_can_be_measured(trained, missing, wanted)
         for name in missing:
-            if TASKS[name].is_shared:
+            if wanted[name].is_shared:
                 with tempfile.TemporaryDirectory() as scratch:
-                    TASKS[name].measure(trained, options, Path(scratch))
+                    TASKS[name].module.measure(trained, wanted[name], Path(scratch))
         return
-    results = Results(results_folder(trained, options), _validation_text_id(trained))
-    wanted = {name: task for name, task in TASKS.items() if name in names}
-    stored = {n: None if again else results.stored(n, task, options) for n, task in wanted.items()}
+    # The text, which the folder's name contains, is an option of all of these tasks or of none.
+    folder = results_folder(trained, next(iter(wanted.values())))
+    results = Results(folder, _validation_text_id(trained))
+    stored = {n: None if again else results.stored(n, own) for n, own in wanted.items()}
     (missing,) = ranks.gather([[name for name, result in stored.items() if result is None]])
-    _check_can_be_measured(trained, missing, options)
+    _check_can_be_measured(trained, missing, wanted)
     if tracker is None:
         print(f"step {trained.step:,}, {trained.checkpoint}")
-    for name, task in wanted.items():
+    for name, own in wanted.items():
         result = stored[name]
         if result is not None:
             print(f"{name}: results are already there; --again repeats it")
@@ -163,16 +165,19 @@ def evaluate(
         else:
             # The earlier result stays until there is a new one.
             with tempfile.TemporaryDirectory() as scratch:
-                result = results.store(name, task.measure(trained, options, Path(scratch)))
-            _log(trained, options, result, results.summary, tracker)
+                found = TASKS[name].module.measure(trained, own, Path(scratch))
+                result = results.store(name, found)
+            _log(trained, own, result, results.summary, tracker)
             # Only after logging, since a complete result is not logged again.
-            results.mark_complete(name, task, options, result)
+            results.mark_complete(name, own, result)
         _show(result)
 
 
-def _check_can_be_measured(trained: TrainedModel, names: Sequence[str], options: Options) -> None:
+def _check_can_be_measured(
+    trained: TrainedModel, names: Sequence[str], options: Mapping[str, TaskOptions]
+) -> None:
     for name in names:
-        TASKS[name].check(trained, options)
+        TASKS[name].module.check(trained, options[name])
 
 
 def _validation_text_id(trained: TrainedModel) -> str:
@@ -206,7 +211,7 @@ def _check_scaling_shows(trained: TrainedModel, context: int | None) -> None:
 
 def _log(
     trained: TrainedModel,
-    options: Options,
+    options: TaskOptions,
     result: TaskResult,
     summary: Path,
     tracker: Tracker | None,

@@ -17,7 +17,7 @@ from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
 from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.evaluation.options import TextOptions
 from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
@@ -94,7 +94,9 @@ def validation_batches(
     return read.loader(config.trainer.micro_batch, rank=0, world_size=every)
 
 
-def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWindows | BatchLoader:
+def read_windows(
+    trained: TrainedModel, options: TextOptions, context: int
+) -> CutWindows | BatchLoader:
     """All windows of the texts that the options name, or of the run's validation samples.
 
     About as many validation tokens are read as in training, whatever the context.
@@ -103,15 +105,16 @@ def read_windows(trained: TrainedModel, options: Options, context: int) -> CutWi
     if not options.text:
         key = "data.context"
         if context != trained.positions.context:
-            key = "--context" if context == options.context else "--contexts"
-            key = "--document-tokens" if context == options.document_tokens else key
+            names = ("document_tokens", "context")
+            own = [name for name in names if context == getattr(options, name, None)]
+            key = "--" + (own[0].replace("_", "-") if own else "contexts")
         return validation_batches(config, trained.manifest, key)
     texts = _read_texts(trained, options, context)
     return CutWindows(texts, context, trained.manifest.bos_id, config.trainer.micro_batch)
 
 
 def read_documents(
-    trained: TrainedModel, options: Options, length: int
+    trained: TrainedModel, options: TextOptions, length: int
 ) -> list[Int[Tensor, "length"]]:
     """All windows of a length in memory, so that they can be read in more than one way."""
     return _targets(read_windows(trained, options, length))
@@ -145,7 +148,7 @@ def bytes_per_token(targets: Iterable[Int[Tensor, "T"]], manifest: Manifest) -> 
 
 
 def read_beginnings(
-    trained: TrainedModel, options: Options, length: int
+    trained: TrainedModel, options: TextOptions, length: int
 ) -> list[Int[Tensor, "length"]]:
     """The first tokens of each document: of each text, or of documents of the validation shards.
 
@@ -163,7 +166,7 @@ def read_beginnings(
     return _targets(validation_batches(config, trained.manifest, every=each))
 
 
-def _read_texts(trained: TrainedModel, options: Options, least: int) -> list[Int[Tensor, "T"]]:
+def _read_texts(trained: TrainedModel, options: TextOptions, least: int) -> list[Int[Tensor, "T"]]:
     """The tokens of each text; ValueError if there are less than `least` in one of them."""
     tokenizer = tokenizer_of(trained.manifest)
     texts = []

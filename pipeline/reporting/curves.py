@@ -2,10 +2,11 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
+from longhaul.pipeline.evaluation.tables import Band, Curve
 from longhaul.pipeline.reporting.comparison import by_seed
 from longhaul.pipeline.reporting.drawing import Row, Series
 from longhaul.pipeline.reporting.groups import OPTIONS, EvaluatedRun, Group
@@ -18,24 +19,6 @@ _LINE_STYLES = ("--", "-.", ":")
 
 MOST_DRAWN = 500.0
 """Nats up to which bounds and lines of perplexities are drawn; exp of more overflows."""
-
-Band: TypeAlias = tuple[Sequence[float], Sequence[float]]
-"""Lower and upper bounds."""
-
-
-class Curve(NamedTuple):
-    """A run's columns by their names in the CSV; the first is x in the figure, the last is y."""
-
-    columns: Mapping[str, Sequence[Any]]
-    band: Band | None = None
-
-    @property
-    def x(self) -> Sequence[float]:
-        return next(iter(self.columns.values()))
-
-    @property
-    def y(self) -> Sequence[float]:
-        return list(self.columns.values())[-1]
 
 
 def table_rows(named: NamedRuns, group: Group, curves: Sequence[Curve]) -> list[Row]:

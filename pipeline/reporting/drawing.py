@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from longhaul.pipeline.evaluation.figures import (
     tokens_axis,
     widen,
 )
+from longhaul.pipeline.evaluation.tables import XAxis, YAxis
 from longhaul.pipeline.reporting.variants import Look
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Sequence[str | int | float]
-XAxis = Literal["context", "tokens", "position", "bytes"]
-YAxis = Literal["loss", "perplexity", "from zero", "share", "score", "log"]
 
 _MOST_MARKERS = 8
 _TRAINED = "training context"

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from longhaul.datamodules.urls import at_home
+from longhaul.pipeline.evaluation.tables import TaskTable
 from longhaul.pipeline.reporting import comparison, evaluations, summaries, training, verdicts
 from longhaul.pipeline.reporting.drawing import Figure, Table, draw, write_csv
 from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
+from longhaul.pipeline.reporting.tables import TABLES
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 from longhaul.pipeline.system.atomic_folder import (
     atomic_folder,
@@ -19,25 +22,29 @@ from longhaul.pipeline.system.atomic_folder import (
 
 logger = logging.getLogger(__name__)
 
-_POSITIONS = (
-    "longhaul evaluate RUN --tasks positions --context N, with N tokens in a window: a divisor of "
-    "the documents' length, such as 4 times the training context"
-)
-_SCORES = "longhaul evaluate RUN --tasks scores --context N, of a softmax kind"
 _NO_PAIR = (
     "no finished run of another kind has a run of the reference kind (--against) of its seed, "
     "context and data that has read as much"
 )
 _LISTING = "report.sha256"
 
+
+def _measured_by(table: TaskTable) -> str:
+    return f"longhaul evaluate RUN {table.measured_by}"
+
+
+def _charts(are_losses: bool) -> dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]]:
+    """For each table of a task with charts, of losses or of all else: as in _FIGURES."""
+    return {
+        table.title: (partial(evaluations.charts, table), _measured_by(table))
+        for table in TABLES.values()
+        if table.charts and (table.charts[0].y_axis == "loss") is are_losses
+    }
+
+
 _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
-    "Loss in windows of each length": (
-        evaluations.loss_in_windows,
-        "longhaul evaluate RUN --tasks context",
-    ),
-    "Loss at a position": (evaluations.loss_at_position, _POSITIONS),
-    "Mean loss up to a position": (evaluations.loss_up_to_position, _POSITIONS),
+    **_charts(are_losses=True),
     "Training loss at equal sequences": (
         comparison.loss_at_sequences,
         "no finished run logged an update, or the losses there are not finite",
@@ -47,13 +54,7 @@ _FIGURES: dict[str, tuple[Callable[[NamedRuns], Iterable[Figure]], str]] = {
     "Gap at equal tokens": (comparison.gap_against_context, _NO_PAIR),
     "Loss against state": (training.loss_against_state, "no run was validated"),
     "Speed against training context": (training.speed_against_context, "no run logged an update"),
-    "Perplexity of a sliding window": (
-        evaluations.perplexity,
-        "longhaul evaluate RUN --tasks perplexity",
-    ),
-    "Passkeys retrieved": (evaluations.passkey, "longhaul evaluate RUN --tasks passkey"),
-    "Values recalled": (evaluations.recall, "longhaul evaluate RUN --tasks recall"),
-    "Attention scores of the last token": (evaluations.scores, _SCORES),
+    **_charts(are_losses=False),
 }
 """For each title: the function that makes its figures, and the text that is shown if it makes none:
 the reason, or the command that would measure it. The page has them in this order.
@@ -65,9 +66,12 @@ _TABLES: dict[str, tuple[Callable[[NamedRuns], Iterable[Table]], str]] = {
         "no two variants have finished runs of one seed, context and data, and as many tokens",
     ),
     "Means over seeds": (comparison.seeds_table, "no finished run has a loss"),
-    "Attention scores": (summaries.score_tables, _SCORES),
+    **{
+        table.summary.title: (partial(summaries.summaries, table), _measured_by(table))
+        for table in TABLES.values()
+        if table.summary is not None
+    },
     "Loss of a bigram model": (summaries.bigram_tables, "longhaul evaluate RUN --tasks bigram"),
-    "Mixing matrices": (summaries.attention_tables, "longhaul evaluate RUN --tasks attention"),
     "lm-eval": (summaries.lm_eval_tables, "longhaul evaluate RUN --tasks lm-eval"),
     "Tables of position scaling": (
         summaries.ntk_tables,

@@ -4,28 +4,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from longhaul.pipeline.evaluation.tables import Rows
 from longhaul.pipeline.reporting.drawing import Row
 from longhaul.pipeline.reporting.runs import Run
-from longhaul.pipeline.reporting.tables import Evaluated
+from longhaul.pipeline.reporting.tables import TABLES, Evaluated
 from longhaul.pipeline.reporting.variants import NamedRuns
 
 SETTING = ("run", "variant", "step", "positions")
 """The first columns of tables of results."""
 
-_BOS = "beginning-of-sequence id in front"
-_PROTOCOLS = {
-    "perplexity": {
-        "stride": "stride in tokens",
-        "document_tokens": "first tokens read of each document",
-        "bos": _BOS,
-    },
-    "passkey": {"depths": "depths of keys", "bos": _BOS},
-    "scores": {"bos": _BOS},
-}
-"""The columns of options in the tables of tasks, and what captions call them."""
-
-OPTIONS = tuple(dict.fromkeys(name for names in _PROTOCOLS.values() for name in names))
-"""The names of all these columns."""
+OPTIONS = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.options))
+"""The names of all columns of options in tables of tasks."""
 
 
 class EvaluatedRun(NamedTuple):
@@ -62,6 +51,10 @@ class Group(NamedTuple):
     def name(self, task: str) -> str:
         text = f"_{self.text}" if self.text else ""
         return f"{task}_{self.context:06d}{text}{self.suffix}"
+
+    @property
+    def tables(self) -> list[Rows]:
+        return [one.evaluated.rows for one in self.members]
 
     @property
     def where(self) -> str:
@@ -102,27 +95,3 @@ def setting(named: NamedRuns, one: EvaluatedRun) -> Row:
     """The values of SETTING."""
     step = one.evaluated.label.step
     return [one.run.name, named.label(one.run), step, one.scaling or "as trained"]
-
-
-def column_values(group: Group, column: str) -> str:
-    """All values of a column of whole numbers or words, as text: numbers first."""
-    values = {row[column] for one in group.members for row in one.evaluated.rows}
-    numbers = sorted(value for value in values if isinstance(value, int))
-    words = sorted(value for value in values if isinstance(value, str))
-    return ", ".join([*(f"{number:,}" for number in numbers), *words])
-
-
-def protocol(group: Group, task: str) -> str:
-    """The options that decide what the task's results are of, and are not in their label."""
-    return "; ".join(
-        f"{name}: {column_values(group, column)}" for column, name in _PROTOCOLS[task].items()
-    )
-
-
-def passkeys(one: EvaluatedRun) -> dict[int, tuple[int, int]]:
-    """The numbers of right answers and of prompts at each length, over all depths."""
-    counts: dict[int, tuple[int, int]] = {}
-    for row in one.evaluated.rows:
-        right, count = counts.get(row["length"], (0, 0))
-        counts[row["length"]] = right + row["right"], count + row["prompts"]
-    return dict(sorted(counts.items()))

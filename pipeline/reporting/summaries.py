@@ -1,110 +1,27 @@
 """Tables of the results that `longhaul evaluate` logged."""
 
-import math
-from collections.abc import Iterator, Sequence
-from statistics import fmean, median
-from typing import Any
+from collections.abc import Iterator
 
-from longhaul.pipeline.reporting.drawing import Row, Table
-from longhaul.pipeline.reporting.groups import (
-    SETTING,
-    EvaluatedRun,
-    groups,
-    passkeys,
-    protocol,
-    setting,
-)
+from longhaul.pipeline.evaluation.tables import TaskTable, options_in_words
+from longhaul.pipeline.evaluation.tasks.passkey import answers_by_length
+from longhaul.pipeline.reporting.drawing import Table
+from longhaul.pipeline.reporting.groups import SETTING, EvaluatedRun, groups, setting
+from longhaul.pipeline.reporting.tables import TABLES
 from longhaul.pipeline.reporting.variants import NamedRuns
 
 
-def attention_tables(named: NamedRuns) -> Iterator[Table]:
-    """Statistics of mixing matrices, over all heads of all layers."""
-    for group in groups(named, "attention"):
-        rows = list[Row]()
-        windows = [row["windows"] for one in group.members for row in one.evaluated.rows]
-        fewest, most = min(windows), max(windows)
-        read = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-        for one in group.members:
-            heads = one.evaluated.rows
-            lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
-            longest = [row for row in heads if lives and row["half_life"] == max(lives)]
-            rates = [row["rotation"] for row in heads if math.isfinite(row["rotation"])]
-            rows.append(
-                [
-                    *setting(named, one),
-                    max(row["largest"] for row in heads),
-                    *_mean_and_error(heads, "first_token_share"),
-                    *_mean_and_error(heads, "kurtosis"),
-                    median(lives) if lives else math.nan,
-                    *_mean_and_error(longest[:1], "half_life"),
-                    fmean(rates) if rates else math.nan,
-                ]
-            )
+def summaries(table: TaskTable, named: NamedRuns) -> Iterator[Table]:
+    """The summary that a task's file describes, of all runs that have the table."""
+    assert table.summary is not None
+    for group in groups(named, table.name):
+        cells = table.summary.rows(group.tables)
         yield Table(
-            name=group.name("attention"),
-            title=f"Mixing matrices, {group.where}",
-            caption="Of absolute weights in the last half of each window, of which there were "
-            f"{read}: the largest of all, and means; half-lives are of heads that forget. Errors "
-            "are standard errors over windows; for a mean over heads the mean of the heads' "
-            "errors, an upper bound",
-            columns=[
-                *SETTING,
-                "largest weight",
-                "share on the first token",
-                "error of share",
-                "kurtosis",
-                "error of kurtosis",
-                "median half-life (tokens)",
-                "longest half-life (tokens)",
-                "error of longest",
-                "rotation rate (fixed = 1)",
-            ],
-            rows=rows,
-        )
-
-
-def _mean_and_error(heads: Sequence[dict[str, Any]], name: str) -> tuple[float, float]:
-    """The mean over heads, and the mean of the heads' standard errors; NaN of no head."""
-    columns = name, f"{name}_standard_error"
-    mean, error = (fmean(row[column] for row in heads) if heads else math.nan for column in columns)
-    return mean, error
-
-
-def score_tables(named: NamedRuns) -> Iterator[Table]:
-    """The outliers that section 4.5 of CoCA compares between models."""
-    for group in groups(named, "scores"):
-        largest = {}
-        for one in group.members:
-            rows = one.evaluated.rows
-            last = max(row["layer"] for row in rows)
-            parts = [
-                [row["largest"] for row in rows if (row["layer"] < last) is low]
-                for low in (True, False)
-            ]
-            largest[id(one)] = [max(part, default=math.nan) for part in parts]
-        most = {key: max(filter(math.isfinite, parts)) for key, parts in largest.items()}
-        least = min(most.values())
-        yield Table(
-            name=group.name("scores"),
-            title=f"Largest attention scores before the softmax, {group.where}",
-            caption="Absolute scores of all tokens for all before them, in all heads; the last "
-            "column is the largest over that of the run where it is least; "
-            f"{protocol(group, 'scores')}",
-            columns=[
-                *SETTING,
-                "tokens",
-                "low layers",
-                "last layer",
-                "outliers (ratio to the least)",
-            ],
+            name=group.name(table.name),
+            title=f"{table.summary.title}, {group.where}",
+            caption=table.summary.caption(group.tables),
+            columns=[*SETTING, *table.summary.columns],
             rows=[
-                [
-                    *setting(named, one),
-                    max(row["key"] for row in one.evaluated.rows),
-                    *largest[id(one)],
-                    most[id(one)] / least if least else math.nan,
-                ]
-                for one in group.members
+                [*setting(named, one), *row] for one, row in zip(group.members, cells, strict=True)
             ],
         )
 
@@ -154,7 +71,8 @@ def ntk_tables(named: NamedRuns) -> Iterator[Table]:
             yield Table(
                 name=group.name(f"ntk_{task}"),
                 title=f"{title}, {group.where}",
-                caption=f"Columns are lengths of the {what} in tokens; {protocol(group, task)}",
+                caption=f"Columns are lengths of the {what} in tokens; "
+                + options_in_words(group.tables, TABLES[task].options),
                 columns=[*SETTING, *map(str, lengths)],
                 rows=[
                     [
@@ -171,4 +89,7 @@ def _perplexities(one: EvaluatedRun) -> dict[int, float]:
 
 
 def _percentages(one: EvaluatedRun) -> dict[int, float]:
-    return {length: 100 * right / count for length, (right, count) in passkeys(one).items()}
+    return {
+        length: 100 * right / count
+        for length, (right, count) in answers_by_length(one.evaluated.rows).items()
+    }

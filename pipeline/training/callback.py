@@ -34,7 +34,6 @@ from longhaul.pipeline.distributed.strategies import resumable
 from longhaul.pipeline.distributed.watchdog import Watchdog
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
-from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.positions import measure_positions, summarise
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.ranks import ALONE, Ranks
@@ -344,7 +343,7 @@ class TrainingCallback(Callback):
             with ranks.together():
                 trained = load_trained_model(checkpoint, ranks=ranks, device=self._device)
                 tracker = None if self.recorder is None else self.recorder.tracker
-                evaluate(trained, [name], Options(), tracker)
+                evaluate(trained, [name], {}, tracker)
         except (ValueError, OSError, RuntimeError) as error:
             if ranks.is_first:
                 logger.warning(

@@ -60,11 +60,7 @@ _IMPORTED = [
     "longhaul.pipeline.evaluation.run",
     "longhaul.pipeline.generation.run",
     "longhaul.pipeline.preparation.run",
-    *(
-        f"longhaul.pipeline.evaluation.tasks.{task.module}"
-        for task in TASKS.values()
-        if task.module != "lm_eval"
-    ),
+    *(task.module_name for name, task in TASKS.items() if name != "lm-eval"),
     "matplotlib.pyplot",
     "mlflow.tracking",
     "mlflow.store.tracking.sqlalchemy_store",

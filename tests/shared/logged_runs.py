@@ -34,11 +34,11 @@ ATTENTION = (
 def scores(largest: float) -> str:
     """Scores of two layers and four keys; in the last layer they are ten times as large."""
     rows = [
-        f"{layer},{key},{key * 10 ** (layer - 1)},{-key},{20 * key},{largest / (3 - layer)}\n"
+        f"{layer},{key},{key * 10 ** (layer - 1)},{-key},{20 * key},{largest / (3 - layer)},no\n"
         for layer in (1, 2)
         for key in range(1, 5)
     ]
-    return "layer,key,score,least_of_heads,most_of_heads,largest\n" + "".join(rows)
+    return "layer,key,score,least_of_heads,most_of_heads,largest,bos\n" + "".join(rows)
 
 
 class Store:

@@ -48,8 +48,9 @@ from longhaul.pipeline.checkpoints.rng import capture_rng, restore_rng
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.cluster.status import print_status
+from longhaul.pipeline.evaluation.options import ContextOptions
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.exporting.card import _commit, _evaluation
 from longhaul.pipeline.exporting.weights import saved_tensors
 from longhaul.pipeline.generation.decoding import Session
@@ -298,36 +299,44 @@ def read_session(folder: Folder) -> None:
     session.read(model)
 
 
-TASK = Task("positions", "", decided_by=("context",))
-
-
 def write_results(folder: Folder) -> None:
     results = Results(folder, "")
     (folder / "new.csv").write_text("1")
     result = results.store("positions", TaskResult({"loss": 1.5}, (folder / "new.csv",)))
-    results.mark_complete("positions", TASK, Options(), result)
+    results.mark_complete("positions", ContextOptions(), result)
 
 
 def read_results(folder: Folder) -> None:
     results = Results(folder, "")
     results.values()
-    results.stored("positions", TASK, Options())
+    results.stored("positions", ContextOptions())
 
 
 TABLE_TEXTS = {
-    "positions": "position,loss_nats,mean_up_to_here,samples\n1,5.0,5.0,8\n2,4.0,4.5,8\n",
-    "context": "context,tokens,loss_nats\n64,1024,5.0\n128,1024,4.0\n",
-    "perplexity": "window,stride,perplexity,document_tokens,bos\n64,16,20.0,8192,no\n",
-    "passkey": "length,prompts,right,depths,bos\n256,4,4,grid,yes\n512,4,2,grid,yes\n",
+    "positions": (
+        "position,loss_nats,standard_error,mean_up_to_here,standard_error_up_to_here,samples\n"
+        "1,5.0,0.5,5.0,0.5,8\n2,4.0,0.5,4.5,0.25,8\n"
+    ),
+    "context": "context,tokens,loss_nats,standard_error\n64,1024,5.0,0.5\n128,1024,4.0,nan\n",
+    "perplexity": (
+        "window,stride,documents,tokens,loss_nats,perplexity,standard_error,document_tokens,bos\n"
+        "64,16,2,128,3.0,20.0,0.5,8192,no\n"
+    ),
+    "passkey": (
+        "length,depth,prompts,right,depths,bos\n256,0.0,4,4,grid,yes\n512,0.5,4,2,grid,yes\n"
+    ),
     "recall": "pairs,queries,right,chance,low,high\n4,16,16,0.25,0.75,1\n8,16,12,0.125,0.5,0.9\n",
     "attention": (
-        "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation\n"
-        "0,0,2.5,0.5,3.0,7.5,0.25\n1,0,1.5,0.25,3.5,inf,nan\n"
+        "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,"
+        "first_token_share_standard_error,kurtosis_standard_error,half_life_standard_error,windows\n"
+        "0,0,2.5,0.5,3.0,7.5,0.25,0.5,nan,0.5,8\n1,0,1.5,0.25,3.5,inf,nan,0.5,0.5,nan,8\n"
     ),
-    "loss_in_bins": "first,last,loss_nats,standard_error\n1,2,5.0,0.5\n3,3,4.0,0.25\n",
+    "loss_in_bins": (
+        "first,last,loss_nats,standard_error,samples\n1,2,5.0,0.5,8\n3,3,4.0,0.25,8\n"
+    ),
     "scores": (
-        "layer,key,score,least_of_heads,most_of_heads,largest\n1,1,0.5,-1.5,2.5,3.5\n"
-        "1,2,0.25,-1.25,2.0,3.0\n"
+        "layer,key,score,least_of_heads,most_of_heads,largest,bos\n1,1,0.5,-1.5,2.5,3.5,no\n"
+        "1,2,0.25,-1.25,2.0,3.0,no\n"
     ),
 }
 
@@ -342,7 +351,7 @@ def read_tables(folder: Folder) -> None:
         text = (folder / f"{task}.csv").read_bytes().decode()
         for row in read_table(task, text, f"{task}.csv"):
             assert all(
-                isinstance(row[key], int | float | str) for key in TABLES[task].__annotations__
+                isinstance(row[key], int | float | str) for key in TABLES[task].row.__annotations__
             )
 
 

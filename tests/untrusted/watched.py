@@ -117,11 +117,11 @@ def _import_all() -> None:
             "doctor.diagnosis",
         ),
         *("exporting.folder", "reporting.folder", "cluster.submission", "planning.tables"),
-        *(f"evaluation.tasks.{task.module}" for task in TASKS.values() if task.module != "lm_eval"),
     ]
     for module in modules:
         importlib.import_module(f"longhaul.pipeline.{module}")
     for module in (
+        *(task.module_name for name, task in TASKS.items() if name != "lm-eval"),
         *("matplotlib.pyplot", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"),
         *("sqlalchemy.dialects.sqlite", "webdataset.gopen"),
     ):

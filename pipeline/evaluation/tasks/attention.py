@@ -1,13 +1,16 @@
-"""How a model attends to a text: mixing matrices, their outliers, and how long layers remember."""
+"""Mixing matrices, their outliers, half-lives of gates and rates of rotation, on the first 8
+windows (of at most 1024 tokens).
+"""
 
 import csv
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, pvariance
-from typing import NamedTuple, cast
+from statistics import fmean, median, pvariance
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -19,9 +22,107 @@ from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure, standard_error
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
+from longhaul.pipeline.evaluation.tables import (
+    MOST,
+    Count,
+    Magnitude,
+    Positive,
+    Rows,
+    Share,
+    Summary,
+    TaskTable,
+    number,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions, ContextOptions):
+    is_shared = False
+
+
+_Spread = Annotated[float, number(0, MOST, or_nan=True)]
+_HalfLife = Annotated[float, number(0, MOST, or_inf=True)]
+_MaybeNan = Annotated[float, number(-MOST, MOST, or_nan=True)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Of one mixing matrix, as HeadReport."""
+
+    layer: Count
+    matrix: Count
+    largest: Magnitude
+    first_token_share: Share
+    kurtosis: _MaybeNan
+    half_life: _HalfLife
+    rotation: _MaybeNan
+    first_token_share_standard_error: _Spread
+    kurtosis_standard_error: _Spread
+    half_life_standard_error: _Spread
+    windows: Positive
+
+
+def _summary_caption(tables: Sequence[Rows]) -> str:
+    windows = [row["windows"] for rows in tables for row in rows]
+    fewest, most = min(windows), max(windows)
+    read = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return (
+        f"Of absolute weights in the last half of each window, of which there were {read}: the "
+        "largest of all, and means; half-lives are of heads that forget. Errors are standard "
+        "errors over windows; for a mean over heads the mean of the heads' errors, an upper bound"
+    )
+
+
+def _summary_row(heads: Rows) -> list[float]:
+    """Statistics over all heads of all layers."""
+    lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
+    longest = [row for row in heads if lives and row["half_life"] == max(lives)]
+    rates = [row["rotation"] for row in heads if math.isfinite(row["rotation"])]
+    return [
+        max(row["largest"] for row in heads),
+        *_mean_and_error(heads, "first_token_share"),
+        *_mean_and_error(heads, "kurtosis"),
+        median(lives) if lives else math.nan,
+        *_mean_and_error(longest[:1], "half_life"),
+        fmean(rates) if rates else math.nan,
+    ]
+
+
+def _mean_and_error(heads: Sequence[Mapping[str, Any]], name: str) -> tuple[float, float]:
+    """The mean over heads, and the mean of the heads' standard errors; NaN of no head."""
+    names = name, f"{name}_standard_error"
+    mean, error = (fmean(row[column] for row in heads) if heads else math.nan for column in names)
+    return mean, error
+
+
+TABLES = (
+    TaskTable(
+        name="attention",
+        row=_Row,
+        title="Mixing matrices",
+        measured_by="--tasks attention",
+        summary=Summary(
+            title="Mixing matrices",
+            caption=_summary_caption,
+            columns=(
+                "largest weight",
+                "share on the first token",
+                "error of share",
+                "kurtosis",
+                "error of kurtosis",
+                "median half-life (tokens)",
+                "longest half-life (tokens)",
+                "error of longest",
+                "rotation rate (fixed = 1)",
+            ),
+            rows=lambda tables: [_summary_row(rows) for rows in tables],
+        ),
+    ),
+)
 
 LONGEST = 1024
 """Most tokens of a window; mixing matrices have that many rows and columns."""
@@ -182,14 +283,14 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     # By layer and matrix: a report of each window.
     found: dict[tuple[int, int], list[HeadReport]] = defaultdict(list)
     maps: list[Tensor] = []  # of the first window
-    for number, window in enumerate(itertools.islice(windows, WINDOWS)):
+    for at, window in enumerate(itertools.islice(windows, WINDOWS)):
         inputs = attention_inputs(trained.model, window.to(trained.device))
         for layer, x in enumerate(inputs):
             attention = cast(Block, trained.model.blocks[layer]).attention
             of_layer, weights = report_layer(attention, x, layer)
             for report in of_layer:
                 found[layer, report.matrix].append(report)
-            if number == 0:
+            if at == 0:
                 maps.append(weights.abs().mean(dim=0).float().cpu())
     reports = [over_windows(some) for some in found.values()]
     table, picture = folder / "attention.csv", folder / "attention.png"

@@ -1,6 +1,10 @@
-"""A bigram model counted on the training text: the loss that any language model must beat."""
+"""Loss of a bigram model counted on the same training text.
+
+Any language model must beat it. The figure of the task positions shows it, which runs later.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +16,17 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.loaders import open_store
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.evaluation.labels import metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.data import moved_data_are_explained
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions, ContextOptions):
+    is_shared = False
+
 
 LARGEST_VOCABULARY = 4096
 """Above this, the dense table of counts would not fit, and most pairs would never be seen."""

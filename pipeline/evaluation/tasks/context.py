@@ -1,7 +1,9 @@
-"""Held-out loss at several contexts, on the same tokens cut into windows of each length."""
+"""Loss at each of --contexts, on the same tokens, cut into windows of each length."""
 
 import csv
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.pipeline.evaluation.figures import (
@@ -14,7 +16,21 @@ from longhaul.pipeline.evaluation.figures import (
     widen,
 )
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, label, metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import TextOptions
+from longhaul.pipeline.evaluation.tables import (
+    Chart,
+    Count,
+    Curve,
+    Loss,
+    LossError,
+    Positive,
+    Rows,
+    TaskTable,
+    band,
+    column_values,
+    columns,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
     bytes_per_token,
@@ -26,6 +42,52 @@ from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pas
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions):
+    contexts: tuple[int, ...] | None = None
+    """Lengths of windows in tokens; default 1/4 to 4 training contexts."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    context: Positive
+    loss_nats: Loss
+    tokens: Count
+    standard_error: LossError
+
+
+def _curve(rows: Rows) -> Curve:
+    found = columns(rows, "context", "loss_nats")
+    errors = columns(rows, "standard_error")["standard_error"]
+    return Curve(found, band(found["loss_nats"], errors))
+
+
+def _caption(tables: Sequence[Rows]) -> str:
+    return (
+        f"Tokens per run: {column_values(tables, 'tokens')}, the same for all lengths; bands: "
+        "standard error over windows as long as the longest."
+    )
+
+
+TABLES = (
+    TaskTable(
+        name="context",
+        row=_Row,
+        title="Loss in windows of each length",
+        measured_by="--tasks context",
+        charts=[
+            Chart(
+                name="loss_in_windows",
+                curve=_curve,
+                caption=_caption,
+                x_label="window (tokens)",
+                y_label="loss (nats per token)",
+            )
+        ],
+    ),
+)
 
 
 def chosen_contexts(trained: TrainedModel, options: Options) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm_eval, run on an export of the checkpoint."""
+"""Tasks of EleutherAI's harness (--lm-eval-tasks) on the exported checkpoint; needs lm_eval."""
 
 import importlib.util
 import json
@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.pipeline.evaluation.labels import metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import ContextOptions
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks import lm_eval_task
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.generation.decoding import tokens_per_pass
@@ -20,6 +22,30 @@ from longhaul.pipeline.runs.trained_model import TrainedModel
 from longhaul.pipeline.terminal.output import run_shown
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ContextOptions):
+    is_shared = False
+
+    lm_eval_tasks: tuple[str, ...] = ("longhaul_pairs",)
+    """Tasks of the harness, or the one that longhaul brings."""
+
+    lm_eval_limit: int | None = None
+    """Read N documents of each task."""
+
+    lm_eval_shots: int | None = None
+    """Put N solved examples in front of each document; default the task's own."""
+
+    lm_eval_metadata: dict[str, Any] | None = None
+    """For tasks that make their documents, such as '{"max_seq_lengths": [4096]}' for ruler."""
+
+    lm_eval_generation: dict[str, Any] | None = None
+    """Arguments of generation instead of the task's, such as '{"max_gen_toks": 32}'."""
+
+    lm_eval_samples: bool = False
+    """Write each document with the model's answer."""
+
 
 # Numbers of float32 in the logits of a batch, of which lm_eval makes one copy: 1 GiB each.
 _MOST_LOGITS = 1 << 28

@@ -1,7 +1,8 @@
-"""Passkey retrieval: a number hidden in a long, repetitive text, asked for at its end.
+"""Share of keys, hidden in texts of --lengths tokens, that the model retrieves.
 
-Prompts have the format of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023). It
-does not say what stands between lines, nor how answers are drawn: here line breaks, and greedily.
+A key is a number in a long, repetitive text, which is asked for at its end. Prompts have the format
+of CoCA (arXiv:2309.08646, listing 1), after Mohtashami and Jaggi (2023). CoCA does not say what
+stands between lines, nor how answers are drawn: here line breaks, and greedily.
 """
 
 import csv
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any, Literal
 
 import torch
 
@@ -26,9 +28,102 @@ from longhaul.pipeline.evaluation.figures import (
     wilson_interval,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, SHORTEST_PASSKEY, Options, TaskResult
+from longhaul.pipeline.evaluation.options import BosOptions
+from longhaul.pipeline.evaluation.tables import (
+    BOS_COLUMN,
+    Bos,
+    Chart,
+    Count,
+    Curve,
+    Positive,
+    Rows,
+    TaskTable,
+    options_in_words,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(BosOptions):
+    lengths: tuple[int, ...] | None = None
+    """Lengths of prompts in tokens; default powers of two from 256 to 4 training contexts."""
+
+    depths: Literal["grid", "random"] = "grid"
+    """Where the key stands, at each of 5 depths in turn, or anywhere."""
+
+    prompts: int = 20
+    """Prompts per length."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    length: Positive
+    prompts: Positive
+    right: Count
+    depths: Literal["grid", "random"]
+    bos: Bos
+
+
+_OPTION_COLUMNS = {"depths": "depths of keys", **BOS_COLUMN}
+
+
+def answers_by_length(rows: Rows) -> dict[int, tuple[int, int]]:
+    """The numbers of right answers and of prompts at each length of a table, over all depths."""
+    counts: dict[int, tuple[int, int]] = {}
+    for row in rows:
+        right, count = counts.get(row["length"], (0, 0))
+        counts[row["length"]] = right + row["right"], count + row["prompts"]
+    return dict(sorted(counts.items()))
+
+
+def _curve(rows: Rows) -> Curve:
+    counts = answers_by_length(rows)
+    right, prompts = zip(*counts.values(), strict=True)
+    low, high = zip(*itertools.starmap(wilson_interval, counts.values()), strict=True)
+    found: dict[str, Sequence[Any]] = {"length": list(counts), "right": right, "prompts": prompts}
+    # All rows of a table are of the same options.
+    found |= {name: [rows[0][name]] * len(counts) for name in _OPTION_COLUMNS}
+    found["share"] = [r / p for r, p in counts.values()]
+    return Curve(found, (low, high))
+
+
+def _caption(tables: Sequence[Rows]) -> str:
+    counts = {count for rows in tables for _, count in answers_by_length(rows).values()}
+    return (
+        f"Prompts per length: {', '.join(map(str, sorted(counts)))}; "
+        f"{options_in_words(tables, _OPTION_COLUMNS)}; bands: Wilson 95 %."
+    )
+
+
+TABLES = (
+    TaskTable(
+        name="passkey",
+        row=_Row,
+        title="Passkeys retrieved",
+        measured_by="--tasks passkey",
+        most=("right", "prompts"),
+        options=_OPTION_COLUMNS,
+        charts=[
+            # Figure 5 of CoCA.
+            Chart(
+                name="passkey",
+                curve=_curve,
+                caption=_caption,
+                x_label="length of the prompt (tokens)",
+                y_label="passkeys retrieved (share)",
+                y_axis="share",
+            )
+        ],
+    ),
+)
+
+SHORTEST_PASSKEY = 256
+"""Length of the shortest prompts, in tokens."""
+
+PASSKEY_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""The grid of the key's depths: the share of the filler text that comes before it."""
 
 ANSWER_TOKENS = 64
 # Tokens of the prompts that are answered side by side. Prompts are read one after the other, but

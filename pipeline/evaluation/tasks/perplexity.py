@@ -1,9 +1,11 @@
-"""Perplexity of documents read through a window that slides by a stride."""
+"""Perplexity through a window of each of --contexts that slides by --stride."""
 
 import csv
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Int
@@ -20,7 +22,24 @@ from longhaul.pipeline.evaluation.figures import (
     widen,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import BosOptions, TextOptions
+from longhaul.pipeline.evaluation.tables import (
+    BOS_COLUMN,
+    Bos,
+    Chart,
+    Count,
+    Curve,
+    LossError,
+    Positive,
+    Rows,
+    TaskTable,
+    band,
+    column_values,
+    columns,
+    number,
+    options_in_words,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import (
     read_beginnings,
     read_documents,
@@ -30,6 +49,73 @@ from longhaul.pipeline.evaluation.windows import (
 )
 from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions, BosOptions):
+    contexts: tuple[int, ...] | None = None
+    """Lengths of windows in tokens; default 1, 2 and 4 training contexts."""
+
+    stride: int | None = None
+    """Tokens by which the window slides; default 256, or the shortest window."""
+
+    document_tokens: int | None = None
+    """Read only the first N tokens of each document, at least as many as the longest window;
+    default the whole text, cut into documents as long as that window."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    window: Positive
+    stride: Positive
+    tokens: Count
+    perplexity: Annotated[float, number(1, 1e100)]
+    standard_error: LossError
+    document_tokens: Positive | Literal["all"]
+    bos: Bos
+
+
+_OPTION_COLUMNS = {
+    "stride": "stride in tokens",
+    "document_tokens": "first tokens read of each document",
+    **BOS_COLUMN,
+}
+
+
+def _curve(rows: Rows) -> Curve:
+    found = columns(rows, "window", *_OPTION_COLUMNS, "perplexity")
+    errors = [row["perplexity"] * row["standard_error"] for row in rows]
+    return Curve(found, band(found["perplexity"], errors))
+
+
+def _caption(tables: Sequence[Rows]) -> str:
+    return (
+        f"Tokens scored per run: {column_values(tables, 'tokens')}; "
+        f"{options_in_words(tables, _OPTION_COLUMNS)}; bands: standard error over these parts of "
+        "documents or, where all is read, over windows as long as the longest."
+    )
+
+
+TABLES = (
+    TaskTable(
+        name="perplexity",
+        row=_Row,
+        title="Perplexity of a sliding window",
+        measured_by="--tasks perplexity",
+        options=_OPTION_COLUMNS,
+        charts=[
+            # Figure 4 of CoCA.
+            Chart(
+                name="perplexity",
+                curve=_curve,
+                caption=_caption,
+                x_label="sliding window (tokens)",
+                y_label="perplexity (per token)",
+                y_axis="perplexity",
+            )
+        ],
+    ),
+)
 
 
 def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int, int]]:

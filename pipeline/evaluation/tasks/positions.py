@@ -1,8 +1,11 @@
-"""Loss at every position of the context."""
+"""Loss at each position of the context, in bins of a hundredth of it, and its mean over all
+positions up to 1, 2, 4 and so on.
+"""
 
 import csv
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +27,20 @@ from longhaul.pipeline.evaluation.figures import (
     widen,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix, results_folder
+from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.tables import (
+    Chart,
+    Curve,
+    Loss,
+    LossError,
+    Positive,
+    Rows,
+    TaskTable,
+    band,
+    columns,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
 from longhaul.pipeline.runs.ranks import Ranks
@@ -33,6 +48,105 @@ from longhaul.pipeline.runs.trained_model import TrainedModel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions, ContextOptions):
+    pass
+
+
+@dataclass(frozen=True)
+class _Position:
+    position: Positive
+    loss_nats: Loss
+    standard_error: LossError
+    mean_up_to_here: Loss
+    standard_error_up_to_here: LossError
+
+
+@dataclass(frozen=True)
+class _Bin:
+    first: Positive
+    last: Positive
+    loss_nats: Loss
+    standard_error: LossError
+
+
+def _bins_curve(rows: Rows) -> Curve:
+    found = {
+        "position": [(row["first"] + row["last"]) / 2 for row in rows],
+        **columns(rows, "first", "last"),
+        "window": [rows[-1]["last"]] * len(rows),
+        **columns(rows, "standard_error", "loss_nats"),
+    }
+    return Curve(found, band(found["loss_nats"], found["standard_error"]))
+
+
+def _bins_caption(tables: Sequence[Rows]) -> str:
+    widths = sorted({rows[0]["last"] for rows in tables})
+    return (
+        f"Means over {' or '.join(f'{width:,}' for width in widths)} positions each; bands: "
+        "standard error over windows."
+    )
+
+
+def _mean_curve(rows: Rows) -> Curve:
+    shown = [rows[index] for index in shown_positions(len(rows), _POINTS).tolist()]
+    names = ("loss_nats", "standard_error", "standard_error_up_to_here", "mean_up_to_here")
+    found = {
+        **columns(shown, "position"),
+        # Positions of windows with another length are positions in another text.
+        "window": [len(rows)] * len(shown),
+        **columns(shown, *names),
+    }
+    return Curve(found, band(found["mean_up_to_here"], found["standard_error_up_to_here"]))
+
+
+_MEASURED_BY = (
+    "--tasks positions --context N, with N tokens in a window: a divisor of the documents' length, "
+    "such as 4 times the training context"
+)
+TABLES = (
+    # Figure 2 of the conformal-sympow paper.
+    TaskTable(
+        name="loss_in_bins",
+        row=_Bin,
+        title="Loss at a position",
+        measured_by=_MEASURED_BY,
+        charts=[
+            Chart(
+                name="loss_at_position",
+                curve=_bins_curve,
+                caption=_bins_caption,
+                x_label="position in the context (tokens)",
+                y_label="loss (nats per token)",
+                x_axis="position",
+            )
+        ],
+    ),
+    # The mean over all that a document of each length has.
+    TaskTable(
+        name="positions",
+        row=_Position,
+        title="Mean loss up to a position",
+        measured_by=_MEASURED_BY,
+        charts=[
+            Chart(
+                name="loss_up_to_position",
+                curve=_mean_curve,
+                caption=lambda tables: (
+                    "Mean over all positions up to x; bands: standard error over windows."
+                ),
+                x_label="position in the context (tokens)",
+                y_label="mean loss (nats per token)",
+                has_ticks=False,
+            )
+        ],
+    ),
+)
+
+_POINTS = 300
+"""Most points of a curve in a report; a column has no room for more."""
 
 _DOTS = 2000
 """Most positions that are drawn; a column is narrower than this many dots."""

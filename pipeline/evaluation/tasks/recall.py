@@ -1,12 +1,16 @@
-"""Zero-shot recall: key-value pairs of tokens, then the same pairs again in another order.
+"""Zero-shot recall: share of values recalled from 4 to 128 key-value pairs, --prompts sequences per
+number of pairs.
 
-States of fixed size fail here first: the model must remember every pair of the sequence, and
-nothing else in the sequence helps. This is not the multi-query associative recall of Arora et al.
-(2023), arXiv:2312.04927, on which models are trained: here values may repeat, queries follow at
-once, and each one's answer is shown before the next.
+A sequence holds pairs of tokens, then the same pairs again in another order. States of fixed size
+fail here first: the model must remember every pair of the sequence, and nothing else in the
+sequence helps. This is not the multi-query associative recall of Arora et al. (2023),
+arXiv:2312.04927, on which models are trained: here values may repeat, queries follow at once, and
+each one's answer is shown before the next.
 """
 
 import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -24,10 +28,73 @@ from longhaul.pipeline.evaluation.figures import (
     standard_error,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import TextOptions
+from longhaul.pipeline.evaluation.tables import (
+    Chart,
+    Count,
+    Curve,
+    Positive,
+    Rows,
+    Share,
+    TaskTable,
+    columns,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
 from longhaul.pipeline.generation.decoding import tokens_per_pass
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions):
+    prompts: int = 20
+    """Sequences per number of pairs."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    pairs: Positive
+    queries: Positive
+    right: Count
+    low: Share
+    high: Share
+    chance: Share
+
+
+def _curve(rows: Rows) -> Curve:
+    found = columns(rows, "pairs", "right", "queries", "low", "high")
+    found["share"] = [row["right"] / row["queries"] for row in rows]
+    return Curve(found, (found["low"], found["high"]))
+
+
+def _random_guess(tables: Sequence[Rows]) -> tuple[str, float]:
+    return "random guess", fmean({row["chance"] for rows in tables for row in rows})
+
+
+TABLES = (
+    TaskTable(
+        name="recall",
+        row=_Row,
+        title="Values recalled",
+        measured_by="--tasks recall",
+        most=("right", "queries"),
+        charts=[
+            Chart(
+                name="recall",
+                curve=_curve,
+                caption=lambda tables: (
+                    "Zero-shot recall: a sequence holds pairs of tokens, then the same pairs in "
+                    "another order. Bands: Wilson 95 %, from the standard error over sequences."
+                ),
+                x_label="pairs in the sequence",
+                y_label="values recalled (share)",
+                y_axis="share",
+                is_over_tokens=False,
+                reference=_random_guess,
+            )
+        ],
+    ),
+)
 
 SIZES = (4, 8, 16, 32, 64, 128)
 """Pairs per sequence; sizes for which the text has too few distinct tokens are skipped."""

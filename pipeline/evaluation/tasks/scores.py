@@ -1,8 +1,10 @@
-"""Attention scores before the softmax, in which a model that extrapolates badly has outliers.
+"""Attention scores of softmax kinds, before the softmax, of the first window's last token (at most
+4096 tokens), and the largest of all.
 
-Figure 8 and section 4.5 of CoCA (Zhu et al., 2023, arXiv:2309.08646): layers at a quarter, a half
-and three quarters of the depth ("low layers"), and the last one, on one text about four times as
-long as in training; a second part of the figure enlarges its last 500 tokens.
+A model that extrapolates badly has outliers among them. Figure 8 and section 4.5 of CoCA (Zhu et
+al., 2023, arXiv:2309.08646): layers at a quarter, a half and three quarters of the depth ("low
+layers"), and the last one, on one text about four times as long as in training; a second part of
+the figure enlarges its last 500 tokens.
 
 The article does not say which of the scores it draws. Its text reads the enlarged end as attention
 to "neighboring tokens", so here they are those of the last token, mean over heads. They are divided
@@ -11,9 +13,14 @@ ratio of two models with heads of one width.
 """
 
 import csv
-from collections.abc import Sequence
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from statistics import fmean
+from typing import Annotated, Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -31,10 +38,127 @@ from longhaul.pipeline.evaluation.figures import (
     positions_axis,
 )
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
-from longhaul.pipeline.evaluation.task import Options, TaskResult
+from longhaul.pipeline.evaluation.options import BosOptions, ContextOptions, TextOptions
+from longhaul.pipeline.evaluation.tables import (
+    BOS_COLUMN,
+    MOST,
+    Bos,
+    Chart,
+    Curve,
+    Magnitude,
+    Positive,
+    Rows,
+    Summary,
+    TaskTable,
+    number,
+    options_in_words,
+)
+from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TextOptions, ContextOptions, BosOptions):
+    is_shared = False
+
+
+_Score = Annotated[float, number(-MOST, MOST)]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Of one key, as LayerScores."""
+
+    layer: Positive
+    key: Positive
+    score: _Score
+    least_of_heads: _Score
+    most_of_heads: _Score
+    largest: Magnitude
+    bos: Bos
+
+
+def _chart(is_low: bool, is_end: bool) -> Chart:
+    """A part of figure 8 of CoCA: the last layer or the others, whole or enlarged."""
+
+    def curve(rows: Rows) -> Curve:
+        last = max(row["layer"] for row in rows)
+        first = enlarged_from(max(row["key"] for row in rows)) if is_end else 1
+        by_key: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+        for row in rows:
+            if (row["layer"] < last) is is_low and row["key"] >= first:
+                by_key[row["key"]].append(row)
+        keys = sorted(by_key)
+        low = [min(row["least_of_heads"] for row in by_key[key]) for key in keys]
+        high = [max(row["most_of_heads"] for row in by_key[key]) for key in keys]
+        mean = [fmean(row["score"] for row in by_key[key]) for key in keys]
+        bos = [rows[0]["bos"]] * len(keys)
+        found = {"key": keys, "least": low, "most": high, "bos": bos, "score": mean}
+        return Curve(found, (low, high))
+
+    def caption(tables: Sequence[Rows]) -> str:
+        layers = sorted({row["layer"] for rows in tables for row in rows})
+        shown = ", ".join(map(str, layers[:-1] if is_low else layers[-1:]))
+        return (
+            f"Mean over heads and layers; bands: from the least to the most of them. Layers: "
+            f"{shown}; {options_in_words(tables, BOS_COLUMN)}."
+        )
+
+    layers = "low layers" if is_low else "last layer"
+    return Chart(
+        name=f"scores_{'low' if is_low else 'last'}{'_end' if is_end else ''}",
+        curve=curve,
+        caption=caption,
+        title=f"Scores of the last token, {layers}{', enlarged' if is_end else ''}",
+        x_label="position of the key (tokens)",
+        y_label="attention score before the softmax",
+        x_axis="position",
+        y_axis="score",
+        is_over_tokens=False,
+    )
+
+
+def _outliers(tables: Sequence[Rows]) -> list[list[float]]:
+    """The largest scores, which section 4.5 of CoCA compares between models."""
+    largest = []
+    for rows in tables:
+        last = max(row["layer"] for row in rows)
+        parts = [
+            [row["largest"] for row in rows if (row["layer"] < last) is low]
+            for low in (True, False)
+        ]
+        largest.append([max(part, default=math.nan) for part in parts])
+    most = [max(filter(math.isfinite, parts)) for parts in largest]
+    least = min(most)
+    return [
+        [max(row["key"] for row in rows), *parts, one / least if least else math.nan]
+        for rows, parts, one in zip(tables, largest, most, strict=True)
+    ]
+
+
+TABLES = (
+    TaskTable(
+        name="scores",
+        row=_Row,
+        title="Attention scores of the last token",
+        measured_by="--tasks scores --context N, of a softmax kind",
+        options=BOS_COLUMN,
+        charts=[_chart(*which) for which in itertools.product((True, False), repeat=2)],
+        is_of_one_scaling=True,
+        summary=Summary(
+            title="Largest attention scores before the softmax",
+            caption=lambda tables: (
+                "Absolute scores of all tokens for all before them, in all heads; the last column "
+                "is the largest over that of the run where it is least; "
+                f"{options_in_words(tables, BOS_COLUMN)}"
+            ),
+            columns=("tokens", "low layers", "last layer", "outliers (ratio to the least)"),
+            rows=_outliers,
+        ),
+    ),
+)
 
 LONGEST = 4096
 """Most tokens of text that are read; scores of a layer are heads times the square of that."""

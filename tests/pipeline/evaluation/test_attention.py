@@ -14,9 +14,9 @@ import torch
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.evaluation.run import evaluate
-from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks.attention import (
     HeadReport,
+    Options,
     attention_inputs,
     half_lives,
     measure,
@@ -175,5 +175,5 @@ def test_a_kind_without_matrices_is_refused_before_any_task(
     last = trained.model.blocks[-1].attention
     last.weights = partial(Attention.weights, last)
     with pytest.raises(ValueError, match="found conformal_sympow, which does not write out its"):
-        evaluate(trained, ["bigram", "attention"], Options(), again=True)
+        evaluate(trained, ["bigram", "attention"], {}, again=True)
     assert capsys.readouterr().out == ""

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
-from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks import lm_eval, lm_eval_task
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.run import main as run_harness
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import Shortening, TooShortError
@@ -107,12 +106,12 @@ def test_the_harness_keeps_no_states_and_makes_logits_of_a_gigabyte(
 ) -> None:
     harness = Harness(monkeypatch)
     trained = load_trained_model(base.path / "small")
-    lm_eval.measure(trained, Options(), tmp_path)
+    lm_eval.measure(trained, lm_eval.Options(), tmp_path)
     assert harness.config["use_cache"] is False
     assert harness.work["model_args"]["max_length"] == 64
     assert harness.work["batch_size"] == 4096 // 64
     monkeypatch.setattr(lm_eval, "_MOST_LOGITS", 320 * 640)  # 640 tokens of 320 logits
-    lm_eval.measure(trained, Options(), tmp_path)
+    lm_eval.measure(trained, lm_eval.Options(), tmp_path)
     assert harness.work["batch_size"] == 10
 
 
@@ -130,7 +129,7 @@ def test_options_reach_the_harness_and_samples_are_written(
     given = ["--lm-eval-limit", "5", "--lm-eval-shots", "0", "--lm-eval-samples"]
     given += ["--lm-eval-metadata", '{"max_seq_lengths": [512]}']
     given += ["--lm-eval-generation", '{"max_gen_toks": 8}']
-    options = task_options(parser.parse_args(given), ["lm-eval"])
+    options = lm_eval.Options(**task_options(parser.parse_args(given), ["lm-eval"]))
     trained = load_trained_model(base.path / "small")
     result = lm_eval.measure(trained, options, tmp_path)
     assert harness.work["metadata"] == {"max_seq_lengths": [512]}
@@ -238,16 +237,16 @@ def test_what_it_cannot_run_is_refused(base: Run, monkeypatch: pytest.MonkeyPatc
     spec = importlib.util.find_spec("json")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="lm-eval without the package lm_eval, wanted it"):
-        lm_eval.check(load_trained_model(base.path / "small"), Options())
+        lm_eval.check(load_trained_model(base.path / "small"), lm_eval.Options())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     scaled = load_trained_model(base.path / "small", "linear", 2.0)
     with pytest.raises(ValueError, match="--positions: found linear with lm-eval, wanted none"):
-        lm_eval.check(scaled, Options())
+        lm_eval.check(scaled, lm_eval.Options())
     trained = load_trained_model(base.path / "small")
     with pytest.raises(ValueError, match="--lm-eval-limit: found 0, wanted 1 or more"):
-        lm_eval.check(trained, Options(lm_eval_limit=0))
+        lm_eval.check(trained, lm_eval.Options(lm_eval_limit=0))
     with pytest.raises(ValueError, match="--lm-eval-shots: found -1, wanted 0 or more"):
-        lm_eval.check(trained, Options(lm_eval_shots=-1))
+        lm_eval.check(trained, lm_eval.Options(lm_eval_shots=-1))
 
 
 @pytest.mark.soak

@@ -12,9 +12,9 @@ import pytest
 
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.evaluation.figures import wilson_interval
-from longhaul.pipeline.evaluation.task import PASSKEY_DEPTHS, Options
 from longhaul.pipeline.evaluation.tasks import passkey
 from longhaul.pipeline.evaluation.tasks.passkey import (
+    PASSKEY_DEPTHS,
     Prompt,
     ask,
     by_length,
@@ -135,7 +135,7 @@ def test_accuracy_is_the_share_that_a_stub_answers_right(tmp_path: Path) -> None
     assert by_length(found) == {256: (10, 10), 512: (4, 10)}
     assert found[512, 0.75] == [True, True]
     assert found[512, 0.5] == [False, False]
-    write_table(tmp_path / "p.csv", found, Options())
+    write_table(tmp_path / "p.csv", found, passkey.Options())
     rows = list(csv.DictReader((tmp_path / "p.csv").open()))
     assert [(r["length"], r["depth"], r["prompts"], r["right"]) for r in rows[-2:]] == [
         ("512", "0.75", "2", "2"),
@@ -221,7 +221,7 @@ def test_what_follows_the_end_of_text_is_no_answer(
         monkeypatch.setattr(passkey, name, lambda *arguments: None)
     monkeypatch.setattr(passkey, "decode", decode)
     trained = load_trained_model(uninterrupted.path / "small")
-    result = passkey.measure(trained, Options(lengths=(256,), prompts=10), tmp_path)
+    result = passkey.measure(trained, passkey.Options(lengths=(256,), prompts=10), tmp_path)
     assert result.values == {"evaluation/passkey_000256": 0.5}
     assert len(asked) == 10
     assert all(session.is_done for session in asked)
@@ -246,7 +246,7 @@ def test_64_tokens_are_asked_for_and_progress_ends_at_its_total(
         monkeypatch.setattr(passkey, name, lambda *arguments: None)
     monkeypatch.setattr(passkey, "decode", decode)
     trained = load_trained_model(uninterrupted.path / "small")
-    passkey.measure(trained, Options(lengths=(256, 512), prompts=5), tmp_path)
+    passkey.measure(trained, passkey.Options(lengths=(256, 512), prompts=5), tmp_path)
     assert set(asked) == {64}
     totals = {total for _, total in shown}
     assert next(done for done, _ in shown) == 0

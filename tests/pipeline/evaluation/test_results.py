@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
+from longhaul.pipeline.evaluation.options import ContextOptions
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
-
-TASK = Task("positions", "", decided_by=("context",))
+from longhaul.pipeline.evaluation.task import TaskResult
 
 
 def results(folder: Path) -> Results:
@@ -17,7 +16,7 @@ def results(folder: Path) -> Results:
     (folder / "new.csv").write_text("1")
     found = Results(folder / "results", "")
     stored = found.store("positions", TaskResult({"loss": 1.5}, (folder / "new.csv",)))
-    found.mark_complete("positions", TASK, Options(), stored)
+    found.mark_complete("positions", ContextOptions(), stored)
     return found
 
 
@@ -38,9 +37,9 @@ def results(folder: Path) -> Results:
 def test_a_damaged_result_is_measured_again(change: dict[str, Any] | None, tmp_path: Path) -> None:
     found = results(tmp_path)
     assert found.values() == {"loss": 1.5}
-    assert found.stored("positions", TASK, Options()) is not None
+    assert found.stored("positions", ContextOptions()) is not None
     path = found.folder / "positions.json"
     record = json.loads(path.read_text())
     path.write_text("[" * 5000 if change is None else json.dumps(record | change))
-    assert found.stored("positions", TASK, Options()) is None
+    assert found.stored("positions", ContextOptions()) is None
     assert found.values() == {}

@@ -17,8 +17,8 @@ from mlflow.tracking import MlflowClient
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.task import Options, Task, TaskResult
-from longhaul.pipeline.evaluation.tasks import attention, recall, scores
+from longhaul.pipeline.evaluation.task import TaskResult
+from longhaul.pipeline.evaluation.tasks import attention, passkey, perplexity, recall, scores
 from longhaul.pipeline.evaluation.tasks.bigram import Bigram
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
@@ -175,34 +175,32 @@ def test_windows_may_have_one_token(evaluated: Run) -> None:
 def test_results_know_by_which_options_they_were_found(tmp_path: Path) -> None:
     results, text = Results(tmp_path, "held out"), tmp_path / "a.txt"
     text.write_text("one")
-    task = Task("positions", "", decided_by=("text", "stride"))
-    options = Options(text=(text,), stride=3)
+    options = perplexity.Options(text=(text,), stride=3)
 
     def keep(name: str, found: TaskResult) -> None:
-        results.mark_complete(name, task, options, results.store(name, found))
+        results.mark_complete(name, options, results.store(name, found))
 
     keep("x", TaskResult({"x/a": 1.0, "x/b": 2.0}))
     keep("y", TaskResult({"y/a": 3.0}))
-    assert results.stored("x", task, options) == TaskResult({"x/a": 1.0, "x/b": 2.0})
-    assert results.stored("x", task, dataclasses.replace(options, prompts=7)) is not None
-    assert results.stored("x", task, dataclasses.replace(options, stride=4)) is None
+    assert results.stored("x", options) == TaskResult({"x/a": 1.0, "x/b": 2.0})
+    assert results.stored("x", dataclasses.replace(options, stride=4)) is None
     text.write_text("two")
-    assert results.stored("x", task, options) is None
+    assert results.stored("x", options) is None
     # Interrupted from here on, nobody takes files of two attempts for one result.
     results.store("x", TaskResult({"x/b": 5.0}))
     text.write_text("one")
-    assert results.stored("x", task, options) is None
+    assert results.stored("x", options) is None
     keep("x", TaskResult({"x/b": 5.0}))
     assert results.values() == {"y/a": 3.0, "x/b": 5.0}
     for damage in ("{bro", "[]", '{"values": {}, "files": 3, "options": {}}', ""):
         (tmp_path / "y.json").write_text(damage)
-        assert results.stored("y", task, options) is None
+        assert results.stored("y", options) is None
         assert results.values() == {"x/b": 5.0}
     # Without a text of their own they are of the held-out one, which may become another.
     plain = dataclasses.replace(options, text=())
-    results.mark_complete("x", task, plain, TaskResult({}))
-    assert results.stored("x", task, plain) is not None
-    assert Results(tmp_path, "another").stored("x", task, plain) is None
+    results.mark_complete("x", plain, TaskResult({}))
+    assert results.stored("x", plain) is not None
+    assert Results(tmp_path, "another").stored("x", plain) is None
 
 
 @pytest.mark.parametrize(
@@ -243,3 +241,9 @@ def test_the_help_of_tasks_has_their_sizes() -> None:
     assert f"at most {attention.LONGEST} tokens" in TASKS["attention"].help
     assert f"at most {scores.LONGEST} tokens" in TASKS["scores"].help
     assert f"from {recall.SIZES[0]} to {recall.SIZES[-1]} key-value pairs" in TASKS["recall"].help
+    of_passkeys = TASKS["passkey"].options
+    assert f"from {passkey.SHORTEST_PASSKEY} to" in of_passkeys["lengths"].help
+    assert f"at each of {len(passkey.PASSKEY_DEPTHS)} depths" in of_passkeys["depths"].help
+    for task in TASKS.values():
+        found = {field.name: field.default for field in dataclasses.fields(task.module.Options)}
+        assert {name: option.default for name, option in task.options.items()} == found

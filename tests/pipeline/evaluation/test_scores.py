@@ -13,7 +13,6 @@ import torch
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import enlarged_from
-from longhaul.pipeline.evaluation.task import Options
 from longhaul.pipeline.evaluation.tasks import scores
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
 from longhaul.pipeline.runs.trained_model import TrainedModel, load_trained_model
@@ -58,7 +57,7 @@ def test_scores_of_later_keys_are_left_out() -> None:
 def test_a_softmax_of_the_scores_is_the_weights(
     trained: TrainedModel, no_bos: bool, tmp_path: Path
 ) -> None:
-    options = Options(no_bos=no_bos)
+    options = scores.Options(no_bos=no_bos)
     scores.check(trained, options)
     result = scores.measure(trained, options, tmp_path)
     assert [file.name for file in result.files] == ["scores.csv", "scores.png", "scores_end.png"]

@@ -17,7 +17,7 @@ from longhaul.datamodules.stream import PADDING_INDEX, TokenWindows, Windows
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
-from longhaul.pipeline.evaluation.task import Options
+from longhaul.pipeline.evaluation.options import TextOptions
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
     _read,
@@ -91,12 +91,12 @@ def test_beginnings_of_documents_are_their_first_tokens(
 
     with monkeypatch.context() as patched:
         patched.setattr(TokenWindows, "__getitems__", count)
-        found = read_beginnings(trained, Options(), 256)
+        found = read_beginnings(trained, TextOptions(), 256)
     # The first of the four windows of each document, and no other.
     assert read == [0, 4]
     whole = dataclasses.replace(trained.config.data, validation_tokens=2048)
     config = dataclasses.replace(trained.config, data=whole)
-    windows = read_documents(dataclasses.replace(trained, config=config), Options(), 1024)
+    windows = read_documents(dataclasses.replace(trained, config=config), TextOptions(), 1024)
     # About as many tokens as in training, which are 384.
     assert len(found) == 2
     for beginning, document in zip(found, windows, strict=True):
@@ -104,7 +104,7 @@ def test_beginnings_of_documents_are_their_first_tokens(
     texts = tmp_path / "a.txt", tmp_path / "b.txt"
     for index, text in enumerate(texts):
         text.write_bytes(bytes(range(index + 20, index + 120)) * 3)
-    found = read_beginnings(trained, Options(text=texts), 100)
+    found = read_beginnings(trained, TextOptions(text=texts), 100)
     assert [one.tolist() for one in found] == [list(range(20, 120)), list(range(21, 121))]
 
 

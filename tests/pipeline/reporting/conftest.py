@@ -32,9 +32,11 @@ def store(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Store:
         ("step-000000004", (20.0, 900.5), "all,yes"),
         ("step-000000004-dynamic_ntk-4", (21.0, 25.25), "512,no"),
     ):
-        lines = ["window,stride,documents,tokens,loss_nats,perplexity,document_tokens,bos"]
+        lines = [
+            "window,stride,documents,tokens,loss_nats,perplexity,standard_error,document_tokens,bos"
+        ]
         for window, value in zip((64, 256), perplexities, strict=True):
-            lines.append(f"{window},16,2,1024,1,{value},{options}")
+            lines.append(f"{window},16,2,1024,1,{value},nan,{options}")
         store.evaluate(softmax, label, "perplexity", "\n".join(lines))
     passkeys = "length,depth,prompts,right,accuracy,depths,bos\n256,0.0,4,4,1.0,grid,yes\n"
     passkeys += "256,0.5,4,2,0.5,grid,yes\n512,0.0,4,0,0.0,grid,yes\n"

@@ -62,11 +62,17 @@ def test_no_number_of_one_run_ends_the_report(
     store.client.log_metric(run_id, "evaluation/bytes_per_token", float(hostile), step=4)
     store.client.log_metric(run_id, "evaluation/lm-eval/x/acc", float(hostile), step=4)
     tables = {
-        "positions": "position,loss_nats,mean_up_to_here,standard_error\n1,2,2,0.1\n",
+        "positions": (
+            "position,loss_nats,mean_up_to_here,standard_error,standard_error_up_to_here\n"
+            "1,2,2,0.1,0.1\n"
+        ),
         "loss_in_bins": "first,last,loss_nats,standard_error\n1,2,2,0.1\n",
         "context": "context,loss_nats,tokens,standard_error\n64,4.5,256,0.25\n",
-        "perplexity": "window,stride,tokens,perplexity,standard_error\n64,16,99,20,0.1\n",
-        "passkey": "length,depth,prompts,right\n256,0.0,4,4\n",
+        "perplexity": (
+            "window,stride,tokens,perplexity,standard_error,document_tokens,bos\n"
+            "64,16,99,20,0.1,all,no\n"
+        ),
+        "passkey": "length,depth,prompts,right,depths,bos\n256,0.0,4,4,grid,no\n",
         "recall": "pairs,queries,right,low,high,chance\n4,20,15,0.5,0.9,0.05\n",
         "attention": ATTENTION,
         "scores": scores(60.0),

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import stdev
 from typing import Any
 
@@ -24,8 +26,9 @@ from longhaul.pipeline.reporting.comparison import (
     seeds_table,
     training_loss,
 )
+from longhaul.pipeline.reporting.drawing import Figure
 from longhaul.pipeline.reporting.runs import Data, metric_rows
-from longhaul.pipeline.reporting.tables import Evaluated
+from longhaul.pipeline.reporting.tables import TABLES, Evaluated
 from longhaul.pipeline.reporting.training import loss_against_state, loss_against_tokens
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
@@ -155,7 +158,7 @@ def test_scores_of_two_variants_of_a_kind_have_lines_of_their_own() -> None:
     measured = {"scores": [Evaluated(Label(1, None, "", ""), rows)], "bigram": []}
     of_kinds = [run("coca", [3.0]), run("coca", [3.0], "model.biases=true"), run("linear", [3.0])]
     named = NamedRuns([dataclasses.replace(one, evaluations=measured) for one in of_kinds])
-    figure = next(evaluations.scores(named))
+    figure = next(drawn_of("scores")(named))
     assert figure.y_label == "attention score before the softmax"
     axes = FigureOfMatplotlib().subplots()
     for series in figure.series[:2]:
@@ -274,6 +277,11 @@ def test_a_figure_says_what_it_cannot_show() -> None:
     assert alone == ["Unequal tokens: none of these runs has finished."]
 
 
+def drawn_of(table: str) -> Callable[[NamedRuns], Iterator[Figure]]:
+    """Makes the figures of a task's table."""
+    return partial(evaluations.charts, TABLES[table])
+
+
 def by_position(*losses: float) -> dict[str, list[dict[str, Any]]]:
     """Results of a window of so many positions."""
     errors = {"standard_error": 0.25, "standard_error_up_to_here": 0.25}
@@ -302,8 +310,8 @@ def test_a_loss_has_a_bigram_models_line_and_is_compared_at_its_worst_length() -
         figure
         for make in (
             *(loss_at_sequences, loss_against_context, loss_against_state, loss_against_tokens),
-            *(evaluations.loss_at_position, evaluations.loss_up_to_position),
-            *(evaluations.loss_in_windows, evaluations.perplexity),
+            *(drawn_of("loss_in_bins"), drawn_of("positions")),
+            *(drawn_of("context"), drawn_of("perplexity")),
         )
         for figure in make(named)
     ]
@@ -323,7 +331,7 @@ def test_a_loss_has_a_bigram_models_line_and_is_compared_at_its_worst_length() -
     assert (height, other_height) == (2.6, 2.757)
     # The first positions are hard for any model, and a bigram model of them is no worse.
     early = with_rows(trained, bigram=metric_rows({"": 2.757}), **by_position(9.0, 2.5))
-    for make in (evaluations.loss_at_position, evaluations.loss_up_to_position):
+    for make in (drawn_of("loss_in_bins"), drawn_of("positions")):
         (figure,) = make(NamedRuns([early]))
         assert not any("bigram" in one for one in figure.caveats)
 
@@ -339,7 +347,7 @@ def test_lengths_beyond_the_training_context_are_called_extrapolation() -> None:
         named = NamedRuns(runs)
         (table,) = verdict_tables(named)
         sentence = "Lengths beyond the training context of 64 tokens measure extrapolation: "
-        every = (*evaluations.loss_in_windows(named), table)
+        every = (*drawn_of("context")(named), table)
         assert len(every) == 3
         # A verdict is of the longest windows, in which these are worse than a bigram model.
         is_worse = any("not better than a bigram model" in one for one in table.caveats)
@@ -356,7 +364,7 @@ def test_evaluations_are_means_over_seeds_with_paired_gaps() -> None:
         for kind, gap in (("softmax", 0.0), ("linear", 0.25))
         for one, level in zip(seeds_of(kind, [2.0, 2.0, 2.0]), (2.0, 3.0, 4.0), strict=True)
     ]
-    figure, gap = evaluations.loss_in_windows(NamedRuns(runs))
+    figure, gap = drawn_of("context")(NamedRuns(runs))
     means = [series for series in figure.series if not series.is_seed]
     assert [list(series.y) for series in means] == [[3.25, 3.5], [3.0, 3.0]]
     wanted = stats.t.interval(0.95, 2, loc=3.25, scale=1 / math.sqrt(3))
@@ -373,7 +381,7 @@ def test_evaluations_are_means_over_seeds_with_paired_gaps() -> None:
     assert gap.name == "gap_loss_in_windows_000064"
     assert len(gap.rows) == 6
     # Another reference turns the gap around.
-    _, turned = evaluations.loss_in_windows(NamedRuns(runs, reference="linear"))
+    _, turned = drawn_of("context")(NamedRuns(runs, reference="linear"))
     (line,) = (series for series in turned.series if not series.is_seed)
     assert list(line.y) == [-0.25, -0.5]
     with pytest.raises(ValueError, match="--against: found 'x', wanted linear or softmax"):
@@ -390,7 +398,7 @@ def test_perplexities_are_averaged_and_compared_as_losses() -> None:
         for kind, values in (("softmax", (2.0, 8.0)), ("linear", (4.0, 16.0)))
         for one, value in zip(seeds_of(kind, [2.0, 2.0]), values, strict=True)
     ]
-    figure, gap = evaluations.perplexity(NamedRuns(runs))
+    figure, gap = drawn_of("perplexity")(NamedRuns(runs))
     assert [list(s.y) for s in figure.series if not s.is_seed] == [
         pytest.approx([8.0]),
         pytest.approx([4.0]),
@@ -403,7 +411,7 @@ def test_checkpoints_of_other_tokens_are_never_in_one_figure() -> None:
     begun = with_rows(run("linear", [3.0] * 2, status="RUNNING"), context=windows(3.0))
     early = {"context": [Evaluated(Label(1, None, "", ""), windows(3.0))]}
     begun = dataclasses.replace(begun, evaluations=begun.evaluations | early)
-    figures = list(evaluations.loss_in_windows(NamedRuns([done, begun])))
+    figures = list(drawn_of("context")(NamedRuns([done, begun])))
     assert [len(figure.rows) for figure in figures] == [1, 1]
     assert len({figure.name for figure in figures}) == 2
 

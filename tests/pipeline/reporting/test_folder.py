@@ -189,8 +189,8 @@ def test_captions_and_tables_say_under_which_options_results_were_measured(repor
     # Of the figure, and of the table of scalings.
     assert shown.count(perplexity) == 2
     assert shown.count(f"depths of keys: grid; {bos}: yes") == 1
-    # Four figures of each scaling and the table; these tables were written before they said it.
-    assert shown.count(f"{bos}: unknown") == 9
+    # Four figures of each scaling and the table, beside the two of perplexity.
+    assert shown.count(f"{bos}: no") == 11
     found = rows(reported / "perplexity_000064.csv")
     assert [(row["positions"], row["document_tokens"], row["bos"]) for row in found[::2]] == [
         ("", "all", "yes"),

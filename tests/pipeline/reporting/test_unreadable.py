@@ -57,7 +57,13 @@ def test_tables_that_cannot_be_read_are_one_line_each(
         ("context", "context,loss_nats\n64,4.5\n"),
         ("recall", "pairs,queries,right,low,high,chance\n4,4,5,0,1,0.1\n"),
         ("attention", ATTENTION.replace("0,1,", "0,one,")),
-        ("perplexity", "window,stride,perplexity\n64,64,20.0\n"),
+        (
+            "perplexity",
+            (
+                "window,stride,tokens,perplexity,standard_error,document_tokens,bos\n"
+                "64,64,99,20.0,nan,all,no\n"
+            ),
+        ),
     ):
         store.evaluate(run_id, label, task, text)
     artifacts = Path(store.client.get_run(run_id).info.artifact_uri.removeprefix("file://"))

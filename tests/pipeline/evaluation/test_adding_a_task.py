@@ -1,0 +1,68 @@
+"""The task of docs/adding-a-task.md, as a file of the folder."""
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import run, with_rows
+
+from longhaul.pipeline.cli import main
+from longhaul.pipeline.evaluation import registry, tasks
+from longhaul.pipeline.evaluation.run import evaluate
+from longhaul.pipeline.reporting import evaluations
+from longhaul.pipeline.reporting.tables import TABLES, read_table
+from longhaul.pipeline.reporting.variants import NamedRuns
+from longhaul.pipeline.runs.trained_model import load_trained_model
+
+Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
+
+PAGE = Path(__file__).parents[3] / "docs" / "adding-a-task.md"
+
+
+@pytest.fixture
+def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Task:
+    """The task of the page, registered while a test runs."""
+    found = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert found is not None
+    (tmp_path / "copy.py").write_text(found[1])
+    monkeypatch.setattr(tasks, "__path__", [*tasks.__path__, str(tmp_path)])
+    task = registry.read_task(tmp_path / "copy.py")
+    monkeypatch.setitem(registry.TASKS, "copy", task)
+    for table in task.module.TABLES:
+        monkeypatch.setitem(TABLES, table.name, table)
+    return task
+
+
+def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
+    copy: registry.Task,
+    base: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    printed = capsys.readouterr().out
+    assert (
+        "--copied N,N,...      copy: lengths of the pieces in tokens; default a quarter" in printed
+    )
+    assert "copy        loss of pieces of --copied tokens that come a second time" in printed
+    trained = load_trained_model(base.path / "small")
+    with pytest.raises(ValueError, match="--copied: found 33, wanted at most 32"):
+        evaluate(trained, ["copy"], {"copied": (33,)})
+    evaluate(trained, ["copy"], {"copied": (8, 32)})
+    assert "evaluation/copy_loss_000008" in capsys.readouterr().out
+    written = next(trained.folder.path.glob("evaluation/*/copy.csv"))
+    rows = read_table("copy", written.read_text(), "copy.csv")
+    assert [row["copied"] for row in rows] == [8, 32]
+    runs = [with_rows(run(kind, [3.0]), copy=rows) for kind in ("softmax", "linear")]
+    make = partial(evaluations.charts, TABLES["copy"])
+    assert [one.name for one in make(NamedRuns(runs))] == ["copy_000064", "gap_copy_000064"]
+
+
+def test_a_file_without_options_is_named(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text('"""Half a task."""\n')
+    with pytest.raises(ValueError, match=r"half\.py: found no class Options, wanted that of"):
+        registry.read_task(tmp_path / "half.py")
