@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.kernels.gelu import gelu
 from longhaul.modules.attention import Attention
 from longhaul.modules.attention.base import projections
+from longhaul.modules.documents import Documents
 
 
 class MLP(nn.Module):
@@ -44,11 +45,11 @@ class Block(nn.Module):
         x: Float[Tensor, "B T D"],
         state: Any = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         mixed, state = self.attention(
-            self.attention_norm(x), state, cu_seqlens=cu_seqlens, keep_state=keep_state
+            self.attention_norm(x), state, documents=documents, keep_state=keep_state
         )
         return self._add(x, mixed), state
 

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.block import Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
+from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 
@@ -193,14 +194,14 @@ class Blocks(nn.ModuleList):
         x: Float[Tensor, "B T D"],
         state: list[Any] | None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None,
+        documents: Documents | None,
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T D"], list[Any]]:
         """The output of the last block, and the state of each after the last token."""
         states = []
         for layer, block in enumerate(self):
             before = None if state is None else state[layer]
-            x, after = block(x, before, cu_seqlens=cu_seqlens, keep_state=keep_state)
+            x, after = block(x, before, documents=documents, keep_state=keep_state)
             states.append(after)
         return x, states
 
@@ -262,16 +263,57 @@ class LanguageModel(nn.Module):
         state: list[Any] | None = None,
         *,
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        is_first: Bool[Tensor, "B T_whole"] | None = None,
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], list[Any] | None]:
-        """Final activations of T tokens that continue from state, and the state after them."""
+        """Final activations of T tokens that continue from state, and the state after them.
+
+        Rows may hold several documents, which do not see each other. Under context parallelism both
+        descriptions of them are of the whole sequence.
+
+        Args:
+            tokens: ids.
+            state: the state after earlier tokens. It does not go with several documents.
+            cu_seqlens: offsets of documents packed into B = 1.
+            is_first: whether a token is the first of its document, for any B. The host never waits
+                for the device to read it.
+            keep_state: whether to return the state. It does not go with several documents.
+
+        Raises:
+            ValueError: documents are described badly or twice, or do not go with the rest.
+        """
+        documents = self._documents(tokens, cu_seqlens, is_first)
+        if documents is not None:
+            for block in self._blocks():
+                block.attention.check_documents(has_state=state is not None or keep_state)
         x = self.embedding_norm(self.embedding(tokens))
-        x, states = self.blocks(x, state, cu_seqlens=cu_seqlens, keep_state=keep_state)
+        x, states = self.blocks(x, state, documents=documents, keep_state=keep_state)
         return self.final_norm(x), states if keep_state else None
 
-    def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient."""
-        hidden, _ = self.activations(tokens)
+    def _documents(
+        self, tokens: Tensor, cu_seqlens: Tensor | None, is_first: Tensor | None
+    ) -> Documents | None:
+        """Built once for all blocks, outside of what is compiled."""
+        if cu_seqlens is not None:
+            if is_first is not None:
+                raise ValueError("is_first: found together with cu_seqlens, wanted one of them")
+            parts = 1 if self.sequence_part is None else self.sequence_part.count
+            is_first = first_tokens(cu_seqlens, tokens, parts * tokens.shape[1])
+        return None if is_first is None else Documents(tokens, is_first, self.sequence_part)
+
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        target: Int[Tensor, "B T"],
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        is_first: Bool[Tensor, "B T_whole"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient.
+
+        cu_seqlens and is_first are as in `activations`.
+        """
+        hidden, _ = self.activations(tokens, cu_seqlens=cu_seqlens, is_first=is_first)
         return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
 
     @torch.no_grad()

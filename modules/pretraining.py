@@ -172,12 +172,20 @@ class Pretraining(LightningModule):
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.optim)
 
-    def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """One micro-batch.
+
+        Args:
+            batch: `input` and `target` (B, T), and optionally `is_first` (B, T): which tokens begin
+                a document, where rows hold several. All three are of whole sequences.
+            batch_idx: not read.
+        """
         self.last_update = None
         is_last = self._micro_step == self.accumulation - 1
         tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
         with self._parallelism.accumulating(is_last):
-            loss = self.model.loss(tokens, target) / self.accumulation
+            loss = self.model.loss(tokens, target, is_first=batch.get("is_first"))
+            loss = loss / self.accumulation
             self.manual_backward(loss)
         # No zero to begin with: it would have to be copied to the device, which first finishes the
         # whole backward pass.
@@ -205,11 +213,14 @@ class Pretraining(LightningModule):
             for logger in self.loggers:
                 logger.log_metrics(metrics, self.progress.step)
 
-    def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         real = batch["index"] >= 0  # The last batches of ranks are filled up.
         size = int(real.sum())
-        tokens, target = batch["input"][real], batch["target"][real]
-        loss = self.model.loss(tokens, target) if size else torch.zeros((), device=self.device)
+        loss = torch.zeros((), device=self.device)
+        if size:
+            tokens, target = batch["input"][real], batch["target"][real]
+            is_first = batch["is_first"][real] if "is_first" in batch else None
+            loss = self.model.loss(tokens, target, is_first=is_first)
         self.log("validation/loss", loss, batch_size=size, sync_dist=True)
         # Loggers take "step" for the step.
         step = float(self.progress.step)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
@@ -116,7 +116,7 @@ class Attention(nn.Module):
     config: AttentionConfig
     rotary: Rotary | None = None
     sequence_part: SequencePart | None = None
-    """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
+    """Set under context parallelism: x is one part of a sequence."""
 
     def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Attention(nn.Module):
         x: Float[Tensor, "B T D"],
         state: Any = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         """The output for x, and the new state, which is None when keep_state is False.
@@ -157,26 +157,11 @@ class Attention(nn.Module):
         Args:
             x: activations of T new tokens.
             state: the state that an earlier call returned, or None at the start of a document.
-            cu_seqlens: offsets of documents packed into B = 1. Documents do not see each other.
+            documents: where documents begin in rows that hold several. They do not see each other.
+                `check_documents` says what does not go with them.
             keep_state: whether to return the new state. Training passes False, because computing
                 a state that nobody uses costs time.
         """
-
-    def per_document(
-        self,
-        x: Float[Tensor, "1 T D"],
-        state: Any,
-        cu_seqlens: Int[Tensor, "documents_plus_1"],
-        keep_state: bool,
-    ) -> tuple[Float[Tensor, "1 T D"], None]:
-        """`forward` of packed documents, one after the other, for variants without a faster way."""
-        if state is not None or keep_state:
-            raise ValueError(
-                "cu_seqlens: found with a state or keep_state, wanted neither: packed documents of "
-                f"kind {self.config.kind} keep no states"
-            )
-        documents = Documents(x, cu_seqlens).split(x)
-        return torch.cat([self(one, keep_state=False)[0] for one in documents], dim=1), None
 
     def step(self, x: Float[Tensor, "B 1 D"], state: Any) -> tuple[Float[Tensor, "B 1 D"], Any]:
         """One more token after `state`, in variants of linear cost at a cost independent of T."""
@@ -307,6 +292,19 @@ class Attention(nn.Module):
         self.check_positions(scaling)
         if self.rotary is not None:
             self.rotary.scaling = scaling
+
+    def check_documents(self, *, has_state: bool) -> None:
+        """Raise ValueError for what does not go with rows that hold several documents."""
+        if has_state:
+            raise ValueError(
+                "documents: found with a state or keep_state, wanted neither: a state is that of "
+                "one document per row"
+            )
+        if self.rotary is not None and self.rotary.depends_on_length:
+            raise ValueError(
+                "positions: found dynamic_ntk with several documents per row, each of its own "
+                "length; wanted linear or none, or one document per row"
+            )
 
     def check_context_parallel(self) -> None:
         """Raise ValueError where the variant does not support context parallelism."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
@@ -63,20 +63,20 @@ class Coca(FusedAttention):
         self.qtv = shape.projection(3 * shape.width)
 
     def project(
-        self, x: Float[Tensor, "B T D"], past: int
+        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         q, u, v = rearrange(self.qtv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
         first, second = u.chunk(2, dim=-1)
         return q, KeyValueCache(((first + second) / 2).relu(), v)
 
     def operands(
-        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B H S J"],
+        position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
         T, S = q.shape[2], k.shape[2]
-        position = torch.arange(S, dtype=torch.float64, device=q.device)
-        cos, sin = (
-            phase.transpose(1, 2) for phase in self.rotary.phases(position[None], S, q.dtype)
-        )
+        cos, sin = (phase.transpose(1, 2) for phase in self.rotary.phases(position - 1, S, q.dtype))
         now = cos[:, :, S - T :], sin[:, :, S - T :]
         if self.is_strict:
             first, second = q.chunk(2, dim=-1)

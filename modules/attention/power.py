@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Float64, Int, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
 from longhaul.kernels import (
@@ -20,7 +21,13 @@ from longhaul.kernels import (
 )
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
-from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, overwrite
+from longhaul.modules.attention.base import (
+    Attention,
+    AttentionConfig,
+    LayerShape,
+    overwrite,
+    without_autocast,
+)
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
@@ -200,35 +207,79 @@ class PowerAttention(Attention):
         x: Float[Tensor, "B T D"],
         state: PowerAttentionState | None = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
         if state is not None and keep_state and x.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(x, state)
-        self._check_scaling(is_whole=state is None and cu_seqlens is None and not keep_state)
+        self._check_scaling(is_whole=state is None and documents is None and not keep_state)
         self._check_stateless(has_state=state is not None or keep_state)
-        documents = Documents(x, cu_seqlens, self.sequence_part)
+        power, carried = state or (None, self.initial_carried(len(x), x.device))
+        if documents is not None:
+            operands, _ = self.project(x, documents, carried)
+            mixed = self._mix_documents(documents, *self.stack(operands))
+            return self.read_out(x, self.merge(mixed, operands)), None
         if state is None:
-            power = self._initial_power(documents.count)
-            carried = self.initial_carried(documents.count, x.device)
-        else:
-            power, carried = state
+            power = self._initial_power(len(x))
+        documents = Documents(x, sequence_part=self.sequence_part)
         operands, carried = self.project(x, documents, carried)
-        stacked = self.stack(operands)
-        options = PowerOptions(self.degree, self.scale, self.normalize, self.chunk_size)
-        if self.sequence_part is not None:
-            mixed = context_parallel_attention(documents, *stacked, power, options)
-            power = None
-        else:
-            mixed, power = power_attention(
-                *stacked,
-                **options._asdict(),
-                initial_state=power,
-                output_final_state=keep_state,
-                cu_seqlens=cu_seqlens,
-            )
+        mixed, power = self._mix(*self.stack(operands), start=power, keep_state=keep_state)
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
+
+    def _mix(
+        self,
+        q: Float[Tensor, "B T NH K"],
+        k: Float[Tensor, "B T NH K"],
+        v: Float[Tensor, "B T NH V"],
+        log_g: Float[Tensor, "B T NH"] | None,
+        *,
+        start: PowerState | None = None,
+        keep_state: bool = False,
+        normalize: bool | None = None,
+    ) -> tuple[Float[Tensor, "B T NH V"], PowerState | None]:
+        """The op, over the whole sequence also where this rank has one part of it."""
+        normalize = self.normalize if normalize is None else normalize
+        options = PowerOptions(self.degree, self.scale, normalize, self.chunk_size)
+        if self.sequence_part is not None:
+            part = self.sequence_part
+            return context_parallel_attention(part, q, k, v, log_g, start, options), None
+        return power_attention(
+            q, k, v, log_g, **options._asdict(), initial_state=start, output_final_state=keep_state
+        )
+
+    def _mix_documents(
+        self,
+        documents: Documents,
+        q: Float[Tensor, "B T NH K"],
+        k: Float[Tensor, "B T NH K"],
+        v: Float[Tensor, "B T NH V"],
+        log_g: Float[Tensor, "B T NH"] | None,
+    ) -> Float[Tensor, "B T NH V"]:
+        """The op, where a document begins with a gate of zero.
+
+        Such a gate would also forget a learned initial state. So the pivot tokens, which stand
+        before every document, are added to the sums over its own tokens. The sum of the weights,
+        if any, is one more value.
+        """
+        reset = documents.begin_anew(log_g, k)
+        if self.initial_state is None:
+            return self._mix(q, k, v, reset)[0]
+        pivot_k, pivot_v = self._pivots()
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q, k, v, pivot_k, pivot_v = (one.to(dtype) for one in (q, k, v, pivot_k, pivot_v))
+        if self.normalize:
+            v, pivot_v = (F.pad(one, (0, 1), value=1.0) for one in (v, pivot_v))
+        scale = self.key_dim**-0.5 if self.scale is None else self.scale
+        with without_autocast(q):
+            weights = (scale * torch.einsum("bthk,zrhk->bthr", q, pivot_k)) ** self.degree
+            if log_g is not None:
+                none = log_g.new_zeros(len(log_g), log_g.shape[2], dtype=torch.float64)
+                decay = documents.cumsum(log_g.double(), none).exp().to(dtype)
+                weights = weights * decay[..., None]
+            pivots = torch.einsum("bthr,zrhv->bthv", weights, pivot_v)
+        sums = self._mix(q, k, v, reset, normalize=False)[0] + pivots
+        return _divided(sums[..., :-1], sums[..., -1:]) if self.normalize else sums
 
     def step(
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
@@ -260,8 +311,7 @@ class PowerAttention(Attention):
 
     def operands(self, x: Float[Tensor, "B T D"]) -> Operands:
         """The arguments of the op for whole documents, one per row."""
-        documents = Documents(x)
-        return self.project(x, documents, self.initial_carried(documents.count, x.device))[0]
+        return self.project(x, Documents(x), self.initial_carried(len(x), x.device))[0]
 
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
         return self.operands(x).v
@@ -281,8 +331,7 @@ class PowerAttention(Attention):
         weights = scores**self.degree * coefficients
         if not self.normalize:
             return weights
-        total = weights.sum(dim=-1, keepdim=True)
-        return weights / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
+        return _divided(weights, weights.sum(dim=-1, keepdim=True))
 
     def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
         """The factors of (scale q_t . k_i)^p, summed over all gated sums.
@@ -334,6 +383,12 @@ class PowerAttention(Attention):
         """The learned initial state, repeated for each of `count` documents."""
         if self.initial_state is None:
             return None
+        state = power_state(*self._pivots(), degree=self.degree)
+        return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+
+    def _pivots(self) -> tuple[Float[Tensor, "1 R NH K"], Float[Tensor, "1 R NH V"]]:
+        """Keys and values of the learned initial state, as they are given to the op."""
+        assert self.initial_state is not None
         key, value, _ = self.initial_state()
         key = self.pivot_key(key)
         sums = tuple(
@@ -341,8 +396,7 @@ class PowerAttention(Attention):
             for scale in self.pivot_value_scales()
         )
         _, k, v, _ = self.stack(Operands(key, key, value, sums))
-        state = power_state(k, v, degree=self.degree)
-        return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+        return k, v
 
     def check_context_parallel(self) -> None:
         if self.degree > 4:
@@ -365,6 +419,11 @@ class PowerAttention(Attention):
                 "not hold the keys that a longer sequence would rotate anew; wanted linear or "
                 "none, or whole windows without a state"
             )
+
+
+def _divided(sums: Tensor, total: Tensor) -> Tensor:
+    """Sums over the total of their weights, as in the op."""
+    return sums / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
 
 
 def _decay(log_g: Tensor | None, T: int, like: Tensor) -> Float[Tensor, "*B_H T T"]:

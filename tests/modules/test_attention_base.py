@@ -50,7 +50,7 @@ def test_what_an_unfinished_kind_lacks_is_named() -> None:
 class Everything(Attention):
     """All that a kind must write; the rest is measured."""
 
-    def forward(self, x, state=None, *, cu_seqlens=None, keep_state=True):  # type: ignore
+    def forward(self, x, state=None, *, documents=None, keep_state=True):  # type: ignore
         seen = x if state is None else torch.cat([state, x], dim=1)
         return x + (x @ seen.mT) @ seen, seen if keep_state else None
 

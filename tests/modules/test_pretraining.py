@@ -75,8 +75,8 @@ def fit(
     [p for p in module.model.parameters() if p.requires_grad][-1].register_hook(hook)
     loss_of, losses = module.model.loss, []
 
-    def loss(tokens: Tensor, target: Tensor) -> Tensor:
-        return loss_of(tokens, target) + add(module.progress.step)
+    def loss(*batch: Tensor, **documents: Tensor | None) -> Tensor:
+        return loss_of(*batch, **documents) + add(module.progress.step)
 
     module.model.loss = loss  # type: ignore[method-assign]
 
@@ -108,6 +108,24 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update is not None
     assert whole.last_update is not None
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
+
+
+def test_a_batch_says_which_tokens_begin_documents() -> None:
+    module = build(1)
+    tokens = torch.randint(64, (1, CONTEXT))
+    is_first = torch.zeros(1, CONTEXT, dtype=torch.bool)
+    is_first[0, 5] = True
+    batch = {"input": tokens, "target": tokens, "is_first": is_first}
+    parts = tokens.split([5, CONTEXT - 5], dim=1)
+    wanted = sum(module.model.loss(one, one) * one.shape[1] for one in parts) / CONTEXT
+    losses: list[Tensor] = []
+    module._parallelism = Single(torch.device("cpu"))
+    module.manual_backward = losses.append  # type: ignore[method-assign, assignment]
+    module.training_step(batch, 0)
+    assert losses[0].item() * module.accumulation == pytest.approx(wanted.item(), rel=1e-5)
+    module.log = lambda name, value, **_: losses.append(value)  # type: ignore[method-assign]
+    module.validation_step(batch | {"index": torch.tensor([0])}, 0)
+    assert losses[1].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment() -> None:

@@ -56,7 +56,7 @@ def trace(file: Path) -> None:
                 return
             if fault == "spike":
                 loss = self.model.loss
-                self.model.loss = lambda *batch: loss(*batch) + 100  # type: ignore[method-assign]
+                self.model.loss = lambda *batch, **named: loss(*batch, **named) + 100  # type: ignore[method-assign]
                 original(self, batch, batch_idx)
                 del self.model.loss
                 return

@@ -73,7 +73,7 @@ class Channels(VectorGates):
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
-        sums, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
+        sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
         q, k, _ = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))

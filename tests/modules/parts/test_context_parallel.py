@@ -29,7 +29,7 @@ from longhaul.modules.attention.parts.context_parallel import (
     context_parallel_attention,
 )
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.documents import Documents
+from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
@@ -106,6 +106,13 @@ def offsets_of(bounds: list[int] | None) -> Tensor | None:
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
 
+def documents_of(x: Tensor, bounds: list[int] | None, part: SequencePart | None) -> Documents:
+    """The documents of x, or of the part of them that is x."""
+    offsets = offsets_of(bounds)
+    is_first = None if offsets is None else first_tokens(offsets, x, TOKENS)
+    return Documents(x, is_first, part)
+
+
 def own(x: Tensor, part: SequencePart | None) -> Tensor:
     return x if part is None else x.chunk(part.count, dim=1)[part.index]
 
@@ -123,7 +130,8 @@ def layer(
     x, probe = torch.randn(2, *shape, dtype=torch.float64).unbind(0)
     x, probe = own(x, part).clone().requires_grad_(), own(probe, part)
     attention.sequence_part = part
-    y, _ = attention(x, cu_seqlens=offsets_of(bounds), keep_state=False)
+    documents = None if bounds is None else documents_of(x, bounds, part)
+    y, _ = attention(x, documents=documents, keep_state=False)
     (y * probe).sum().backward()
     gradients = {f"d {name}": p.grad for name, p in attention.named_parameters()}
     return {"y": y.detach(), "dx": x.grad} | gradients
@@ -139,12 +147,11 @@ def resets(bounds: list[int] | None, part: SequencePart | None) -> Results:
     log_g[:, 81:, 0] = -torch.inf
     leaves = [own(x, part).clone().requires_grad_() for x in (q, k, v, log_g)]
     options = PowerOptions(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
-    offsets = offsets_of(bounds)
     if part is not None:
-        documents = Documents(leaves[0], offsets, part)
-        y = context_parallel_attention(documents, *leaves, None, options)
+        log_g = documents_of(leaves[0], bounds, part).begin_anew(leaves[3], leaves[1])
+        y = context_parallel_attention(part, *leaves[:3], log_g, None, options)
     else:
-        y, _ = power_attention(*leaves, cu_seqlens=offsets, **options._asdict())
+        y, _ = power_attention(*leaves, cu_seqlens=offsets_of(bounds), **options._asdict())
     (y * own(probe, part)).sum().backward()
     gradients = {f"d{name}": x.grad for name, x in zip("qkvg", leaves, strict=True)}
     return {"y": y.detach()} | gradients
@@ -365,9 +372,13 @@ def test_input_and_output_states_are_refused() -> None:
             call()
 
 
-def test_offsets_must_cover_the_whole_sequence() -> None:
+def test_documents_are_described_for_the_whole_sequence() -> None:
+    model, tokens = build_model(), torch.zeros(1, 4, dtype=torch.long)
+    model.split_sequence(FirstOfTwo())
     with pytest.raises(ValueError, match=r"cu_seqlens: found \[0, 4\], wanted offsets from 0 to 8"):
-        Documents(torch.randn(1, 4, 2), torch.tensor([0, 4]), FirstOfTwo())
+        model.loss(tokens, tokens, cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"is_first: found \(1, 4\), wanted \(1, 8\)"):
+        model.loss(tokens, tokens, is_first=tokens == 0)
 
 
 def test_splitting_the_sequence_can_be_undone() -> None:
