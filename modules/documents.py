@@ -79,20 +79,10 @@ class Documents:
         """Whether a token is the first of its document; None where every row is one document."""
         return None if self.age is None else self.age == 0
 
-    def begin_anew(
-        self, log_g: Float[Tensor, "B T H"] | None, like: Float[Tensor, "B T H K"]
-    ) -> Float[Tensor, "B T H"] | None:
-        """Log gates with a gate of zero at the first token of every document.
-
-        None for log_g means no decay. `like` gives the number of heads then.
-        """
+    def begin_anew(self, log_g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Log gates with a gate of zero at the first token of every document."""
         is_first = self.is_first
-        if is_first is None:
-            return log_g
-        if log_g is None:
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            log_g = like.new_zeros(like.shape[:3], dtype=dtype)
-        return log_g.masked_fill(is_first[..., None], -torch.inf)
+        return log_g if is_first is None else log_g.masked_fill(is_first[..., None], -torch.inf)
 
     def cumsum(
         self, x: Float[Tensor, "B T *rest"], start: Float[Tensor, "B *rest"]

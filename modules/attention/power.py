@@ -215,15 +215,14 @@ class PowerAttention(Attention):
         self._check_scaling(is_whole=state is None and documents is None and not keep_state)
         self._check_stateless(has_state=state is not None or keep_state)
         power, carried = state or (None, self.initial_carried(len(x), x.device))
+        where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
+        operands, carried = self.project(x, where, carried)
+        stacked = self.stack(operands)
         if documents is not None:
-            operands, _ = self.project(x, documents, carried)
-            mixed = self._mix_documents(documents, *self.stack(operands))
-            return self.read_out(x, self.merge(mixed, operands)), None
-        if state is None:
-            power = self._initial_power(len(x))
-        documents = Documents(x, sequence_part=self.sequence_part)
-        operands, carried = self.project(x, documents, carried)
-        mixed, power = self._mix(*self.stack(operands), start=power, keep_state=keep_state)
+            mixed, power = self._mix_documents(documents, *stacked), None
+        else:
+            start = self._initial_power(len(x)) if state is None else power
+            mixed, power = self._mix(*stacked, start=start, keep_state=keep_state)
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
 
@@ -262,11 +261,12 @@ class PowerAttention(Attention):
         before every document, are added to the sums over its own tokens. The sum of the weights,
         if any, is one more value.
         """
-        reset = documents.begin_anew(log_g, k)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        no_decay = k.new_zeros(k.shape[:3], dtype=dtype)
+        reset = documents.begin_anew(no_decay if log_g is None else log_g)
         if self.initial_state is None:
             return self._mix(q, k, v, reset)[0]
         pivot_k, pivot_v = self._pivots()
-        dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v, pivot_k, pivot_v = (one.to(dtype) for one in (q, k, v, pivot_k, pivot_v))
         if self.normalize:
             v, pivot_v = (F.pad(one, (0, 1), value=1.0) for one in (v, pivot_v))

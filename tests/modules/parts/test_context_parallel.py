@@ -148,7 +148,7 @@ def resets(bounds: list[int] | None, part: SequencePart | None) -> Results:
     leaves = [own(x, part).clone().requires_grad_() for x in (q, k, v, log_g)]
     options = PowerOptions(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
     if part is not None:
-        log_g = documents_of(leaves[0], bounds, part).begin_anew(leaves[3], leaves[1])
+        log_g = documents_of(leaves[0], bounds, part).begin_anew(leaves[3])
         y = context_parallel_attention(part, *leaves[:3], log_g, None, options)
     else:
         y, _ = power_attention(*leaves, cu_seqlens=offsets_of(bounds), **options._asdict())
