@@ -1,7 +1,7 @@
 """The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
-from longhaul.modules.block import Block
+from longhaul.modules.attention.base import product_flops
+from longhaul.modules.block import MLP, Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.rotary import PositionScaling
@@ -91,8 +92,38 @@ class LanguageModelConfig:
         return self.attention if key is None else self.layer_attention[key]
 
     def shape_of(self, layer: int) -> LayerShape:
-        """What a layer, counted from 0, is told of the model around it."""
-        return LayerShape(width=self.width, heads=self.heads, biases=self.biases, layer=layer)
+        """The shape of the attention of a layer, counted from 0."""
+        return LayerShape(
+            width=self.width,
+            heads=self.heads,
+            key_heads=self.heads,
+            biases=self.biases,
+            layer=layer,
+        )
+
+    def build_norm(self) -> nn.Module:
+        """A norm of activations (..., D)."""
+        return nn.LayerNorm(self.width, bias=self.biases)
+
+    def build_block(self, layer: int) -> Block:
+        """The block of a layer, counted from 0."""
+        return Block(
+            attention=self.attention_of(layer).build(self.shape_of(layer)),
+            mlp=MLP(self.width, biases=self.biases),
+            attention_norm=self.build_norm(),
+            mlp_norm=self.build_norm(),
+            parallel=self.parallel_residual,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LanguageModelConfig":
+        """The config with these fields, attention configs as their `kind` and options.
+
+        Raises ValueError or TypeError for values of other names or types.
+        """
+        layers = {key: _attention_of(one) for key, one in values.get("layer_attention", {}).items()}
+        attention = _attention_of(values["attention"])
+        return cls(**{**values, "attention": attention, "layer_attention": layers})
 
     def _entry_of(self, layer: int) -> str | None:
         """The key of the last entry of `layer_attention` that matches the layer."""
@@ -122,41 +153,9 @@ class LanguageModelConfig:
         return found
 
 
-def config_of_layers(
-    attention: Sequence[Mapping[str, Any]],
-    *,
-    hidden_size: int,
-    num_attention_heads: int,
-    vocab_size: int,
-    embedding_norm: bool,
-    parallel_residual: bool,
-    biases: bool,
-    tie_word_embeddings: bool,
-) -> LanguageModelConfig:
-    """The config that an exported config.json describes, by the names that it has there.
-
-    `attention` has the `kind` and the options of every layer.
-    """
-    layers = []
-    for options in map(dict, attention):
-        kind = attention_config(options.pop("kind"))
-        layers.append(kind(**options))
-    if not layers:
-        raise ValueError("attention: found no layers, wanted 1 or more")
-    # The first layer's variant stands for all that equal it.
-    others = {str(n): one for n, one in enumerate(layers) if one != layers[0]}
-    return LanguageModelConfig(
-        attention=layers[0],
-        layer_attention=others,
-        layers=len(layers),
-        width=hidden_size,
-        heads=num_attention_heads,
-        vocabulary=vocab_size,
-        embedding_norm=embedding_norm,
-        parallel_residual=parallel_residual,
-        biases=biases,
-        tied_head=tie_word_embeddings,
-    )
+def _attention_of(options: Mapping[str, Any]) -> AttentionConfig:
+    kind, options = options["kind"], {key: options[key] for key in options if key != "kind"}
+    return attention_config(kind)(**options)
 
 
 class Head(nn.Module):
@@ -181,6 +180,10 @@ class Head(nn.Module):
         is_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
         return linear_cross_entropy(hidden, weight, target, dtype)
+
+    def flops_per_token(self) -> int:
+        """Forward FLOPs per token."""
+        return product_flops(self._holder[0])
 
 
 class Blocks(nn.ModuleList):
@@ -215,19 +218,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.embedding_norm = (
-            nn.LayerNorm(config.width, bias=config.biases)
-            if config.embedding_norm
-            else nn.Identity()
-        )
-        self.blocks = Blocks(
-            Block(
-                config.attention_of(layer).build(config.shape_of(layer)),
-                parallel=config.parallel_residual,
-            )
-            for layer in range(config.layers)
-        )
-        self.final_norm = nn.LayerNorm(config.width, bias=config.biases)
+        self.embedding_norm = config.build_norm() if config.embedding_norm else nn.Identity()
+        self.blocks = Blocks(config.build_block(layer) for layer in range(config.layers))
+        self.final_norm = config.build_norm()
         if not config.tied_head:
             # By the name that transformers has for it.
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -432,9 +425,8 @@ class LanguageModel(nn.Module):
 
     def weight_flops(self) -> int:
         """Forward FLOPs per token of all products with weights: projections, MLPs, unembedding."""
-        head = 2 * self.config.vocabulary * self.config.width
-        mlp = 16 * self.config.width**2
-        return head + sum(mlp + block.attention.projection_flops() for block in self._blocks())
+        blocks = sum(block.projection_flops() for block in self._blocks())
+        return self.head.flops_per_token() + blocks
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token of attention or state, over all layers, at context T."""

@@ -30,13 +30,16 @@ _COUNTED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer of attention is told of the model around it."""
+    """The sizes of a layer of attention, and what the model around it asks of the layer."""
 
     width: int
     """Width D of its inputs and outputs."""
 
     heads: int
-    """Number of heads H, a divisor of the width."""
+    """Number of query heads H, a divisor of the width."""
+
+    key_heads: int
+    """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
 
     biases: bool = False
     """Whether its projections have biases, which begin at zero."""
@@ -48,6 +51,10 @@ class LayerShape:
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(
                 f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
+            )
+        if self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"key_heads: found {self.key_heads}, wanted a divisor of {self.heads} heads"
             )
 
     @property
@@ -125,20 +132,22 @@ class Attention(nn.Module):
         self.shape = shape
         self.model_dim = shape.width
         self.num_heads = shape.heads
+        self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
 
     def add_qkv(self, key_dim: int | None = None) -> None:
         """Make `qkv`, the projection behind `queries_keys_values`; key_dim is K, else V."""
-        self.key_widths = (key_dim or self.head_dim) * self.num_heads
-        self.qkv = self.shape.projection(2 * self.key_widths + self.model_dim)
+        K, V, H, G = key_dim or self.head_dim, self.head_dim, self.num_heads, self.num_key_heads
+        self.qkv_widths = K * H, K * G, V * G
+        self.qkv = self.shape.projection(sum(self.qkv_widths))
 
     def queries_keys_values(
         self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"], Float[Tensor, "B T H V"]]:
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
         """Queries, keys and values of every head, from one projection of x."""
-        widths = [self.key_widths, self.key_widths, self.model_dim]
-        q, k, v = (one.unflatten(-1, (self.num_heads, -1)) for one in self.qkv(x).split(widths, -1))
-        return q, k, v
+        q, k, v = self.qkv(x).split(self.qkv_widths, dim=-1)
+        keys = (self.num_key_heads, -1)
+        return q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, keys), v.unflatten(-1, keys)
 
     @abstractmethod
     def forward(
@@ -224,12 +233,8 @@ class Attention(nn.Module):
         return projections(self)
 
     def projection_flops(self) -> int:
-        """Forward FLOPs per token of all products with weights (a multiply-add counts as two)."""
-        return sum(
-            2 * parameter.numel()
-            for name, parameter in self.named_parameters()
-            if name.endswith("weight") and parameter.ndim == 2
-        )
+        """Forward FLOPs per token of all products with weights."""
+        return product_flops(self)
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token of attention or state at context T, in the backend's form.
@@ -383,7 +388,9 @@ def left_out() -> tuple[str, ...]:
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
     """Build a variant by its kind, as the first layer; options are the fields of its config."""
-    return attention_config(kind)(**options).build(LayerShape(width=model_dim, heads=num_heads))
+    return attention_config(kind)(**options).build(
+        LayerShape(width=model_dim, heads=num_heads, key_heads=num_heads)
+    )
 
 
 class InFloat32(nn.Module):
@@ -402,6 +409,15 @@ def projections(module: nn.Module) -> set[str]:
         return {"weight"}
     children = module.named_children()
     return {f"{name}.{weight}" for name, child in children for weight in projections(child)}
+
+
+def product_flops(module: nn.Module) -> int:
+    """FLOPs of one row's products with all weights of a module; a multiply-add counts as two."""
+    return sum(
+        2 * parameter.numel()
+        for name, parameter in module.named_parameters()
+        if name.endswith("weight") and parameter.ndim == 2
+    )
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:

@@ -149,7 +149,7 @@ class ComplexAttention(VectorGates):
             # A head of one pair has no parts.
             log_g = log_g[..., 0] if self.num_parts == 1 else log_g
         if self.decay:
-            log_g = log_decays(x, self.num_heads)
+            log_g = log_decays(x, self.num_key_heads)
         if self.has_amplitudes:
             # In float32: the sum of squares is a product with q, in which 16 bits may cancel.
             q, k, v = (one.to(cos.dtype) for one in (q, k, v))

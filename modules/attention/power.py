@@ -69,8 +69,8 @@ class GatedSum(NamedTuple):
     G is the running sum of log_g. None means no decay, and scales of 1.
     """
 
-    log_g: Float[Tensor, "B T H *parts"] | None = None  # parts: see vector_gates.py
-    value_scale: Float[Tensor, "B T H #V"] | None = None
+    log_g: Float[Tensor, "B T G *parts"] | None = None  # parts: see vector_gates.py
+    value_scale: Float[Tensor, "B T G #V"] | None = None
     output_scale: Float[Tensor, "B T H #V"] | None = None
 
 
@@ -78,8 +78,8 @@ class Operands(NamedTuple):
     """Queries, keys and values, and the gated sums over them that add up to the output."""
 
     q: Float[Tensor, "B T H K"]
-    k: Float[Tensor, "B T H K"]
-    v: Float[Tensor, "B T H V"]
+    k: Float[Tensor, "B T G K"]
+    v: Float[Tensor, "B T G V"]
     sums: tuple[GatedSum, ...] = (GatedSum(),)
 
 
@@ -116,11 +116,11 @@ class PowerAttention(Attention):
         self.initial_state = None
         if config.initial_state == "learned":
             self.initial_state = InitialState(
-                shape.heads,
+                shape.key_heads,
                 self.key_dim,
                 self.value_dim,
                 config.rank,
-                num_log_masses=shape.heads * self.logits_per_head,
+                num_log_masses=shape.key_heads * self.logits_per_head,
             )
 
     @abstractmethod
@@ -138,14 +138,19 @@ class PowerAttention(Attention):
 
     @property
     def op_heads(self) -> int:
-        """Heads of the call of the op."""
+        """Query heads of the call of the op."""
         return self.num_sums * self.num_heads
+
+    @property
+    def num_states(self) -> int:
+        """Key heads of the call of the op, each of which has a state."""
+        return self.op_heads * self.num_key_heads // self.num_heads
 
     def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N S"]:
         """Log-sum-exp of the key logits before the first token of each of `count` documents."""
         *_, log_mass = (None,) if self.initial_state is None else self.initial_state()
         if log_mass is None:
-            logits = self.num_heads * self.logits_per_head
+            logits = self.num_key_heads * self.logits_per_head
             return torch.full((count, logits), -math.inf, dtype=torch.float64, device=device)
         return log_mass.double().expand(count, -1)  # type: ignore[no-any-return]
 
@@ -362,11 +367,11 @@ class PowerAttention(Attention):
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
         columns = self.value_dim + self.normalize
-        return self.op_heads * features * columns + self._num_carried()
+        return self.num_states * features * columns + self._num_carried()
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         features = state_features(self.key_dim, self.degree)
-        power = 4 * self.op_heads * features * (self.value_dim + 1)
+        power = 4 * self.num_states * features * (self.value_dim + 1)
         carried = self.initial_carried(1, torch.device("meta")).values()
         return power + sum(x.numel() * x.element_size() for x in carried)
 

@@ -54,7 +54,7 @@ class Retention(PowerAttention):
         q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        log_g = log_decays(x, self.num_heads)
+        log_g = log_decays(x, self.num_key_heads)
         operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
         return operands, {"rotation": documents.last(rotation)}
 

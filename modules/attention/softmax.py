@@ -71,4 +71,4 @@ class Softmax(FusedAttention):
         return rotate(x, cos.transpose(1, 2), sin.transpose(1, 2))
 
     def cached_per_token(self) -> int:
-        return 2 * self.model_dim
+        return 2 * self.num_key_heads * self.head_dim

@@ -148,4 +148,4 @@ class Sympow(PowerAttention):
 
     def tensor_power_size(self) -> int:
         """Numbers that the state would hold if features were the full tensor power."""
-        return self.num_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)
+        return self.num_key_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)

@@ -13,33 +13,29 @@ class LonghaulConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        vocab_size: int = 50_304,
-        hidden_size: int = 768,
-        num_attention_heads: int = 12,
-        attention: list[dict[str, Any]] | None = None,
-        embedding_norm: bool = True,
-        parallel_residual: bool = False,
-        biases: bool = False,
+        longhaul: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
         use_cache: bool = True,
-        tie_word_embeddings: bool = True,
+        tie_word_embeddings: bool | None = None,
         caches_tokens: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`attention` has one dict per layer: its `kind`, and that kind's options.
+        """`longhaul` is the shape of the model, the `model` of the run's config.
 
         With caches_tokens the cache holds tokens, which are all read again for each new one: states
         would be too large.
         """
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.attention = [{"kind": "softmax"}] * 12 if attention is None else attention
-        self.embedding_norm = embedding_norm
-        self.parallel_residual = parallel_residual
-        self.biases = biases
+        shape = {"vocabulary": 50_304, "width": 768, "heads": 12, "layers": 12, "tied_head": True}
+        shape |= {"attention": {"kind": "softmax"}} | (longhaul or {})
+        tied = shape["tied_head"] if tie_word_embeddings is None else tie_word_embeddings
+        self.longhaul = shape
+        self.vocab_size = shape["vocabulary"] if vocab_size is None else vocab_size
+        self.hidden_size = shape["width"]
+        self.num_attention_heads = shape["heads"]
+        self.num_hidden_layers = shape["layers"]
         self.use_cache = use_cache
         self.caches_tokens = caches_tokens
-        self.tie_word_embeddings = tie_word_embeddings
-        self.num_hidden_layers = len(self.attention)
-        kwargs.pop("num_hidden_layers", None)
+        self.tie_word_embeddings = tied
+        for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
+            kwargs.pop(name, None)
         super().__init__(**kwargs)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.configs.loader import to_dict
 from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.exporting.source import file_of
-from longhaul.pipeline.runs.exported import shape_of
 
 # A layer whose state has more bytes than this for one sequence makes the cache hold tokens instead.
 _LARGEST_STATE = 1 << 28
@@ -49,8 +49,13 @@ def write_model_files(
         },
         "model_type": "longhaul",
         "dtype": "float32",
-        **shape_of(config.model),
+        "longhaul": to_dict(config.model),
+        # What transformers and its tools look for, by their names.
+        "vocab_size": config.model.vocabulary,
+        "hidden_size": config.model.width,
+        "num_attention_heads": config.model.heads,
         "num_hidden_layers": config.model.layers,
+        "tie_word_embeddings": config.model.tied_head,
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
         "use_cache": True,

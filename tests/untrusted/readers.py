@@ -33,6 +33,7 @@ from mutations import (
 from safetensors.torch import save
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
+from longhaul.configs.loader import to_dict
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.order import SampleOrder
 from longhaul.datamodules.preparation.corpus import open_corpus
@@ -58,7 +59,7 @@ from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.runs.done import Finished
-from longhaul.pipeline.runs.exported import exported_shape, exported_weights, shape_of
+from longhaul.pipeline.runs.exported import exported_model, exported_weights
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.metrics_journal import Journal, read_lines
 
@@ -391,7 +392,12 @@ def read_status(folder: Folder) -> None:
 
 def write_exported(folder: Folder) -> None:
     model = small_model()
-    described = {**shape_of(model.config), "model_type": "longhaul"}
+    described = {
+        "model_type": "longhaul",
+        "longhaul": to_dict(model.config),
+        "vocab_size": model.config.vocabulary,
+        "tie_word_embeddings": model.config.tied_head,
+    }
     (folder / "config.json").write_text(json.dumps(described))
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (folder / "a.safetensors").write_bytes(save(tensors, {"format": "pt"}))
@@ -401,7 +407,7 @@ def write_exported(folder: Folder) -> None:
 
 
 def read_exported(folder: Folder) -> None:
-    exported_shape(folder)
+    exported_model(folder)
     exported_weights(folder)
 
 
