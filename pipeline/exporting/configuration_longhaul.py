@@ -22,20 +22,22 @@ class LonghaulConfig(PreTrainedConfig):
     ) -> None:
         """`longhaul` is the shape of the model, the `model` of the run's config.
 
-        With caches_tokens the cache holds tokens, which are all read again for each new one: states
-        would be too large.
+        vocab_size and tie_word_embeddings, which transformers may change, win over those of the
+        shape. With caches_tokens the cache holds tokens, which are all read again for each new one:
+        states would be too large.
         """
         shape = {"vocabulary": 50_304, "width": 768, "heads": 12, "layers": 12, "tied_head": True}
-        shape |= {"attention": {"kind": "softmax"}} | (longhaul or {})
-        tied = shape["tied_head"] if tie_word_embeddings is None else tie_word_embeddings
-        self.longhaul = shape
-        self.vocab_size = shape["vocabulary"] if vocab_size is None else vocab_size
-        self.hidden_size = shape["width"]
-        self.num_attention_heads = shape["heads"]
-        self.num_hidden_layers = shape["layers"]
+        self.longhaul = shape | {"attention": {"kind": "softmax"}} | (longhaul or {})
+        if vocab_size is not None:
+            self.longhaul["vocabulary"] = vocab_size
+        if tie_word_embeddings is not None:
+            self.longhaul["tied_head"] = tie_word_embeddings
+        self.vocab_size = self.longhaul["vocabulary"]
+        self.tie_word_embeddings = self.longhaul["tied_head"]
+        self.hidden_size = self.longhaul["width"]
+        self.num_attention_heads = self.longhaul["heads"]
+        self.num_hidden_layers = self.longhaul["layers"]
         self.use_cache = use_cache
         self.caches_tokens = caches_tokens
-        self.tie_word_embeddings = tied
-        for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"):
-            kwargs.pop(name, None)
-        super().__init__(**kwargs)
+        derived = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        super().__init__(**{key: value for key, value in kwargs.items() if key not in derived})

@@ -36,9 +36,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LonghaulConfig) -> None:
         super().__init__(config)
-        # transformers may have changed these: a resized embedding, a head untied from it.
-        changed = {"vocabulary": config.vocab_size, "tied_head": config.tie_word_embeddings}
-        model = build_model({**config.longhaul, **changed})
+        model = build_model(config.longhaul)
         # The parts are this module's own, so that weights have their names of training.
         self.embedding = model.embedding
         self.embedding_norm = model.embedding_norm

@@ -47,10 +47,10 @@ class _ExportedConfig:
     """The part of config.json that decides what the weights mean."""
 
     model_type: Literal["longhaul"]
-    longhaul: _Shape  # type: ignore[valid-type]
     # transformers may have changed these: a resized embedding, a head untied from it.
     vocab_size: Count
     tie_word_embeddings: bool
+    longhaul: _Shape | None = None  # type: ignore[valid-type]  # exports of earlier versions: none
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,14 @@ def exported_model(folder: Path) -> LanguageModelConfig:
     what = f"{path}: not the config of an exported model"
     try:
         content = read_regular(path, _MOST_BYTES)
-        values = parse_json(_ExportedConfig, content, what)
     except (ValueError, OSError) as error:
         raise ValueError(f"{what}: {one_line(error)}") from error
+    values = parse_json(_ExportedConfig, content, what)
     try:
+        if values.longhaul is None:
+            raise ValueError(
+                "longhaul: found nothing, as in earlier versions; export the run again"
+            )
         changed = {"vocabulary": values.vocab_size, "tied_head": values.tie_word_embeddings}
         return LanguageModelConfig.from_dict({**dataclasses.asdict(values.longhaul), **changed})
     except (KeyError, TypeError, ValueError) as error:
