@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from longhaul.kernels.gelu import gelu
 from longhaul.modules.attention import Attention
-from longhaul.modules.attention.base import projections
 
 
 class MLP(nn.Module):
@@ -61,11 +60,6 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B 1 D"], Any]:
         mixed, state = self.attention.step_in_place(self.attention_norm(x), state)
         return self._add(x, mixed), state
-
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices, of the attention and of the MLP."""
-        attention = {f"attention.{name}" for name in self.attention.matrices()}
-        return attention | {f"mlp.{name}" for name in projections(self.mlp)}
 
     def _add(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]

@@ -16,7 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
+from longhaul.modules.optim import (
+    OptimConfig,
+    build_optimizer,
+    learning_rate_factor,
+    set_learning_rate,
+)
 from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
@@ -230,8 +235,7 @@ class Pretraining(LightningModule):
         # Lightning's wrapper counts the steps for a plain trainer.
         own: Any = self.optimizers() if self._is_stock else self.trainer.optimizers[0]
         optimizer: Optimizer = own
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(optimizer, learning_rate)
 
         def reason_of(loss: float) -> str | None:
             return reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)

@@ -38,13 +38,10 @@ from torch.optim import Optimizer
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.optim import MOMENTS
 from longhaul.modules.pretraining import Outcome, Parallelism, Pretraining, clip_and_step
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.optimizer_state import (
-    MOMENTS,
-    restore_training,
-    training_tensors,
-)
+from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.distributed.blocks import shard_as_configured
 from longhaul.pipeline.distributed.launch import collective_timeout
@@ -283,6 +280,9 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         # Imported here because it is slow to import and only this strategy needs it.
         import deepspeed
 
+        assert optimizer is not None
+        # ZeRO's shards may have parameters of several groups, so that all must be of one kind.
+        (self._moments,) = {MOMENTS[group["kind"]] for group in optimizer.param_groups}
         _broadcast_weights(model.to(self.root_device))
         trained = [p for p in model.parameters() if p.requires_grad]
         assert isinstance(self.config, dict)
@@ -352,7 +352,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
             else:
                 gathered[f"model/{name}"] = safe_get_full_fp32_param(parameter)
                 if states:
-                    for key in MOMENTS:
+                    for key in self._moments:
                         value = safe_get_full_optimizer_state(parameter, key)
                         gathered[f"optimizer/{name}/{key}"] = value
                     gathered[f"optimizer/{name}/step"] = states[0]["step"]
@@ -376,7 +376,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
         if has_state and not zero.optimizer.state:
             # The optimizer would create its state only at its first step, so create it here.
             for flat in self._flat_shards(zero):
-                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+                moments = {key: torch.zeros_like(flat) for key in self._moments}
                 step = torch.zeros((), device=flat.device)
                 zero.optimizer.state[flat] = {"step": step, **moments}
             if not self.zero_stage_3:
@@ -388,7 +388,7 @@ class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
                 continue
             wanted: dict[str | None, str] = {None: f"model/{name}"}
             if has_state:
-                wanted |= {key: f"optimizer/{name}/{key}" for key in MOMENTS}
+                wanted |= {key: f"optimizer/{name}/{key}" for key in self._moments}
             shape = getattr(parameter, "ds_shape", parameter.shape)
             values = {key: torch.empty(shape, dtype=torch.float32) for key in wanted}
             saved.read({wanted[key]: value for key, value in values.items()})

@@ -161,7 +161,9 @@ def test_zero_gets_buckets_for_the_trained_parameters(monkeypatch: pytest.Monkey
     )
     model = torch.nn.Linear(4, 6)
     model.bias.requires_grad_(False)
-    DeepSpeedZero._setup_model_and_optimizer(this, model, None)
+    optimizer: Any = SimpleNamespace(param_groups=2 * [{"kind": "adam"}])
+    DeepSpeedZero._setup_model_and_optimizer(this, model, optimizer)
+    assert this._moments == ("exp_avg", "exp_avg_sq")
     assert given["config"]["zero_optimization"] == {"stage": 2, **bucket_sizes(24)}
 
 
