@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,12 +46,15 @@ class Outcome(NamedTuple):
     applied: bool  # whether a step was made
 
 
-@runtime_checkable
-class Parallelism(Protocol):
-    """What Pretraining needs from the strategy."""
+class Parallelism:
+    """What Pretraining needs from the strategy.
+
+    By default the optimizer holds the module's own parameters and gradients.
+    """
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch. Ranks exchange gradients only after the last one."""
+        return nullcontext()
 
     def update(
         self,
@@ -60,7 +63,7 @@ class Parallelism(Protocol):
         loss: Float[Tensor, ""],
         is_good: Callable[[float], bool],
     ) -> Outcome:
-        """Clip the gradients, make an optimizer step, and clear the gradients, as `clip_and_step`.
+        """Clip the gradients, make an optimizer step, and clear the gradients.
 
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
@@ -71,30 +74,21 @@ class Parallelism(Protocol):
         Returns:
             Loss and norm as numbers, so that the host need not wait for the device once more.
         """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        # Read together, so that the host waits for the device once.
+        loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
+        # An update whose gradients are not finite is skipped.
+        applied = is_good(loss_read) and math.isfinite(norm_read)
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        return Outcome(loss_read, norm_read, applied)
 
 
-def clip_and_step(
-    optimizer: Optimizer,
-    max_norm: float,
-    loss: Float[Tensor, ""],
-    is_good: Callable[[float], bool],
-) -> Outcome:
-    """`Parallelism.update` where the optimizer holds the module's own parameters and gradients."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    # Read together, so that the host waits for the device once.
-    loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
-    # An update whose gradients are not finite is skipped.
-    applied = is_good(loss_read) and math.isfinite(norm_read)
-    if applied:
-        optimizer.step()
-    optimizer.zero_grad()
-    return Outcome(loss_read, norm_read, applied)
-
-
-class _Stock:
+class _Stock(Parallelism):
     """Parallelism under one of Lightning's own strategies."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -111,8 +105,6 @@ class _Stock:
         if is_last or not isinstance(self._strategy, DDPStrategy):
             return nullcontext()
         return self._strategy.block_backward_sync()
-
-    update = staticmethod(clip_and_step)
 
 
 class Pretraining(LightningModule):
@@ -155,12 +147,13 @@ class Pretraining(LightningModule):
 
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy
-        self._is_stock = not isinstance(strategy, Parallelism)
+        own = strategy if isinstance(strategy, Parallelism) else None
+        self._is_stock = own is None
         # An interrupted fit may have left half an update.
         self._micro_step, self._loss_sum = 0, None
         if self._is_stock:
             self.zero_grad()
-        self._parallelism = _Stock(strategy) if self._is_stock else cast(Parallelism, strategy)
+        self._parallelism = own or _Stock(strategy)
         if self._is_stock and self.optim.on_spike == "rewind":
             raise ValueError("optim.on_spike: found rewind, wanted skip, or `longhaul train`")
 

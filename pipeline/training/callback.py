@@ -30,7 +30,7 @@ from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
-from longhaul.pipeline.distributed.strategies import resumable
+from longhaul.pipeline.distributed.strategy import resumable
 from longhaul.pipeline.distributed.watchdog import Watchdog
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate

@@ -15,13 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import load_run_config
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.distributed import strategies
+from longhaul.pipeline.distributed import deepspeed
 from longhaul.pipeline.distributed.blocks import device_mesh
+from longhaul.pipeline.distributed.deepspeed import DeepSpeedZero
 from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
-from longhaul.pipeline.distributed.strategies import (
-    DeepSpeedZero,
-    build_strategy,
-)
+from longhaul.pipeline.distributed.strategies import build_strategy
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
 from longhaul.pipeline.training import callback, run
 from longhaul.pipeline.training.callback import TrainingCallback
@@ -155,7 +153,7 @@ def test_zero_gets_buckets_for_the_trained_parameters(monkeypatch: pytest.Monkey
         return None, None, None, None
 
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
-    monkeypatch.setattr(strategies, "_broadcast_weights", lambda model: None)
+    monkeypatch.setattr(deepspeed, "broadcast_weights", lambda model: None)
     this: Any = SimpleNamespace(
         root_device=torch.device("cpu"), config={"zero_optimization": {"stage": 2}}
     )
@@ -180,7 +178,7 @@ def test_zero_finds_its_device_in_local_rank(monkeypatch: pytest.MonkeyPatch) ->
     )
     strategy._parallel_devices = [torch.device("cuda", 0)] * 8
     strategy._set_node_environment_variables()
-    assert strategies.os.environ["LOCAL_RANK"] == "0"
+    assert deepspeed.os.environ["LOCAL_RANK"] == "0"
 
 
 def test_every_save_of_zero_has_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
