@@ -85,7 +85,8 @@ def test_a_training_limits_all_groups_and_its_own_from_when_they_connect(
     config = load_run_config("run/demo.yaml", ["trainer.hang_seconds=7200"])
     this: Any = SimpleNamespace(
         config=config, _folder=SimpleNamespace(checkpoints=tmp_path), recorder=None,
-        checkpoint_updates=1, _context_parallel=None,
+        _validation=SimpleNamespace(validate_if_due=None),
+        _record=None, _stop_if_due=None, _profile_if_due=None,
         data=SimpleNamespace(start_at=lambda *_: None),
         requests=SimpleNamespace(mark_ranks_connected=lambda: None),
     )  # fmt: skip
@@ -97,14 +98,14 @@ def test_a_training_limits_all_groups_and_its_own_from_when_they_connect(
     at_first = []
 
     def limit(wanted: timedelta) -> None:
-        at_first.extend(timeout(group) for group in (this.store._group, this._group))
+        at_first.extend(timeout(group) for group in (this.saving.store._group, this._group))
         limit_collectives(wanted)
 
     monkeypatch.setattr(callback, "limit_collectives", limit)
     TrainingCallback.on_fit_start(this, trainer, module)
     this.watchdog.stop()
     assert at_first == 2 * [timedelta(seconds=7500)]
-    groups = (dist.group.WORLD, this.store._group, this._group)
+    groups = (dist.group.WORLD, this.saving.store._group, this._group)
     assert [timeout(group) for group in groups] == 3 * [timedelta(seconds=7500)]
 
 
