@@ -1,4 +1,10 @@
-"""The LightningModule that trains a language model, and the record of its progress."""
+"""The LightningModule that trains a language model: one update, from its batch to the counters.
+
+`Pretraining.training_step` adds the gradients of a micro-batch. After the last one `_update` sets
+the learning rate; `Parallelism.update` finds the norm of the gradients, clips them, decides whether
+to skip the update, and makes the step; `_update` counts. Under `longhaul train` hooks then do what
+is due, which starts with the report of the update (pipeline/training/callback.py).
+"""
 
 import math
 from collections.abc import Callable
@@ -68,8 +74,7 @@ class Parallelism:
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
             loss: the update's, the same on all ranks.
-            is_good: whether to make a step if the loss is this. None is made either if the norm is
-                not finite.
+            is_good: whether to make a step at this loss. If the norm is not finite, none is made.
 
         Returns:
             Loss and norm as numbers, so that the host need not wait for the device once more.
@@ -157,16 +162,6 @@ class Pretraining(LightningModule):
         if self._is_stock and self.optim.on_spike == "rewind":
             raise ValueError("optim.on_spike: found rewind, wanted skip, or `longhaul train`")
 
-    def check_skips(self, update: Update) -> None:
-        """Raise RuntimeError if `optim.max_skipped_updates` in a row were skipped, the last now."""
-        found = self.progress.skipped_in_a_row
-        if found >= self.optim.max_skipped_updates:
-            raise RuntimeError(
-                f"loss {update.loss} and gradient norm {update.gradient_norm}: found {found} "
-                "updates in a row that had to be skipped, the last at step "
-                f"{self.progress.step}, wanted finite ones without a spike; the run cannot go on"
-            )
-
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.optim)
 
@@ -190,38 +185,8 @@ class Pretraining(LightningModule):
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
 
-    def _log(self, update: Update) -> None:
-        """Hand the metrics to a plain trainer's loggers, by updates: it counts micro-batches."""
-        metrics = {
-            "train/loss": update.loss,
-            "train/gradient_norm": update.gradient_norm,
-            "train/learning_rate": update.learning_rate,
-        }
-        self.log_dict(metrics, logger=False)  # for callbacks
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self.progress.step % every == 0:
-            for logger in self.loggers:
-                logger.log_metrics(metrics, self.progress.step)
-
-    def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
-        real = batch["index"] >= 0  # The last batches of ranks are filled up.
-        size = int(real.sum())
-        tokens, target = batch["input"][real], batch["target"][real]
-        loss = self.model.loss(tokens, target) if size else torch.zeros((), device=self.device)
-        self.log("validation/loss", loss, batch_size=size, sync_dist=True)
-        # Loggers take "step" for the step.
-        step = float(self.progress.step)
-        self.log("step", step, batch_size=1, reduce_fx="max", sync_dist=True)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["progress"] = asdict(self.progress)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        stored = checkpoint["progress"]
-        self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
-
     def _update(self, loss_sum: Tensor, context: int) -> Update:
-        """Make a step unless the loss is bad or the norm not finite, and advance the counters."""
+        """Set the rate, make a step unless the update is bad, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
         learning_rate = self.optim.learning_rate * factor
@@ -258,6 +223,46 @@ class Pretraining(LightningModule):
         """This rank's part of sequences that are split over ranks, else the whole sequences."""
         part = self.model.sequence_part
         return tokens if part is None else tokens.chunk(part.count, dim=1)[part.index]
+
+    def check_skips(self, update: Update) -> None:
+        """Raise RuntimeError if `optim.max_skipped_updates` in a row were skipped, the last now."""
+        found = self.progress.skipped_in_a_row
+        if found >= self.optim.max_skipped_updates:
+            raise RuntimeError(
+                f"loss {update.loss} and gradient norm {update.gradient_norm}: found {found} "
+                "updates in a row that had to be skipped, the last at step "
+                f"{self.progress.step}, wanted finite ones without a spike; the run cannot go on"
+            )
+
+    def _log(self, update: Update) -> None:
+        """Hand the metrics to a plain trainer's loggers, by updates: it counts micro-batches."""
+        metrics = {
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": update.learning_rate,
+        }
+        self.log_dict(metrics, logger=False)  # for callbacks
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self.progress.step % every == 0:
+            for logger in self.loggers:
+                logger.log_metrics(metrics, self.progress.step)
+
+    def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+        real = batch["index"] >= 0  # The last batches of ranks are filled up.
+        size = int(real.sum())
+        tokens, target = batch["input"][real], batch["target"][real]
+        loss = self.model.loss(tokens, target) if size else torch.zeros((), device=self.device)
+        self.log("validation/loss", loss, batch_size=size, sync_dist=True)
+        # Loggers take "step" for the step.
+        step = float(self.progress.step)
+        self.log("step", step, batch_size=1, reduce_fx="max", sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["progress"] = asdict(self.progress)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stored = checkpoint["progress"]
+        self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
 
 
 def _mean_over_ranks(value: Float[Tensor, ""]) -> Float[Tensor, ""]:
