@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from longhaul.kernels.gelu import gelu
 from longhaul.modules.attention import Attention
-from longhaul.modules.attention.base import product_flops, projections
+from longhaul.modules.attention.base import product_flops
 from longhaul.modules.documents import Documents
 
 
@@ -71,11 +71,6 @@ class Block(nn.Module):
     ) -> tuple[Float[Tensor, "B 1 D"], Any]:
         mixed, state = self.attention.step_in_place(self.attention_norm(x), state)
         return self._add(x, mixed), state
-
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices, of the attention and of the MLP."""
-        attention = {f"attention.{name}" for name in self.attention.matrices()}
-        return attention | {f"mlp.{name}" for name in projections(self.mlp)}
 
     def projection_flops(self) -> int:
         """Forward FLOPs per token of all products with weights."""

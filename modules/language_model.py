@@ -15,6 +15,7 @@ from longhaul.modules.attention.base import product_flops
 from longhaul.modules.block import MLP, Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
+from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 
@@ -213,17 +214,20 @@ class LanguageModel(nn.Module):
     """From tokens to logits, losses, or final activations."""
 
     sequence_part: SequencePart | None = None
+    roles: dict[str, Role]
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.roles = {"embedding.weight": "embedding"}
         self.embedding_norm = config.build_norm() if config.embedding_norm else nn.Identity()
         self.blocks = Blocks(config.build_block(layer) for layer in range(config.layers))
         self.final_norm = config.build_norm()
         if not config.tied_head:
             # By the name that transformers has for it.
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+            self.roles["lm_head.weight"] = "head"
         self.head = Head(self.embedding if config.tied_head else self.lm_head)
         self.reset_parameters()
 
@@ -373,26 +377,6 @@ class LanguageModel(nn.Module):
             attention.check_positions(scaling)
         for attention in attentions:
             attention.set_positions(scaling)
-
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices of the blocks; weight decay is for these alone.
-
-        Neither the embedding, nor the head, nor norms, biases, gates or learned states are among
-        them. The names follow from the modules, so that they are the same under every strategy.
-
-        Raises:
-            ValueError: a layer's attention names a parameter that it does not have.
-        """
-        names = set()
-        for layer, block in enumerate(self._blocks()):
-            own = block.matrices()
-            if unknown := own - dict(block.named_parameters()).keys():
-                raise ValueError(
-                    f"attention.kind: found {block.attention.config.kind}, whose matrices() has "
-                    f"{', '.join(sorted(unknown))}; wanted names of parameters"
-                )
-            names |= {f"blocks.{layer}.{name}" for name in own}
-        return names
 
     def train_only(self, name: str | None) -> None:
         """Freeze all parameters outside submodules of this name; None freezes nothing."""

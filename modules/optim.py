@@ -1,14 +1,20 @@
 """The optimizer, its configuration, and the learning rate as a function of tokens seen."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.roles import Role, parameter_roles
 
 _SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+MOMENTS = dict.fromkeys(("adam", "adamw"), ("exp_avg", "exp_avg_sq"))
+"""What each kind of group keeps of a parameter, in the parameter's shape; beside it, a `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,30 +127,64 @@ class OptimConfig:
             )
 
 
-def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
-    """The optimizer of all trainable parameters, with weight decay for the blocks' matrices."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if config.weight_decay:
-        leading = model.matrices()
-    else:
-        # Nothing is decayed; this keeps the order of parameters of earlier runs, to the bit.
-        leading = {name for name, p in parameters.items() if p.ndim >= 2}
-    decayed = [p for name, p in parameters.items() if name in leading]
-    others = [p for name, p in parameters.items() if name not in leading]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of all trainable parameters, by their roles; a role's settings are stated here alone.
+
+    Each has a `kind`, which decides how its parameters are updated and what state they have, a
+    factor of the learning rate, `lr_factor`, and a `weight_decay`.
+    """
+    settings = {
+        role: {
+            "kind": config.name,
+            "lr_factor": 1.0,
+            "weight_decay": config.weight_decay if role == "matrix" else 0.0,
+        }
+        for role in get_args(Role)
+    }
+    roles = parameter_roles(model)
+    trained = [(roles[name], p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for number, one in enumerate(settings.values()):
+        if one not in list(settings.values())[:number]:
+            groups.append({"params": [p for role, p in trained if settings[role] == one], **one})
+    if len(groups) == 1:
+        # Gradients are summed to their norm in the order of groups, and ZeRO shards each group. Two
+        # groups keep the order of runs that began when groups went by the number of dimensions.
+        groups = [
+            {**groups[0], "params": [p for _, p in trained if (p.ndim >= 2) == is_first]}
+            for is_first in (True, False)
+        ]
     # torch cannot save and restore an optimizer with an empty group.
-    groups = [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
+
+
+def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of each parameter of a group, from its first update on."""
+    return ("step", *MOMENTS[group["kind"]])
+
+
+def num_moments(groups: Iterable[Mapping[str, Any]]) -> int:
+    """Number of elements of all moments."""
+    return sum(len(MOMENTS[group["kind"]]) * p.numel() for group in groups for p in group["params"])
+
+
+def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
+    """The optimizer of all trainable parameters."""
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return cls(
-        groups,
+        parameter_groups(model, config),
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=True,
     )
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of each group, a multiple of this one."""
+    for group in optimizer.param_groups:
+        # Groups from checkpoints of plain trainers before the factor have none.
+        group["lr"] = learning_rate * group.get("lr_factor", 1.0)
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int, max_tokens: int) -> float:

@@ -223,15 +223,6 @@ class Attention(nn.Module):
         """Whether T tokens are read best in pieces, each of which passes its state to the next."""
         return self.config.cost == "linear"
 
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices of the block; weight decay is for these alone.
-
-        By default the weights of all projections. Gates, rates, biases, and states and numbers that
-        are learned are none, whatever their shape. A variant that has a matrix in another form adds
-        its name.
-        """
-        return projections(self)
-
     def projection_flops(self) -> int:
         """Forward FLOPs per token of all products with weights."""
         return product_flops(self)
@@ -399,16 +390,6 @@ class InFloat32(nn.Module):
     Its outputs, such as rotation rates and log gates, are summed over tokens, so that rounding
     errors would add up.
     """
-
-
-def projections(module: nn.Module) -> set[str]:
-    """Names of the weights of all `nn.Linear` in a module, but for those of `InFloat32`."""
-    if isinstance(module, InFloat32):
-        return set()
-    if isinstance(module, nn.Linear):
-        return {"weight"}
-    children = module.named_children()
-    return {f"{name}.{weight}" for name, child in children for weight in projections(child)}
 
 
 def product_flops(module: nn.Module) -> int:

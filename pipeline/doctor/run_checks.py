@@ -10,6 +10,7 @@ from pathlib import Path
 from longhaul.configs import RunConfig
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
+from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
 from longhaul.pipeline.planning.sizes import build_on_meta
@@ -22,8 +23,9 @@ _SLOWEST_DISK = 100e6
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of the weights and two optimizer moments, in float32."""
-    return 12 * build_on_meta(config.model).num_parameters()
+    """Bytes of the weights and of the optimizer's moments, in float32."""
+    model = build_on_meta(config.model)
+    return 4 * (model.num_parameters() + num_moments(parameter_groups(model, config.optim)))
 
 
 def seconds_to_stop(config: RunConfig) -> float:

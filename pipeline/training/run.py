@@ -32,7 +32,8 @@ from longhaul.pipeline.distributed.launch import (
     disconnect_ranks,
     rank_devices,
 )
-from longhaul.pipeline.distributed.strategies import build_strategy, end_ranks
+from longhaul.pipeline.distributed.strategies import build_strategy
+from longhaul.pipeline.distributed.strategy import end_ranks
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.done import Finished

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from longhaul.modules import pretraining
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer
+from longhaul.modules.optim import OptimConfig, build_optimizer, set_learning_rate
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.distributed.blocks import device_mesh, shard
@@ -263,10 +263,23 @@ def test_without_decay_parameters_have_the_order_of_earlier_versions() -> None:
     ]
 
 
-def test_a_matrix_that_is_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "matrices", lambda self: {"w"})
-    with pytest.raises(ValueError, match=r"sympow_gated, whose matrices\(\) has attention\.w;"):
-        build(8, weight_decay=0.1).configure_optimizers()
+def test_a_layer_may_state_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "roles", {"out.weight": "other"}, raising=False)
+    with torch.device("meta"):
+        model = LanguageModel(equipped("sympow_gated"))
+    assert "blocks.0.attention.qkv.weight" in decayed(model)
+    assert "blocks.0.attention.out.weight" not in decayed(model)
+    monkeypatch.setattr(Attention, "roles", {"w": "matrix"})
+    with pytest.raises(ValueError, match=r"SympowGated\.roles: found w, wanted names"):
+        decayed(model)
+
+
+def test_a_group_has_a_multiple_of_the_rate() -> None:
+    optimizer = build_optimizer(build(8).model, OptimConfig(tokens_per_update=1))
+    first, second = optimizer.param_groups
+    second["lr_factor"] = 0.5
+    set_learning_rate(optimizer, 0.3)
+    assert (first["lr"], second["lr"]) == (0.3, 0.15)
 
 
 def test_parameters_not_trained_are_frozen_without_moments() -> None:

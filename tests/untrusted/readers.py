@@ -42,6 +42,7 @@ from longhaul.datamodules.preparation.resumable import _read_progress, prepare_s
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.optim import OptimConfig, build_optimizer
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, STATE, checksum
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
@@ -225,7 +226,7 @@ def small_model() -> LanguageModel:
 
 def trained() -> tuple[LanguageModel, torch.optim.Optimizer]:
     model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, OptimConfig(tokens_per_update=1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -202,7 +202,7 @@ def test_what_differs_from_the_run_is_not_exported(
     for module, old, new, where in (
         ("modules_block", "y = x + mixed", "y = x + mixed / 2", "64 tokens"),
         ("modules_block", "y = x + mixed", "y = x + mixed / (1 + len(x[0]) // 65)", "192 tokens"),
-        ("modules_attention_power", "project(x, Documents(x), state", "project(x / 2, Documents(x), state",
+        ("modules_attention_power", "project(x, Documents(x), s", "project(x / 2, Documents(x), s",
          "65 tokens and 8 more, one at a time"),
         ("modeling_longhaul", "(count - 1)", "(count - 2)", "a row with padding before it"),
     ):  # fmt: skip
