@@ -122,7 +122,7 @@ def launch(shape: Shape | OtherShape) -> None:
         shape.launch()
         return
     # Imported here, as compiling other kernels must work even if these cannot be imported.
-    from longhaul.kernels.power.triton.launch import configuration
+    from longhaul.kernels.common.triton.launch import configuration
     from longhaul.kernels.power.triton.tile_sizes import MOST_CANDIDATES
 
     for index in range(MOST_CANDIDATES):

@@ -22,7 +22,7 @@ from catalogue import Run, runs_of
 from launching import emulating
 from memories import FaultError
 
-from longhaul.kernels.power.triton.launch import configuration
+from longhaul.kernels.common.triton.launch import configuration
 from longhaul.kernels.testing import compare, poisoned_memory
 from longhaul.kernels.verify.cases import rounding_faults
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from longhaul.kernels.power.triton import launch, tile_sizes
+from longhaul.kernels.common.triton import launch
+from longhaul.kernels.power.triton import tile_sizes
 from longhaul.kernels.testing import compare
 from longhaul.kernels.verify import candidates, cases, catalogue
 from longhaul.kernels.verify.cases import Case
