@@ -5,7 +5,6 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
+from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -404,11 +404,6 @@ def projections(module: nn.Module) -> set[str]:
         return {"weight"}
     children = module.named_children()
     return {f"{name}.{weight}" for name, child in children for weight in projections(child)}
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which products with x have its own precision, also inside of autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
