@@ -115,6 +115,8 @@ class Attention(nn.Module):
 
     config: AttentionConfig
     rotary: Rotary | None = None
+    can_round_state: ClassVar[bool] = False
+    """Whether decoding may keep states in bfloat16."""
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
 
@@ -211,6 +213,10 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """The output of the layer from weights @ values: norm and gate, if any, then W_o."""
         self._refuse_to_write_out()
+
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """The log forget gates that the kind computes from x: for figures. None if it has none."""
+        return None
 
     def _refuse_to_write_out(self) -> NoReturn:
         raise ValueError(
@@ -311,8 +317,8 @@ class Attention(nn.Module):
     def check_context_parallel(self) -> None:
         """Raise ValueError where the variant does not support context parallelism."""
         raise ValueError(
-            f"attention.kind: found {self.config.kind}, wanted a kind of PowerAttention, whose "
-            "states the ranks of context parallelism can exchange"
+            f"attention.kind: found {self.config.kind}, wanted a kind with a state of fixed size "
+            "that the ranks of context parallelism can exchange"
         )
 
 

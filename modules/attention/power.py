@@ -93,8 +93,7 @@ class PowerAttention(Attention):
     degree = 1
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
-    can_round_state: ClassVar[bool] = True
-    """Whether decoding may keep states in bfloat16."""
+    can_round_state = True
     num_sums = 1
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -262,6 +261,11 @@ class PowerAttention(Attention):
         """The arguments of the op for whole documents, one per row."""
         documents = Documents(x)
         return self.project(x, documents, self.initial_carried(documents.count, x.device))[0]
+
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """Those of the first gated sum that has any."""
+        gated = (one.log_g for one in self.operands(x).sums if one.log_g is not None)
+        return next(gated, None)
 
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
         return self.operands(x).v

@@ -1,6 +1,7 @@
-"""Power attention under context parallelism: one part of a sequence, given the earlier parts."""
+"""Context parallelism: the state before a part of a sequence, and power attention on the part."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -8,6 +9,30 @@ from torch import Tensor
 
 from longhaul.kernels import PowerState, power_attention, power_state
 from longhaul.modules.documents import Documents
+
+State = TypeVar("State")
+
+
+def state_before(
+    documents: Documents,
+    own: tuple[Tensor, ...],
+    compose: Callable[[tuple[Tensor, ...], State | None], State],
+    start: State | None,
+) -> State:
+    """The state of the first document before its first token in this part.
+
+    Only `own` is exchanged between ranks. `compose` runs on every rank, also with no earlier part,
+    and must compute the same graph there: the collectives of the backward pass need that. So it
+    uses `start` in the same way whichever parameters are frozen and wherever documents begin.
+
+    Args:
+        own: what the last document of this part makes of a state, for example a transition and the
+            state that its tokens leave when they start from zero: tensors of `rows` rows.
+        compose: from each of those tensors of all earlier parts of the first document, (parts,
+            rows, ...) in their order, perhaps none, and `start`, the state after those parts.
+        start: the state at the beginning of the document, None where that is zero.
+    """
+    return compose(documents.gather_earlier_parts(*own), start)
 
 
 class PowerOptions(NamedTuple):
@@ -33,7 +58,9 @@ def context_parallel_attention(
     `start` is the state at the beginning of every document, None where that is zero.
     """
     arguments = options._asdict()
-    state = _state_before(documents, k, v, log_g, start, options)
+    own = _own_state(documents, k, v, log_g, options)
+    first_start = None if start is None else PowerState(*(x[: documents.rows] for x in start))
+    state = state_before(documents, own, _composed, first_start)
     if documents.count == documents.rows:
         mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **arguments)
         return mixed
@@ -52,47 +79,40 @@ def context_parallel_attention(
     return torch.cat([mixed_first, mixed_others], dim=1)
 
 
-def _state_before(
-    documents: Documents,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    start: PowerState | None,
-    options: PowerOptions,
-) -> PowerState:
-    """The state of the first document before its first token in this part.
-
-    Let S be the state at the beginning of a document. In part j, let S_j be the state that the
-    tokens of the last document leave when they start from zero, and D_j the sum of their log gates.
-    For a document that began in part a, the state before part r is
-
-        exp(D_a + ... + D_(r-1)) S + sum_(a <= j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
-
-    Only S_j and D_j are exchanged between ranks. S is added here instead of to S_a, so that every
-    rank computes the same graph, whichever parameters are frozen and wherever documents begin: the
-    collectives of the backward pass need that.
-    """
+def _own_state(
+    documents: Documents, k: Tensor, v: Tensor, log_g: Tensor | None, options: PowerOptions
+) -> tuple[Tensor, ...]:
+    """The state that the last document leaves from zero, and the sum of its log gates, if any."""
     k, v = documents.last_document(k), documents.last_document(v)
     log_g = None if log_g is None else documents.last_document(log_g)
     own = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
-    if log_g is None:
-        kv, norm = (every.sum(dim=0) for every in documents.gather_earlier_parts(*own))
-        decay_of_start = kv.new_ones(kv.shape[:2])
-    else:
-        # Log gates are summed in float64, because the sums run over a whole sequence. The decays
-        # are exp of sums, not of differences, because a full reset is a sum of -inf.
-        every_kv, every_norm, log_decay = documents.gather_earlier_parts(
-            *own, log_g.double().sum(dim=1)
-        )
+    # Log gates are summed in float64, because the sums run over a whole sequence.
+    return tuple(own) if log_g is None else (*own, log_g.double().sum(dim=1))
+
+
+def _composed(every: tuple[Tensor, ...], start: PowerState | None) -> PowerState:
+    """The state after all earlier parts.
+
+    In part j, let S_j be the state that the tokens leave when they start from zero, and D_j the sum
+    of their log gates. From a state S before part a, that before part r is
+
+        exp(D_a + ... + D_(r-1)) S + sum_(a <= j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
+    """
+    every_kv, every_norm, *gates = every
+    if gates:
+        # The decays are exp of sums, not of differences, because a full reset is a sum of -inf.
+        log_decay = gates[0]
         after = torch.cat([log_decay, log_decay.new_zeros(1, *log_decay.shape[1:])])
-        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(own.kv.dtype)  # (parts + 1, rows, H)
+        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(every_kv.dtype)  # (parts + 1, rows, H)
         kv = (decay[1:, ..., None, None] * every_kv).sum(dim=0)
         norm = (decay[1:, ..., None] * every_norm).sum(dim=0)
         decay_of_start = decay[0]
+    else:
+        kv, norm = every_kv.sum(dim=0), every_norm.sum(dim=0)
+        decay_of_start = kv.new_ones(kv.shape[:2])
     if start is None:
         return PowerState(kv, norm)
-    rows = documents.rows
     return PowerState(
-        kv + decay_of_start[..., None, None] * start.kv[:rows],
-        norm + decay_of_start[..., None] * start.norm[:rows],
+        kv + decay_of_start[..., None, None] * start.kv,
+        norm + decay_of_start[..., None] * start.norm,
     )

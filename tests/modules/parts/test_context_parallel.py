@@ -340,7 +340,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
             vocabulary=8,
         )
     )
-    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of PowerAttention"):
+    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind with a state of fixed size"):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 
