@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef  # torch has no public name for it yet
 
 # Exported models carry copies of this file. Each copy in a process has ops of its own.
 NAMESPACE = "longhaul"
@@ -23,13 +24,13 @@ CODE: dict[str, Callable[..., Any]] = {}
 """The code of each custom op by its name. On `meta` tensors it makes its usual allocations."""
 
 
-def custom_op(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+def custom_op(name: str, schema: str) -> Callable[[Callable[..., Any]], CustomOpDef]:
     """Decorator: a custom op of this name in our namespace, which ignores autocast.
 
     Its first argument is a tensor, on the device of all.
     """
 
-    def define(function: Callable[..., Any]) -> Any:
+    def define(function: Callable[..., Any]) -> CustomOpDef:
         def run(*tensors: Any, **settings: Any) -> Any:
             # Autocast would turn the matrix products inside into 16-bit ones.
             with without_autocast(tensors[0]):
