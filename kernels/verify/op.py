@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +12,7 @@ from longhaul.kernels.verify.cases import Case
 DTYPES = ("bfloat16", "float16", "float32")
 
 
+@runtime_checkable
 class Shape(Protocol):
     """A call whose kernels are compiled for every chip."""
 
@@ -22,6 +23,7 @@ class Shape(Protocol):
         """Run its launchers with every configuration, on small tensors of zeros on the CPU."""
 
 
+@runtime_checkable
 class Measurement(Protocol):
     """A call that is timed, of the op or of a peer."""
 
@@ -43,6 +45,7 @@ class Measurement(Protocol):
         """Times in milliseconds, and more. ImportError where a peer is not installed."""
 
 
+@runtime_checkable
 class Compilation(Protocol):
     """One part of what is compiled before a measurement."""
 

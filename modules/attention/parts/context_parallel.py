@@ -1,11 +1,12 @@
 """Context parallelism: the state before a part of a sequence, and power attention on the part."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it yet
 
 from longhaul.kernels import PowerState, power_attention, power_state
 from longhaul.modules.documents import Documents
@@ -21,9 +22,7 @@ def state_before(
 ) -> State:
     """The state of the first document before its first token in this part.
 
-    Only `own` is exchanged between ranks. `compose` runs on every rank, also with no earlier part,
-    and must compute the same graph there: the collectives of the backward pass need that. So it
-    uses `start` in the same way whichever parameters are frozen and wherever documents begin.
+    Only `own` is exchanged between ranks.
 
     Args:
         own: what the last document of this part makes of a state, for example a transition and the
@@ -32,7 +31,26 @@ def state_before(
             rows, ...) in their order, perhaps none, and `start`, the state after those parts.
         start: the state at the beginning of the document, None where that is zero.
     """
-    return compose(documents.gather_earlier_parts(*own), start)
+    every = documents.gather_earlier_parts(*own)
+    state: State = pytree.tree_map(lambda x: _Attached.apply(x, *every), compose(every, start))
+    return state
+
+
+class _Attached(torch.autograd.Function):
+    """x itself; its backward pass always reaches `others`, with no gradient.
+
+    A part without earlier ones does not depend on what it gathered. Its rank must take part in the
+    collective of the backward pass all the same, or the other ranks would wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.num_others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *(None,) * ctx.num_others
 
 
 class PowerOptions(NamedTuple):
