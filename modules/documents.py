@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
-from longhaul.kernels.power.checks import check_offsets, check_packing
+from longhaul.kernels.common.offsets import check_offsets, check_packing
 from longhaul.modules.sequence_part import SequencePart
 
 

@@ -5,7 +5,6 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
+from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -122,6 +122,8 @@ class Attention(nn.Module):
 
     config: AttentionConfig
     rotary: Rotary | None = None
+    can_round_state: ClassVar[bool] = False
+    """Whether decoding may keep states in bfloat16."""
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence."""
 
@@ -205,6 +207,10 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "B T D"]:
         """The output of the layer from weights @ values: norm and gate, if any, then W_o."""
         self._refuse_to_write_out()
+
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """The log forget gates that the kind computes from x: for figures. None if it has none."""
+        return None
 
     def _refuse_to_write_out(self) -> NoReturn:
         raise ValueError(
@@ -305,8 +311,8 @@ class Attention(nn.Module):
     def check_context_parallel(self) -> None:
         """Raise ValueError where the variant does not support context parallelism."""
         raise ValueError(
-            f"attention.kind: found {self.config.kind}, wanted a kind of PowerAttention, whose "
-            "states the ranks of context parallelism can exchange"
+            f"attention.kind: found {self.config.kind}, wanted a kind with a state of fixed size "
+            "that the ranks of context parallelism can exchange"
         )
 
 
@@ -399,11 +405,6 @@ def product_flops(module: nn.Module) -> int:
         for name, parameter in module.named_parameters()
         if name.endswith("weight") and parameter.ndim == 2
     )
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which products with x have its own precision, also inside of autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from longhaul.kernels import (
     state_features,
     symmetric_dim,
 )
+from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
 from longhaul.modules.attention.base import (
@@ -26,7 +27,6 @@ from longhaul.modules.attention.base import (
     AttentionConfig,
     LayerShape,
     overwrite,
-    without_autocast,
 )
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
@@ -100,8 +100,7 @@ class PowerAttention(Attention):
     degree = 1
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
-    can_round_state: ClassVar[bool] = True
-    """Whether decoding may keep states in bfloat16."""
+    can_round_state = True
     num_sums = 1
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -317,6 +316,11 @@ class PowerAttention(Attention):
     def operands(self, x: Float[Tensor, "B T D"]) -> Operands:
         """The arguments of the op for whole documents, one per row."""
         return self.project(x, Documents(x), self.initial_carried(len(x), x.device))[0]
+
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """Those of the first gated sum that has any."""
+        gated = (one.log_g for one in self.operands(x).sums if one.log_g is not None)
+        return next(gated, None)
 
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
         return self.operands(x).v

@@ -7,7 +7,6 @@ import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
 from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.modules.attention.power import PowerAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
@@ -21,7 +20,7 @@ def check_state_dtype(model: LanguageModel) -> None:
     """Raise ValueError unless every layer has a state that may be kept in bfloat16."""
     for block in model.blocks:
         attention = cast(Block, block).attention
-        if not isinstance(attention, PowerAttention) or not attention.can_round_state:
+        if not attention.can_round_state:
             raise ValueError(
                 f"--state-dtype: found bfloat16 with kind {attention.config.kind}, wanted float32, "
                 "or a kind with a state of fixed size that can be rounded"

@@ -55,7 +55,7 @@ def _triton_configurations() -> dict[str, Any] | None:
     if why_unavailable("triton", device) is not None:
         return None
     # Triton takes long to import, and may not be installed.
-    from longhaul.kernels.power.triton.launch import chip_of
+    from longhaul.kernels.common.triton.launch import chip_of
     from longhaul.kernels.power.triton.tile_sizes import choices
 
     chip = chip_of(device)

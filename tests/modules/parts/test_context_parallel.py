@@ -27,6 +27,7 @@ from longhaul.modules.attention import attention_config, build_attention, regist
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
+    state_before,
 )
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.documents import Documents, first_tokens
@@ -157,6 +158,45 @@ def resets(bounds: list[int] | None, part: SequencePart | None) -> Results:
     return {"y": y.detach()} | gradients
 
 
+def multiplied(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_(t-1) + 1 with any matrices A_t, here x (B, T, K, K): each S, and the last."""
+    states = [state]
+    for transition in x.unbind(dim=1):
+        states.append(transition @ states[-1] + 1)
+    return torch.stack(states[1:], dim=1), states[-1]
+
+
+def after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
+    assert start is not None
+    for transition, state in zip(*every, strict=True):
+        start = transition @ start + state
+    return start
+
+
+def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
+    """An op whose state is multiplied by a matrix for each token, not by a number."""
+    torch.manual_seed(0)
+    whole = torch.randn(2 if bounds is None else 1, TOKENS, 3, 3, dtype=torch.float64) / 3
+    probe = torch.randn(3, 3, dtype=torch.float64)
+    x = own(whole, part).clone().requires_grad_()
+    documents = Documents(x, offsets_of(bounds), part)
+    start = x.new_zeros(x.shape[0], 3, 3)
+    state = start
+    if part is not None:
+        last = documents.last_document(x)
+        transition = torch.eye(3, dtype=x.dtype).expand_as(start)
+        for one in last.unbind(dim=1):
+            transition = one @ transition
+        state = state_before(
+            documents, (transition, multiplied(last, start)[1]), after_parts, start
+        )
+    first, *others = documents.split(x)
+    states = [multiplied(first, state), *(multiplied(one, start) for one in others)]
+    y = torch.cat([one for one, _ in states], dim=1)
+    (y * probe).sum().backward()
+    return {"y": y.detach(), "dx": x.grad}
+
+
 def build_model(initial_state: str = "zero") -> LanguageModel:
     def config(kind: str, **options: Any) -> Any:
         settings = {"chunk_size": CHUNK, "initial_state": initial_state, "rank": 3} | options
@@ -218,6 +258,7 @@ def bytes_sent(part: ContextParallel, tokens: int) -> Tensor:
 def every_case(part: ContextParallel) -> dict[str, Results]:
     results = {name: layer(*case, part) for name, case in LAYERS.items()}
     results |= {f"resets {name}": resets(bounds, part) for name, bounds in PACKINGS.items()}
+    results |= {f"matrices {name}": matrices(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
     sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
     return results | {"bytes": sent}
@@ -308,6 +349,15 @@ def test_a_reset_in_any_part_forgets_everything_before_it(found: list[Any], pack
     assert_ranks_equal(ranks, wanted, tuple(wanted))
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_states_of_any_op_are_composed_by_a_function_of_the_kind(
+    found: list[Any], packing: str
+) -> None:
+    ranks = [rank[f"matrices {packing}"] for rank in found]
+    wanted = matrices(PACKINGS[packing], None)
+    assert_ranks_equal(ranks, wanted, tuple(wanted))
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_ranks_average_to_the_loss_and_gradients_of_one(found: list[Any], case: str) -> None:
     ranks = [{name: x / len(found) for name, x in rank[case].items()} for rank in found]
@@ -347,7 +397,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
             vocabulary=8,
         )
     )
-    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of PowerAttention"):
+    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind with a state of fixed size"):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 
