@@ -179,20 +179,17 @@ def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
     whole = torch.randn(2 if bounds is None else 1, TOKENS, 3, 3, dtype=torch.float64) / 3
     probe = torch.randn(3, 3, dtype=torch.float64)
     x = own(whole, part).clone().requires_grad_()
-    documents = Documents(x, offsets_of(bounds), part)
-    start = x.new_zeros(x.shape[0], 3, 3)
-    state = start
+    is_inside = torch.ones(*whole.shape[:2], 1, 1, dtype=x.dtype)
+    is_inside[:, [] if bounds is None else bounds[:-1]] = 0  # a document begins with A = 0
+    transitions = x * own(is_inside, part)
+    start = state = x.new_zeros(x.shape[0], 3, 3)
     if part is not None:
-        last = documents.last_document(x)
-        transition = torch.eye(3, dtype=x.dtype).expand_as(start)
-        for one in last.unbind(dim=1):
-            transition = one @ transition
-        state = state_before(
-            documents, (transition, multiplied(last, start)[1]), after_parts, start
-        )
-    first, *others = documents.split(x)
-    states = [multiplied(first, state), *(multiplied(one, start) for one in others)]
-    y = torch.cat([one for one, _ in states], dim=1)
+        product = torch.eye(3, dtype=x.dtype).expand_as(start)
+        for one in transitions.unbind(dim=1):
+            product = one @ product
+        left = multiplied(transitions, start)[1]
+        state = state_before(part, (product, left), after_parts, start)
+    y, _ = multiplied(transitions, state)
     (y * probe).sum().backward()
     return {"y": y.detach(), "dx": x.grad}
 
