@@ -147,12 +147,12 @@ class Tracker:
     def log_checkpoint(
         self, path: Path, step: int, values: Mapping[str, float] | None = None
     ) -> None:
-        """Show a checkpoint in MLflow as a model of the run, without uploading its files.
+        """Show a checkpoint of a training in MLflow as a tag, without uploading its files.
 
         Args:
             path: the checkpoint folder.
             step: its step.
-            values: metrics of its evaluation, shown with the model and with the run.
+            values: metrics of its evaluation, shown at its step.
         """
         self._journal.add(
             "checkpoint", step=step, path=self._relative(path), values=plain_values(values or {})
