@@ -49,10 +49,7 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.distributed.blocks import shard_as_configured
 from longhaul.pipeline.distributed.launch import collective_timeout
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
-
-# A rank that has not ended this long after rank 0 is killed.
-_SECONDS_TO_END = 30
-_SECONDS_BETWEEN_LOOKS = 0.2
+from longhaul.pipeline.system.waiting import END_RANKS_S, POLL_S
 
 
 @runtime_checkable
@@ -158,12 +155,12 @@ class _Launcher(_SubprocessScriptLauncher):
                     for other in self.procs:
                         other.kill()
                     os._exit(status if status > 0 else 1)
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_S)
 
     def end(self) -> None:
         """Wait until the other ranks of this machine have ended, or kill them."""
         self._is_ending = True
-        deadline = time.monotonic() + _SECONDS_TO_END
+        deadline = time.monotonic() + END_RANKS_S
         for process in self.procs:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

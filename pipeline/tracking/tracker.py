@@ -15,6 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from longhaul.pipeline.system.waiting import (
+    MAX_BACKOFF_S,
+    SLOW_UPLOAD_S,
+    SYSTEM_METRICS_EVERY_S,
+    UPLOAD_EVERY_S,
+)
 from longhaul.pipeline.tracking.metrics_journal import Dataset, Journal, plain_values, position
 from longhaul.pipeline.tracking.mlflow_limits import is_lasting, short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
@@ -23,11 +29,6 @@ from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, loa
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-UPLOAD_EVERY_S = 2.0
-SYSTEM_METRICS_EVERY_S = 10.0
-MAX_BACKOFF_S = 30.0
-SLOW_UPLOAD_S = 120.0
 
 
 class Tracker:

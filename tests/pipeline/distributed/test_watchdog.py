@@ -63,7 +63,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> Any:
     dog = make_watchdog(0, Store())
     dog.ends = []
     monkeypatch.setattr(os, "_exit", dog.ends.append)
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.01)
     return dog
 
 
@@ -74,7 +74,7 @@ def test_a_silent_rank_is_told_of_once_and_taken_for_dead_after_minutes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", seconds)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", seconds)
     monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
     times, told = 0, list[float]()
     while not first.ends:
@@ -83,9 +83,9 @@ def test_a_silent_rank_is_told_of_once_and_taken_for_dead_after_minutes(
         told.extend([times * seconds] * (len(caplog.messages) - len(told)))
         times += 1
     assert len(caplog.messages) == 2, "silent, and then that the job is ended"
-    assert told[0] - seconds < watchdog._SILENCE_S <= told[0]
-    assert told[1] - seconds < watchdog._DEAD_S <= told[1], "more than the minute that is forgiven"
-    assert watchdog._DEAD_S > 60
+    assert told[0] - seconds < watchdog.SILENT_S <= told[0]
+    assert told[1] - seconds < watchdog.DEAD_S <= told[1], "more than the minute that is forgiven"
+    assert watchdog.DEAD_S > 60
     assert b"rank 1 is gone, last seen after step 5" in first._store["longhaul/abort"]
 
 
@@ -196,7 +196,7 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(
         clock.now += seconds if clock.turns == 5 else timeout
         return bool(clock.turns > turns)
 
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now))
     first._store, first._stopping = None, SimpleNamespace(wait=wait)
     first._since = first._last_sent = 0.0
