@@ -20,10 +20,7 @@ from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Parallelism
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-
-# A rank that has not ended this long after rank 0 is killed.
-_SECONDS_TO_END = 30
-_SECONDS_BETWEEN_LOOKS = 0.2
+from longhaul.pipeline.system.waiting import END_RANKS_S, POLL_S
 
 
 class Resumable(Parallelism):
@@ -90,12 +87,12 @@ class _Launcher(_SubprocessScriptLauncher):
                     for other in self.procs:
                         other.kill()
                     os._exit(status if status > 0 else 1)
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_S)
 
     def end(self) -> None:
         """Wait until the other ranks of this machine have ended, or kill them."""
         self._is_ending = True
-        deadline = time.monotonic() + _SECONDS_TO_END
+        deadline = time.monotonic() + END_RANKS_S
         for process in self.procs:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from longhaul.configs import RunConfig
-from longhaul.pipeline.doctor.bandwidth import GLOO_CHECK_SECONDS, check_gloo, check_local_nccl
+from longhaul.pipeline.doctor.bandwidth import check_gloo, check_local_nccl
 from longhaul.pipeline.doctor.finding import (
-    GPU_CHECK_SECONDS,
     Check,
     Finding,
     is_a_check_running,
     run_check,
 )
 from longhaul.pipeline.doctor.gpu_checks import (
-    COMPILING_SECONDS,
     check_cache,
     check_compile,
     check_cpus,
@@ -52,12 +50,17 @@ from longhaul.pipeline.doctor.run_checks import (
 )
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.compile_caches import use_private_caches
+from longhaul.pipeline.system.waiting import (
+    CHECK_S,
+    COMPILING_S,
+    GIT_CHECK_S,
+    GLOO_CHECK_S,
+    GPU_CHECK_S,
+)
 
 EXIT_BAD_MACHINE = 69
 """EX_UNAVAILABLE: the run may work on another node."""
 
-_SECONDS = 8.0
-_GIT_SECONDS = 12.0  # source_commit gives up after 10
 _ORDER = ("FAILURE", "warning", "ok")
 
 
@@ -102,11 +105,11 @@ def _diagnose_node(config: RunConfig | None, here: Place) -> int:
 
 
 def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
-    yield run_check("torch", check_torch, _SECONDS)
-    yield run_check("commit", check_commit, _GIT_SECONDS)
+    yield run_check("torch", check_torch, CHECK_S)
+    yield run_check("commit", check_commit, GIT_CHECK_S)
     trainer = None if config is None else config.trainer
     wanted = (None,) if trainer is None else (trainer.devices, trainer.accelerator)
-    run_gpu_check = partial(run_check, seconds=GPU_CHECK_SECONDS, if_timed_out="FAILURE")
+    run_gpu_check = partial(run_check, seconds=GPU_CHECK_S, if_timed_out="FAILURE")
     gpu = run_gpu_check("gpu", partial(check_gpus, *wanted))
     yield gpu
     # If the driver hangs, another question to it would hang here.
@@ -114,15 +117,15 @@ def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[
         yield run_gpu_check("idle", check_idle)
         yield run_gpu_check("nccl", check_local_nccl)
         yield from _findings_beside_gpus(config)
-    yield run_check("gloo", check_gloo, GLOO_CHECK_SECONDS)
+    yield run_check("gloo", check_gloo, GLOO_CHECK_S)
     folder = Path() if config is None else RunFolder.of(config).path
     # An old checkpoint is deleted only after the new one is complete.
     needed = 0 if config is None else 2 * checkpoint_bytes(config)
-    yield run_check("disk", partial(check_disk, folder, needed), _SECONDS)
-    yield run_check("slurm", check_slurm, _SECONDS)
+    yield run_check("disk", partial(check_disk, folder, needed), CHECK_S)
+    yield run_check("slurm", check_slurm, CHECK_S)
     if "SLURM_JOB_ID" in os.environ:
         to_stop = None if config is None else seconds_to_stop(config)
-        yield run_check("time", partial(check_time, to_stop), _SECONDS)
+        yield run_check("time", partial(check_time, to_stop), CHECK_S)
         allocated, in_step = _num_nodes(here)
         if in_step < allocated:
             text = f"only {in_step} of the allocation's {allocated} nodes were checked"
@@ -139,21 +142,21 @@ def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
     trainer = None if config is None else config.trainer
     on_node = torch.cuda.device_count() if trainer is None else trainer.devices
     ranks = on_node if trainer is None else trainer.world_size
-    tools = run_check("tools", check_tools, _SECONDS)
+    tools = run_check("tools", check_tools, CHECK_S)
     yield tools
-    yield run_check("cache", partial(check_cache, ranks), _SECONDS)
+    yield run_check("cache", partial(check_cache, ranks), CHECK_S)
     use_private_caches()  # as runs do
     if tools.status == "ok":  # otherwise both fail for the same reason
-        yield run_check("triton", check_triton, COMPILING_SECONDS)
+        yield run_check("triton", check_triton, COMPILING_S)
         is_needed = trainer is None or trainer.is_compiled(on_gpu=True)
         check = partial(check_compile, is_needed=is_needed)
-        yield run_check("compile", check, COMPILING_SECONDS)
+        yield run_check("compile", check, COMPILING_S)
     for subject, one in (
         ("memlock", check_memlock),
         ("shm", check_shared_memory),
         ("cpus", partial(check_cpus, on_node)),
     ):
-        yield run_check(subject, one, _SECONDS)
+        yield run_check(subject, one, CHECK_S)
 
 
 def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
@@ -166,7 +169,7 @@ def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Find
     if "SLURM_JOB_ID" in os.environ:
         checks["shape"] = partial(check_shape, config, *_num_nodes(here))
     for subject, check in checks.items():
-        finding = run_check(subject, check, _SECONDS)
+        finding = run_check(subject, check, CHECK_S)
         # A run continues without MLflow.
         if finding[:2] == ("FAILURE", "tracking"):
             finding = finding._replace(status="warning")

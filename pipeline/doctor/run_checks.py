@@ -14,10 +14,9 @@ from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
 from longhaul.pipeline.planning.sizes import build_on_meta
+from longhaul.pipeline.system.waiting import ANSWER_S, READING_S
 
 _HASHED = 3
-_SECONDS_OF_READING = 5.0
-_ANSWER_SECONDS = 5.0
 # Bytes per second at which a checkpoint is written to a disk that barely passes the check.
 _SLOWEST_DISK = 100e6
 
@@ -43,7 +42,7 @@ def check_tracking(config: RunConfig) -> Finding:
             return Finding("ok", "tracking", f"{uri} can be written")
         return Finding("warning", "tracking", f"{existing} cannot be written", "set tracking.uri")
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_SECONDS):
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_S):
             return Finding("ok", "tracking", f"{uri} answers")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403, 404):  # It asks for a password, or has no /health.
@@ -61,7 +60,7 @@ def check_shards(config: RunConfig, first: int) -> Finding:
         config: of the run.
         first: which shard is hashed first; it differs from node to node.
     """
-    end = time.monotonic() + _SECONDS_OF_READING
+    end = time.monotonic() + READING_S
     texts = []
     for name, key in (("training", "manifest"), ("validation", "validation_manifest")):
         location = getattr(config.data, key)
@@ -114,7 +113,7 @@ def _bad_shards(
     """
     unfit, damaged, good = [], [], []
     for entry in manifest.shards:
-        if time.monotonic() > end - _SECONDS_OF_READING / 2:
+        if time.monotonic() > end - READING_S / 2:
             break
         path = local_path(manifest.url_of(entry.name))
         try:

@@ -26,6 +26,7 @@ from longhaul.pipeline.runs.trained_model import (
     find_checkpoint,
     load_trained_model,
 )
+from longhaul.pipeline.system.waiting import EVALUATION_UPLOAD_S
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 from longhaul.pipeline.tracking.tracker import Tracker
 
@@ -233,4 +234,4 @@ def _log(
     for file in (summary, *result.files):
         own.log_artifact(file, f"evaluation/{label(trained, options)}")
     if tracker is None:
-        own.finish(None, timeout_s=60.0)
+        own.finish(None, timeout_s=EVALUATION_UPLOAD_S)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from longhaul.datamodules.files.untrusted import one_line
+from longhaul.pipeline.system.waiting import EVALUATION_FAIL_S
 from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
@@ -26,8 +27,6 @@ P = ParamSpec("P")
 _PADDING = object()
 # Long, because the other processes wait while the first one does some of the work by itself.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
-# How long this process has, after another failed, to fail with an error message of its own.
-_SECONDS_TO_FAIL = 3.0
 
 
 class RankFailedError(RuntimeError):
@@ -224,7 +223,7 @@ def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Seque
             process.join()
             # If this process failed first, the others fail as a consequence, and it reports the
             # cause.
-            if process.exitcode not in (0, 2) and not has_failed.wait(_SECONDS_TO_FAIL):
+            if process.exitcode not in (0, 2) and not has_failed.wait(EVALUATION_FAIL_S):
                 rank = others.index(process) + 1
                 line = f"rank {rank} ended with status {process.exitcode}, wanted 0"
                 os.write(2, f"longhaul: {'interrupted' if interrupts else line}\n".encode())

@@ -83,7 +83,6 @@ class TrainingCallback(Callback):
         self.watchdog = Watchdog(
             trainer.global_rank,
             trainer.world_size,
-            trainer.num_nodes,
             self.config.trainer.hang_seconds,
             on_abort=lambda: self._end_at_once(trainer.global_rank),
         )

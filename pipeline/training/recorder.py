@@ -22,6 +22,7 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
+from longhaul.pipeline.system.waiting import FAILURE_UPLOAD_S
 from longhaul.pipeline.tracking.tracker import Tracker
 from longhaul.pipeline.training.announcement import doubts, summary
 from longhaul.pipeline.training.profiling import Communication
@@ -29,8 +30,6 @@ from longhaul.pipeline.training.progress import ProgressLine
 from longhaul.pipeline.training.stragglers import StragglerReport
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_TO_RECORD_FAILURE = 10.0
 
 
 class RankReport(NamedTuple):
@@ -184,7 +183,7 @@ class Recorder:
     def record_failure(self) -> None:
         """Record the status FAILED. Called right before the process ends."""
         if self.has_begun:
-            self.tracker.finish("FAILED", timeout_s=_SECONDS_TO_RECORD_FAILURE)
+            self.tracker.finish("FAILED", timeout_s=FAILURE_UPLOAD_S)
 
     def _record_skip(self, skip: Skip, update: Update) -> None:
         cause = "a spike" if skip.is_spike else "not finite"

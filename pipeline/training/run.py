@@ -41,6 +41,7 @@ from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.compile_caches import use_private_caches
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.system.waiting import UPLOAD_S
 from longhaul.pipeline.terminal.output import PlainFormatter
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
@@ -53,10 +54,6 @@ from longhaul.pipeline.training.progress import LOG
 from longhaul.pipeline.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
-
-# How long the end of a run waits for MLflow to take the remaining metrics. What it has not taken by
-# then is sent when the same command runs again.
-_SECONDS_TO_UPLOAD = 30.0
 
 # What training writes into a run folder.
 _WRITTEN = (
@@ -155,7 +152,7 @@ def _train_on_rank_0(
     finally:
         # What was refused before it began leaves the run's status as it was.
         ended = status if recorder.has_begun else None
-        is_tracked = tracker.finish(ended, timeout_s=_SECONDS_TO_UPLOAD)
+        is_tracked = tracker.finish(ended, timeout_s=UPLOAD_S)
     if finished is None:
         print(
             f"longhaul: stopped after step {module.progress.step}, saved; "
@@ -333,7 +330,7 @@ def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> No
     """Upload to MLflow what was still missing there when the run ended."""
     tracker = _new_tracker(config, folder)
     tracker.start()
-    if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_UPLOAD):
+    if tracker.finish("FINISHED", timeout_s=UPLOAD_S):
         folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
 
 
