@@ -16,8 +16,11 @@ from longhaul.configs import ConfigError, RunConfig, load_run_config, load_store
 from longhaul.configs.counts import parse_count, with_unit
 from longhaul.configs.fields import KIND, KINDS, Fields, Leaf, fields_of_kind, run_fields
 from longhaul.configs.loader import to_dict
+from longhaul.configs.schema import SlurmConfig, TrainerConfig
 from longhaul.configs.values import read_values
+from longhaul.datamodules.config import DataConfig
 from longhaul.modules.attention import AttentionConfig, attention_config, registered_variants
+from longhaul.modules.optim import OptimConfig
 
 # What readers of YAML 1.1 or 1.2 take for something else than text, or for the end of it.
 LIKE_OTHERS = [
@@ -196,3 +199,24 @@ def test_keys_of_the_sources_are_those_of_the_classes(monkeypatch: pytest.Monkey
     assert {kind: fields_of_kind(kind) for kind in registered_variants()} == found
     with pytest.raises(ValueError, match="found 'sofmax', wanted one of alibi, "):
         fields_of_kind("sofmax")
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (DataConfig, {"manifest": "a", "context": "2"}, "data.context: found '2', wanted a valid"),
+        (DataConfig, {"manifest": "a", "context": 0}, "data.context: found 0, wanted greater than"),
+        (SlurmConfig, {"then": ["exprt"]}, "slurm.then.0: found 'exprt', wanted 'evaluate' or 'ex"),
+        (SlurmConfig, {"cpus_per_task": 1.5}, "slurm.cpus_per_task: found 1.5, .* integer or null"),
+        (TrainerConfig, {"max_tokens": True, "micro_batch": 1}, "trainer.max_tokens: found true, "),
+        (OptimConfig, {"tokens_per_update": 1, "name": "sgd"}, "optim.name: found 'sgd', wanted"),
+        (attention_config("zeros"), {"form": "note"}, "form: found 'note', wanted one of publish"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_types")
+def test_a_config_made_in_python_is_checked(
+    cls: typing.Any, values: dict[str, typing.Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        cls(**values)
+    assert "\n" not in str(caught.value)
