@@ -3,15 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
 
+from longhaul.modules.choices import check_choices
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.roles import Role, parameter_roles
-
-_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 MOMENTS = dict.fromkeys(("adam", "adamw"), ("exp_avg", "exp_avg_sq"))
 """What each kind of group keeps of a parameter, in the parameter's shape; beside it, a `step`."""
@@ -21,7 +20,7 @@ MOMENTS = dict.fromkeys(("adam", "adamw"), ("exp_avg", "exp_avg_sq"))
 class ScheduleConfig:
     """The learning-rate schedule: a warm-up, then one of four shapes over the token budget."""
 
-    name: str = "constant"
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """constant | linear | cosine | wsd (warm-up, stable, decay): shape after the warm-up."""
 
     warmup_tokens: int = 0
@@ -37,10 +36,7 @@ class ScheduleConfig:
     """Tokens of the final linear decay of wsd; 0 for the other schedules."""
 
     def __post_init__(self) -> None:
-        if self.name not in _SCHEDULES:
-            raise ValueError(
-                f"optim.schedule.name: found {self.name!r}, wanted one of {', '.join(_SCHEDULES)}"
-            )
+        check_choices(self, "optim.schedule.")
         for name in ("start_factor", "final_factor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
@@ -65,7 +61,7 @@ class OptimConfig:
     tokens_per_update: int
     """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
-    name: str = "adamw"
+    name: Literal["adam", "adamw"] = "adamw"
     """adam | adamw: the optimizer."""
 
     learning_rate: float = 6e-4
@@ -92,15 +88,14 @@ class OptimConfig:
     spike_sigma: float | None = None
     """Skip updates whose loss is so many deviations above the mean of the last 100; null: never."""
 
-    on_spike: str = "skip"
+    on_spike: Literal["skip", "rewind"] = "skip"
     """skip | rewind: also restore the newest checkpoint's weights; step and data continue."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of tokens."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("adam", "adamw"):
-            raise ValueError(f"optim.name: found {self.name!r}, wanted adam or adamw")
+        check_choices(self, "optim.")
         if self.name == "adam" and self.weight_decay:
             raise ValueError(
                 f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
@@ -119,8 +114,6 @@ class OptimConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"optim.{name}: found {value}, wanted more than 0, or null")
-        if self.on_spike not in ("skip", "rewind"):
-            raise ValueError(f"optim.on_spike: found {self.on_spike!r}, wanted skip or rewind")
         if self.on_spike == "rewind" and self.spike_sigma is None:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"

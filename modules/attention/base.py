@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels.common.custom_ops import without_autocast
+from longhaul.modules.choices import check_choices
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -79,8 +80,9 @@ class AttentionConfig(ABC):
     positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
     speed_options: ClassVar[tuple[str, ...]] = ()  # options that change nothing but speed
 
-    def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
-        """Check the options. A subclass calls super().__post_init__() first."""
+    def __post_init__(self) -> None:
+        """Check the options. A subclass that does so too calls super().__post_init__() first."""
+        check_choices(self)
 
     @abstractmethod
     def build(self, shape: LayerShape) -> "Attention":

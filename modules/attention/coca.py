@@ -1,6 +1,7 @@
 """Collinear constrained attention (CoCA): keys collinear with every query, in one fused call."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -19,13 +20,8 @@ from longhaul.modules.rotary import Rotary
 class CocaConfig(SoftmaxConfig):
     """The rotary options of softmax, and which of the two versions of CoCA."""
 
-    mode: str = "strict"
+    mode: Literal["strict", "slack"] = "strict"
     """strict (the paper's formula) | slack (what the released code computes)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode not in ("strict", "slack"):
-            raise ValueError(f"mode: found {self.mode!r}, wanted one of strict, slack")
 
     def build(self, shape: LayerShape) -> Attention:
         return Coca(self, shape)

@@ -1,6 +1,7 @@
 """Complex linear attention, computed in real arithmetic."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -31,15 +32,11 @@ class ComplexConfig(RotaryConfig, PowerConfig):
     learned_sizes: bool = False
     """Learn the size of every eigenvalue, below 1, starting from the fixed gates of `decay`."""
 
-    normalizer: str = "head_norm"
+    normalizer: Literal["head_norm", "amplitudes"] = "head_norm"
     """head_norm (normalise each head's output) | amplitudes (divide by sqrt(sum_m |C_nm|^2))."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.normalizer not in ("head_norm", "amplitudes"):
-            raise ValueError(
-                f"normalizer: found {self.normalizer!r}, wanted head_norm or amplitudes"
-            )
         if self.learned_sizes and self.decay:
             raise ValueError(
                 "decay: found true with learned_sizes, which starts from the same decays; wanted "

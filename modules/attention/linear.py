@@ -1,6 +1,7 @@
 """Linear attention: the product of feature maps replaces the exponential."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,35 +21,25 @@ from longhaul.modules.rotary import Rotary
 class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """The feature map, how the output is normalised, and whether there are positions and a gate."""
 
-    feature_map: str = "elu"
+    feature_map: Literal["elu", "relu", "identity"] = "elu"
     """elu (elu(x) + 1) | relu | identity: the function applied to queries and keys."""
 
-    normalizer: str = "sum"
+    normalizer: Literal["sum", "head_norm"] = "sum"
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
 
-    rotary: str = "none"
+    rotary: Literal["none", "fixed"] = "none"
     """none (rotary_base is not read) | fixed (rotate queries and keys, before the feature map)."""
 
-    gate: str = "none"
+    gate: Literal["none", "data"] = "none"
     """none | data (sigmoid(W x), a scalar per head and token)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_map not in ("elu", "relu", "identity"):
-            raise ValueError(
-                f"feature_map: found {self.feature_map!r}, wanted one of elu, relu, identity"
-            )
-        if self.normalizer not in ("sum", "head_norm"):
-            raise ValueError(f"normalizer: found {self.normalizer!r}, wanted sum or head_norm")
         if self.feature_map == "identity" and self.normalizer == "sum":
             raise ValueError(
                 "normalizer: found 'sum' with feature_map identity, whose weights may sum to zero; "
                 "wanted head_norm"
             )
-        if self.rotary not in ("none", "fixed"):
-            raise ValueError(f"rotary: found {self.rotary!r}, wanted none or fixed")
-        if self.gate not in ("none", "data"):
-            raise ValueError(f"gate: found {self.gate!r}, wanted none or data")
 
     def build(self, shape: LayerShape) -> Attention:
         return Linear(self, shape)

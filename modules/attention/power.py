@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +42,7 @@ class PowerConfig(AttentionConfig):
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
 
-    initial_state: str = "zero"
+    initial_state: Literal["zero", "learned"] = "zero"
     """zero | learned: the state before the first token of a document."""
 
     rank: int = 8
@@ -53,10 +53,6 @@ class PowerConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.initial_state not in ("zero", "learned"):
-            raise ValueError(
-                f"initial_state: found {self.initial_state!r}, wanted one of zero, learned"
-            )
         for name in ("rank", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,7 +1,7 @@
 """Symmetric-power attention: the kernel (q . k)^p, whose state has a fixed size."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +58,8 @@ class SympowOptions(PowerConfig):
 class SympowConfig(SympowOptions):
     """The options of symmetric-power attention without learned rotation rates."""
 
-    rotary: str = "fixed"
+    rotary: Literal["fixed", "none"] = "fixed"
     """fixed (rotate queries and keys by their positions) | none (longest_document is not read)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotary not in ("fixed", "none"):
-            raise ValueError(f"rotary: found {self.rotary!r}, wanted fixed or none")
 
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None

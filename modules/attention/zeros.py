@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -31,10 +31,10 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     all logits up to the query, as published does.
     """
 
-    form: str = "published"
+    form: Literal["published", "notes", "notes_row_mean"] = "published"
     """published (arXiv:2602.05230) | notes (mean of logits up to the key) | notes_row_mean."""
 
-    zeroth: str = "none"
+    zeroth: Literal["none", "first_layer"] = "none"
     """none | first_layer: the first layer keeps the mean of the values, times tanh(W_0 x)."""
 
     second_order: bool = False
@@ -48,12 +48,6 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in ("published", "notes", "notes_row_mean"):
-            raise ValueError(
-                f"form: found {self.form!r}, wanted one of published, notes, notes_row_mean"
-            )
-        if self.zeroth not in ("none", "first_layer"):
-            raise ValueError(f"zeroth: found {self.zeroth!r}, wanted none or first_layer")
         if self.zeroth != "none" and self.form != "published":
             raise ValueError(
                 f"zeroth: found {self.zeroth!r} with form {self.form}, which subtracts its own "

@@ -252,7 +252,7 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
         strategy=build_strategy(config, devices),
         devices=1,  # Those of the other ranks, too, the strategy knows.
         num_nodes=config.trainer.nodes,
-        precision=config.trainer.precision,  # type: ignore[arg-type]
+        precision=config.trainer.precision,
         # Sets what torch and cuBLAS need for it; the rest is in gpu_environment.py.
         deterministic=config.trainer.deterministic,
         plugins=[cluster_environment()],

@@ -306,6 +306,7 @@ def test_parameters_not_trained_are_frozen_without_moments() -> None:
         ({"name": "adam", "weight_decay": 0.1}, "weight_decay"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=f"optim.{field}: found"):
         OptimConfig(tokens_per_update=1, **options)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ They are computed in at least float32, whatever the dtype of the activations is.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Float64
@@ -36,28 +37,16 @@ class ForgetGateConfig(AttentionConfig):
     whichever of these options the kind has.
     """
 
-    gate_init: str = "plain"
+    gate_init: Literal["plain", "long_memory"] = "plain"
     """plain (sigmoid(W x), no bias) | long_memory (a bias, gamma near 1); if a gate is learned."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gate_init not in ("plain", "long_memory"):
-            raise ValueError(f"gate_init: found {self.gate_init!r}, wanted plain or long_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig(ForgetGateConfig):
     """The options of variants that choose among kinds of gates."""
 
-    gate: str = "data"
+    gate: Literal["data", "learned", "retention", "alibi"] = "data"
     """data (sigmoid(W x)) | learned (a number per head) | retention, alibi (fixed, per head)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gate not in ("data", "learned", "retention", "alibi"):
-            raise ValueError(
-                f"gate: found {self.gate!r}, wanted one of data, learned, retention, alibi"
-            )
 
     def build_gate(self, model_dim: int, num_heads: int) -> nn.Module:
         """A module from x (B, T, D) to log gates (B, T, H)."""
