@@ -13,7 +13,7 @@ class DataConfig:
     """manifest.json of the training shards, or its folder: a path, or a URL webdataset can open."""
 
     context: int
-    """Tokens per sample; a divisor of the length of the documents."""
+    """Tokens per sample; a divisor of the length of the blocks."""
 
     validation_manifest: str | None = None
     """manifest.json of the validation shards, or its folder; null: no validation."""
@@ -37,7 +37,7 @@ class DataConfig:
     """Folder for copies of remote shards, never emptied; required for a remote manifest."""
 
     def __post_init__(self) -> None:
-        # No document of a manifest is longer. `longhaul evaluate --context` may ask for any number.
+        # No block of a manifest is longer. `longhaul evaluate --context` may ask for any number.
         if self.context > 1 << 40:
             raise ValueError(f"data.context: found {shown(self.context)}, wanted 2^40 at most")
         for name in ("context", "validation_tokens", "shuffle_shards"):

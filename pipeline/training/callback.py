@@ -366,7 +366,7 @@ class TrainingCallback(Callback):
             tensors,
             {
                 "progress": dataclasses.asdict(module.progress),
-                "shards_sha256": self.data.manifest.shards_sha256,
+                "shards_sha256": self.data.corpus.fingerprint,
                 "mlflow_run_id": self.recorder.tracker.run_id if self.recorder else None,
             },
         )
@@ -384,7 +384,7 @@ class TrainingCallback(Callback):
 
     def _check_same_data(self, shards_sha256: str) -> None:
         # The run folder's own record was compared before; this is a checkpoint from elsewhere.
-        if shards_sha256 != self.data.manifest.shards_sha256:
+        if shards_sha256 != self.data.corpus.fingerprint:
             raise ValueError(
                 f"data.manifest: found other shards in {self.config.data.manifest} than this run "
                 "was trained on, wanted the same ones"
