@@ -15,9 +15,9 @@ class DataConfig:
     manifest: str
     """manifest.json of the training shards, or its folder: a path, or a URL webdataset can open."""
 
-    # No document of a manifest is longer. `longhaul evaluate --context` may ask for any number.
+    # No block of a manifest is longer. `longhaul evaluate --context` may ask for any number.
     context: Annotated[int, Field(ge=1, le=1 << 40)]
-    """Tokens per sample; a divisor of the length of the documents."""
+    """Tokens per sample; a divisor of the length of the blocks."""
 
     validation_manifest: str | None = None
     """manifest.json of the validation shards, or its folder; null: no validation."""

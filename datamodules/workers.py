@@ -84,7 +84,7 @@ class WorkerLoader(DataLoader[Windows]):
     def __init__(
         self, dataset: TokenWindows, batches: Sampler[Sequence[int]], workers: int, location: str
     ) -> None:
-        """`location` is that of the manifest, for error messages."""
+        """`location` is that of the corpus, for error messages."""
         # In shared memory: each worker sets its own entry.
         self._come_to = torch.zeros(workers, dtype=torch.uint8).share_memory_()
         self._location = location

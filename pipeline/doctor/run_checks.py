@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.manifest import Manifest, load_manifest
+from longhaul.datamodules.corpus import Corpus, load_corpus
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
@@ -68,26 +68,26 @@ def check_shards(config: RunConfig, first: int) -> Finding:
             continue
         fault: Fault
         try:
-            manifest = load_manifest(location)
+            corpus = load_corpus(location)
         except (FileNotFoundError, ValueError) as error:
-            # A missing manifest may be on a mount that only this node lacks.
+            # A missing corpus may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"
             remedy = f"set data.{key}, or prepare it"
             return Finding("FAILURE", "shards", str(error), remedy, fault)
-        if manifest.vocab_size > config.model.vocabulary:
-            text = f"{location} has {manifest.vocab_size} ids"
+        if corpus.vocab_size > config.model.vocabulary:
+            text = f"{location} has {corpus.vocab_size} ids"
             remedy = f"set model.vocabulary, {config.model.vocabulary} now"
             return Finding("FAILURE", "shards", text, remedy, "input")
-        if is_remote(manifest.location):
-            texts.append(f"{name}: {len(manifest.shards)} remote shards, none read")
+        if is_remote(corpus.location):
+            texts.append(f"{name}: {len(corpus.files)} remote shards, none read")
             continue
-        unfit, damaged, sized, hashed = _bad_shards(manifest, first, end)
+        unfit, damaged, sized, hashed = _bad_shards(corpus, first, end)
         if unfit or damaged:
             # All nodes compare all sizes, but each node hashes other shards.
             fault = "either" if unfit else "input"
-            return _bad_shard_finding([*unfit, *damaged], len(manifest.shards), config, fault)
+            return _bad_shard_finding([*unfit, *damaged], len(corpus.files), config, fault)
         texts.append(
-            f"{name}: {sized} of {len(manifest.shards)} shards looked at, all of the right size; "
+            f"{name}: {sized} of {len(corpus.files)} shards looked at, all of the right size; "
             f"{hashed} of them read, all of the right hash"
         )
     return Finding("ok", "shards", ". ".join(texts))
@@ -102,20 +102,18 @@ def _bad_shard_finding(bad: list[str], count: int, config: RunConfig, fault: Fau
     return Finding("FAILURE", "shards", text, remedy, fault)
 
 
-def _bad_shards(
-    manifest: Manifest, first: int, end: float
-) -> tuple[list[str], list[str], int, int]:
-    """Compare sizes and hashes of shards with the manifest, as far as time allows.
+def _bad_shards(corpus: Corpus, first: int, end: float) -> tuple[list[str], list[str], int, int]:
+    """Compare sizes and hashes of shards with those recorded, as far as time allows.
 
     Returns:
         A message for each shard that is absent or of another size; a message for each shard with
         another hash; how many sizes were compared; how many hashes were compared.
     """
     unfit, damaged, good = [], [], []
-    for entry in manifest.shards:
+    for location, entry in corpus.files:
         if time.monotonic() > end - READING_S / 2:
             break
-        path = local_path(manifest.url_of(entry.name))
+        path = local_path(location)
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:

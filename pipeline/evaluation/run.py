@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.named import is_named_store
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import Options, TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
-from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
+from longhaul.pipeline.runs.data import check_same_data, recorded_corpus, with_moved_data
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.named_keys import READ, check_named
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
@@ -181,9 +181,9 @@ def _validation_text_id(trained: TrainedModel) -> str:
     data = trained.config.data
     if data.validation_manifest is None:
         return ""
-    recorded = recorded_manifest(trained.folder, "validation_manifest")
-    manifest = recorded or load_manifest(data.validation_manifest)
-    return f"{data.validation_tokens} tokens of {manifest.shards_sha256}"
+    recorded = recorded_corpus(trained.folder, "validation_manifest")
+    corpus = recorded or load_corpus(data.validation_manifest)
+    return f"{data.validation_tokens} tokens of {corpus.fingerprint}"
 
 
 def _show(result: TaskResult) -> None:

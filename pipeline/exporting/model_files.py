@@ -9,7 +9,7 @@ import torch
 
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import to_dict
-from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.corpus import Corpus
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.exporting.source import file_of
@@ -21,7 +21,7 @@ _LARGEST_STATE = 1 << 28
 def write_model_files(
     folder: Path,
     config: RunConfig,
-    manifest: Manifest,
+    corpus: Corpus,
     model: LanguageModel,
     code: Mapping[str, str],
     pad_id: int,
@@ -31,14 +31,14 @@ def write_model_files(
     Args:
         folder: to write to.
         config: of the run.
-        manifest: of the training data.
+        corpus: that the model was trained on.
         model: on `meta`.
         code: of `source.model_code`.
         pad_id: the token of the padding.
     """
     ids = {
-        "bos_token_id": manifest.bos_id,
-        "eos_token_id": manifest.eot_id,
+        "bos_token_id": corpus.bos_id,
+        "eos_token_id": corpus.eot_id,
         "pad_token_id": pad_id,
     }
     described = {
@@ -64,7 +64,7 @@ def write_model_files(
     }
     generation: dict[str, Any] = dict(ids)
     # Rows of the embedding beyond the tokenizer's ids are padding, and must not be generated.
-    if padding := list(range(manifest.vocab_size, config.model.vocabulary)):
+    if padding := list(range(corpus.vocab_size, config.model.vocabulary)):
         generation["suppress_tokens"] = padding
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")

@@ -6,7 +6,6 @@ from typing import cast
 import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
-from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
@@ -31,7 +30,7 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     """Print each prompt and its continuation.
 
     Raises:
-        ValueError: the saved state is damaged or of another model, there is no manifest, or a
+        ValueError: the saved state is damaged or of another model, there is no corpus, or a
             layer has no state that can be in bfloat16.
         OSError: the state could not be written.
     """
@@ -39,10 +38,10 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         check_state_dtype(trained.model)
     model_origin = origin(trained)
     prompts = options.prompts or [""]
-    manifest = trained.manifest
-    tokenizer = tokenizer_of(manifest)
+    corpus = trained.corpus
+    tokenizer = corpus.load_tokenizer()
     encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    start, earlier = Session([manifest.bos_id]), list[int]()
+    start, earlier = Session([corpus.bos_id]), list[int]()
     if options.state is not None:
         start = load_session(options.state, trained.model, model_origin)
         earlier = start.unread
@@ -56,7 +55,7 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         for index, ids in enumerate(encoded)
     ]
     sampling = Sampling(
-        vocabulary=manifest.vocab_size,
+        vocabulary=corpus.vocab_size,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

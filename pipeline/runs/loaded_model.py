@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.tokenizer import Tokenizer, tokenizer_of
+from longhaul.datamodules.tokenizer import Tokenizer
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.runs.exported import (
     exported_model,
@@ -44,7 +44,7 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     else:
         trained = load_trained_model(folder)
         config, weights = trained.config.model, trained.model.state_dict()
-        tokenizer = tokenizer_of(trained.manifest)
+        tokenizer = trained.corpus.load_tokenizer()
     with torch.device("meta"):
         model = LoadedModel(config, tokenizer)
     try:

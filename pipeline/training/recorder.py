@@ -109,7 +109,7 @@ class Recorder:
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
-        for line in summary(config, folder, self._data.manifest, self._parameters, device):
+        for line in summary(config, folder, self._data.corpus, self._parameters, device):
             self._progress_line.say(line)
         for line in (*changed, *doubts(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)

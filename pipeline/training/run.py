@@ -112,7 +112,7 @@ def _train_on_rank_0(
 ) -> int:
     """Train together with the other ranks, and record metrics and the run's status."""
     parameters = module.model.num_parameters()
-    description = describe(config, parameters, data.manifest, data.validation_manifest)
+    description = describe(config, parameters, data.corpus, data.validation_corpus)
     try:
         tracker = _new_tracker(config, folder, description)
     except JournalError as error:
@@ -182,7 +182,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
         data.check_present()
     except FileNotFoundError as error:
         raise ConfigError(f"data: {error}") from error
-    vocabulary = data.manifest.vocab_size
+    vocabulary = data.corpus.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "

@@ -52,7 +52,7 @@ class Saving:
             return None
         state = saved.state(TrainingState)
         # The run folder's own record was compared before; this is a checkpoint from elsewhere.
-        if state.shards_sha256 != self._data.manifest.shards_sha256:
+        if state.shards_sha256 != self._data.corpus.fingerprint:
             raise ValueError(
                 f"data.manifest: found other shards in {self._config.data.manifest} than this run "
                 "was trained on, wanted the same ones"
@@ -130,7 +130,7 @@ class Saving:
             tensors,
             {
                 "progress": dataclasses.asdict(module.progress),
-                "shards_sha256": self._data.manifest.shards_sha256,
+                "shards_sha256": self._data.corpus.fingerprint,
                 "mlflow_run_id": self._recorder.tracker.run_id if self._recorder else None,
             },
         )

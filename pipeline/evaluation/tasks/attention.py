@@ -159,7 +159,7 @@ def report_layer(
 @torch.no_grad()
 def check(trained: TrainedModel, options: Options) -> None:
     read_windows(trained, options, min(trained.config.data.context, LONGEST))
-    some = torch.tensor([2 * [trained.manifest.bos_id]], device=trained.device)  # (1, 2)
+    some = torch.tensor([2 * [trained.corpus.bos_id]], device=trained.device)  # (1, 2)
     # Not every kind writes out its matrices.
     for layer, x in enumerate(attention_inputs(trained.model, some)):
         cast(Block, trained.model.blocks[layer]).attention.weights(x)
