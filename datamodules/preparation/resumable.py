@@ -30,7 +30,7 @@ Progress: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Settings:
     """The first line of `.progress.jsonl`."""
 
     source: dict[str, Any]
@@ -206,7 +206,7 @@ def _read_progress(
         _append(file, {"source": template.source, "version": version})
         return [], None
     where = folder / PROGRESS_NAME
-    job = parse_json(_Job, lines[0], f"{where}:1")
+    job = parse_json(_Settings, lines[0], f"{where}:1")
     _check_same_job(folder, job.source, template.source)
     if job.version != version:
         raise ValueError(

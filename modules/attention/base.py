@@ -331,7 +331,7 @@ def _check_complete(kind: str, cls: type) -> None:
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])
 _REGISTRY: dict[str, type[AttentionConfig]] = {}
-_TWICE: dict[str, str] = {}  # the modules that register the same kind
+_DUPLICATES: dict[str, str] = {}  # the modules that register the same kind
 _LEFT_OUT: list[str] = []  # why modules of kinds could not be imported
 
 
@@ -341,7 +341,7 @@ def register(kind: str) -> Callable[[ConfigT], ConfigT]:
     def add(config: ConfigT) -> ConfigT:
         _check_complete(kind, config)
         if (other := _REGISTRY.get(kind)) is not None:
-            _TWICE[kind] = f"{other.__module__} and {config.__module__}"
+            _DUPLICATES[kind] = f"{other.__module__} and {config.__module__}"
         config.kind = kind
         _REGISTRY[kind] = config
         return config
@@ -361,8 +361,10 @@ def attention_config(kind: str) -> type[AttentionConfig]:
         ValueError: no module registers the kind, or two do. One line, with the known kinds and the
             modules that could not be imported.
     """
-    if kind in _TWICE:
-        raise ValueError(f"attention.kind: found {kind!r} in {_TWICE[kind]}, wanted one of them")
+    if kind in _DUPLICATES:
+        raise ValueError(
+            f"attention.kind: found {kind!r} in {_DUPLICATES[kind]}, wanted one of them"
+        )
     if kind not in _REGISTRY:
         known = ", ".join(registered_variants())
         left_out = "".join(f"; not imported: {reason}" for reason in _LEFT_OUT)
@@ -370,7 +372,7 @@ def attention_config(kind: str) -> type[AttentionConfig]:
     return _REGISTRY[kind]
 
 
-def leave_out(reason: str) -> None:
+def skip_module(reason: str) -> None:
     """Warn of a module whose import failed for this reason, and forget what it registered."""
     for kind, config in list(_REGISTRY.items()):
         if config.__module__ not in sys.modules:
@@ -392,7 +394,7 @@ def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -
     )
 
 
-class InFloat32(nn.Module):
+class Float32Parameters(nn.Module):
     """A module that uses its weights in float32 or wider only. FSDP does not cast them to bf16.
 
     Its outputs, such as rotation rates and log gates, are summed over tokens, so that rounding

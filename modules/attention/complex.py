@@ -10,10 +10,16 @@ from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
-from longhaul.modules.attention.base import Attention, InFloat32, LayerShape, RotaryConfig, register
+from longhaul.modules.attention.base import (
+    Attention,
+    Float32Parameters,
+    LayerShape,
+    RotaryConfig,
+    register,
+)
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.parts.vector_gates import Stacked, VectorGates
-from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -52,7 +58,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
         return ComplexAttention(self, shape)
 
 
-class Eigenvalues(InFloat32):
+class Eigenvalues(Float32Parameters):
     """Learned eigenvalues alpha_j exp(i speed_j theta_j), for every head and pair j of coordinates.
 
     alpha_j = exp(-exp(nu_j)) is below 1 for any nu_j, as in Orvieto et al. (2023),
@@ -136,7 +142,7 @@ class ComplexAttention(VectorGates):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
@@ -154,10 +160,10 @@ class ComplexAttention(VectorGates):
         sums: tuple[GatedSum, ...] = (GatedSum(log_g),) * 2
         if self.has_amplitudes:
             sums += (GatedSum(None if log_g is None else 2 * log_g),) * 2
-        operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
+        operands = OpInputs(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
-    def stack(self, operands: Operands) -> Stacked:
+    def stack(self, operands: OpInputs) -> Stacked:
         keys = _keys(operands.k)
         v_real, v_imaginary = operands.v.chunk(2, dim=-1)
         values = [operands.v, torch.cat([-v_imaginary, v_real], dim=-1)]
@@ -172,7 +178,7 @@ class ComplexAttention(VectorGates):
             torch.cat(gates, dim=2) if gates else None,
         )
 
-    def merge(self, out: Float[Tensor, "B T NH V"], operands: Operands) -> Tensor:
+    def merge(self, out: Float[Tensor, "B T NH V"], operands: OpInputs) -> Tensor:
         if not self.has_amplitudes:
             return super().merge(out, operands)
         first, second, *products = out.chunk(4, dim=2)
@@ -184,7 +190,7 @@ class ComplexAttention(VectorGates):
     def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
         operands = self.operands(x)
         real, imaginary = (
-            self.part_weights(Operands(operands.q, k, operands.v, operands.sums)).sum(dim=2)
+            self.part_weights(OpInputs(operands.q, k, operands.v, operands.sums)).sum(dim=2)
             for k in _keys(operands.k)
         )
         weights = torch.complex(real, imaginary)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -74,7 +74,7 @@ class Linear(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         after = {}
         if self.rotary is not None:
@@ -83,7 +83,7 @@ class Linear(PowerAttention):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             after = {"rotation": documents.last(rotation)}
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
-        return Operands(self._features(q), self._features(k), v, sums), after
+        return OpInputs(self._features(q), self._features(k), v, sums), after
 
     def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
         # Weights of pivot tokens must not be negative either, or the sum of weights could be zero.

@@ -70,7 +70,7 @@ class GatedSum(NamedTuple):
     output_scale: Float[Tensor, "B T H #V"] | None = None
 
 
-class Operands(NamedTuple):
+class OpInputs(NamedTuple):
     """Queries, keys and values, and the gated sums over them that add up to the output."""
 
     q: Float[Tensor, "B T H K"]
@@ -121,7 +121,7 @@ class PowerAttention(Attention):
     @abstractmethod
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         """The arguments of the op for x, and the new carried values.
 
         `carried` holds the values after the previous token of each document.
@@ -164,7 +164,7 @@ class PowerAttention(Attention):
         """The keys given to the op for the learned keys of the initial state."""
         return key
 
-    def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def stack(self, operands: OpInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and log gates of one call of the op, gated sums stacked along the head axis."""
         q, k, v, sums = operands
         values = [
@@ -180,7 +180,7 @@ class PowerAttention(Attention):
         q, k = q.repeat(1, 1, len(sums), 1), k.repeat(1, 1, len(sums), 1)
         return q, k, torch.cat(values, dim=2), log_g
 
-    def merge(self, out: Float[Tensor, "B T SH V"], operands: Operands) -> Tensor:
+    def merge(self, out: Float[Tensor, "B T SH V"], operands: OpInputs) -> Tensor:
         """Scale the gated sums in the output of the op, and add them up."""
         total: Tensor | None = None
         for part, one in zip(out.chunk(len(operands.sums), dim=2), operands.sums, strict=True):
@@ -309,7 +309,7 @@ class PowerAttention(Attention):
         y = self.read_out(x, self.merge(mixed, operands))
         return y, PowerAttentionState(power, carried)
 
-    def operands(self, x: Float[Tensor, "B T D"]) -> Operands:
+    def operands(self, x: Float[Tensor, "B T D"]) -> OpInputs:
         """The arguments of the op for whole documents, one per row."""
         return self.project(x, Documents(x), self.initial_carried(len(x), x.device))[0]
 
@@ -338,7 +338,7 @@ class PowerAttention(Attention):
             return weights
         return _divided(weights, weights.sum(dim=-1, keepdim=True))
 
-    def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
+    def coefficients(self, operands: OpInputs) -> Float[Tensor, "B H T T"]:
         """The factors of (scale q_t . k_i)^p, summed over all gated sums.
 
         Each gated sum adds output_scale_t exp(G_t - G_i) value_scale_i.
@@ -400,7 +400,7 @@ class PowerAttention(Attention):
             GatedSum(value_scale=torch.full_like(key[..., :1], scale))
             for scale in self.pivot_value_scales()
         )
-        _, k, v, _ = self.stack(Operands(key, key, value, sums))
+        _, k, v, _ = self.stack(OpInputs(key, key, value, sums))
         return k, v
 
     def check_context_parallel(self) -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import (
     Attention,
-    InFloat32,
+    Float32Parameters,
     LayerShape,
     linear_in_float32,
     register,
 )
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -82,7 +82,7 @@ class HeadNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class RotationRate(InFloat32):
+class RotationRate(Float32Parameters):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
     beta_t = 1 rotates by as much as one position does in fixed rotary embeddings. The source does
@@ -126,19 +126,19 @@ class Sympow(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         if self.rotary is None:
-            return Operands(q, k, v, sums), {}
+            return OpInputs(q, k, v, sums), {}
         if self.rate is None:
             rotation = documents.positions(carried["rotation"])
         else:
             rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
+        operands = OpInputs(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
     def tensor_power_size(self) -> int:

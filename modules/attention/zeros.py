@@ -16,7 +16,7 @@ from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.parts.key_softmax import key_softmax
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -24,7 +24,7 @@ from longhaul.modules.rotary import Rotary
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
 class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
-    """Whose formula it is, and which terms of the softmax's expansion get gates of their own.
+    """Which source's formula is used, and which terms of the softmax's expansion have gates.
 
     Form notes is that of the notes on Cartan decomposition. It subtracts from a key's logit the
     mean of the logits up to that key, as the notes index it; notes_row_mean subtracts the mean of
@@ -162,13 +162,13 @@ class Zeros(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
-        operands = Operands(q, k, v.to(q.dtype), sums)
+        operands = OpInputs(q, k, v.to(q.dtype), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def generate(

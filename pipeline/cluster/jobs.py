@@ -38,7 +38,7 @@ _ENDED = {
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SubmittedJob:
     """One line of JOBS_FILE."""
 
     kind: str
@@ -67,7 +67,7 @@ def training_jobs(run: Path) -> Sequence[str]:
     for line in lines:
         # Half a line of an interrupted submission is left out.
         with contextlib.suppress(ValueError):
-            entry = parse_json(_Job, line, JOBS_FILE)
+            entry = parse_json(_SubmittedJob, line, JOBS_FILE)
             if entry.kind == "train":
                 ids.append(entry.job_id)
     return ids

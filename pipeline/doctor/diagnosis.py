@@ -40,7 +40,7 @@ from longhaul.pipeline.doctor.machine_checks import (
     check_time,
     check_torch,
 )
-from longhaul.pipeline.doctor.nodes import Place, find_place, meet_other_nodes
+from longhaul.pipeline.doctor.nodes import JobTask, find_job_task, meet_other_nodes
 from longhaul.pipeline.doctor.run_checks import (
     check_shape,
     check_shards,
@@ -66,7 +66,7 @@ _ORDER = ("FAILURE", "warning", "ok")
 
 def diagnose(config: RunConfig | None) -> int:
     """Print the findings; return 0, EXIT_BAD_MACHINE, or 2 for a run that fails on any machine."""
-    here = find_place()
+    here = find_job_task()
     if here is None:
         status = _diagnose_machine(config)
     else:
@@ -87,7 +87,7 @@ def _diagnose_machine(config: RunConfig | None) -> int:
     return _status(findings)
 
 
-def _diagnose_node(config: RunConfig | None, here: Place) -> int:
+def _diagnose_node(config: RunConfig | None, here: JobTask) -> int:
     findings = [*_machine_findings(config, here), *_run_findings(config, here)]
     # Printed before the nodes wait for each other, so that the log has it even if they hang.
     _print(here, findings)
@@ -104,7 +104,7 @@ def _diagnose_node(config: RunConfig | None, here: Place) -> int:
     return _status([*findings, *shared])
 
 
-def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+def _machine_findings(config: RunConfig | None, here: JobTask | None) -> Iterator[Finding]:
     yield run_check("torch", check_torch, CHECK_S)
     yield run_check("commit", check_commit, GIT_CHECK_S)
     trainer = None if config is None else config.trainer
@@ -159,7 +159,7 @@ def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
         yield run_check(subject, one, CHECK_S)
 
 
-def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+def _run_findings(config: RunConfig | None, here: JobTask | None) -> Iterator[Finding]:
     if config is None:
         return
     checks: dict[str, Check] = {
@@ -176,13 +176,13 @@ def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Find
         yield finding
 
 
-def _num_nodes(here: Place | None) -> tuple[int, int]:
+def _num_nodes(here: JobTask | None) -> tuple[int, int]:
     """How many nodes the allocation has, and how many of them run this job step."""
     in_step = 1 if here is None else len(here.names)
     return int(os.environ.get("SLURM_JOB_NUM_NODES", in_step)), in_step
 
 
-def _print(here: Place, findings: Sequence[Finding]) -> None:
+def _print(here: JobTask, findings: Sequence[Finding]) -> None:
     ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.status))
     # In one write, so that lines of other nodes do not come in between.
     print("".join(f"{here.name}: {finding}\n" for finding in ordered), end="", flush=True)

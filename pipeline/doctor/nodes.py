@@ -29,7 +29,7 @@ from longhaul.pipeline.system.waiting import GLOO_CHECK_S, GPU_CHECK_S, MEET_S, 
 
 
 @dataclass(frozen=True)
-class Place:
+class JobTask:
     """Which task of which node this process is, in a job step with one or more tasks per node."""
 
     job: str
@@ -47,7 +47,7 @@ class Place:
         return 11_000 + int(self.job) % 4_000
 
 
-def find_place() -> Place | None:
+def find_job_task() -> JobTask | None:
     """This process's place by Slurm's environment variables; None outside of a job step."""
     environment = os.environ
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
@@ -58,7 +58,7 @@ def find_place() -> Place | None:
         raise RuntimeError(
             f"scontrol show hostnames {nodes}: found a failure, wanted the nodes' names"
         )
-    return Place(
+    return JobTask(
         job=environment["SLURM_JOB_ID"],
         node=int(environment["SLURM_NODEID"]),
         names=tuple(names.split()),
@@ -67,7 +67,7 @@ def find_place() -> Place | None:
 
 
 def meet_other_nodes(
-    here: Place, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
+    here: JobTask, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
 ) -> Sequence[Finding]:
     """Exchange reports with the other nodes, and check all of them together.
 
@@ -113,7 +113,7 @@ def meet_other_nodes(
     return [*shared, *own]
 
 
-def _open_store(here: Place) -> Store:
+def _open_store(here: JobTask) -> Store:
     """The store on the first node, once that node has opened it."""
     deadline = time.monotonic() + MEET_S
     while here.node > 0:
@@ -134,7 +134,7 @@ def _open_store(here: Place) -> Store:
     )
 
 
-def _present_nodes(store: Store, here: Place) -> list[int]:
+def _present_nodes(store: Store, here: JobTask) -> list[int]:
     """The nodes that reported in time, as the first node saw it."""
     if here.node == 0:
         keys = [f"node/{node}" for node in range(len(here.names))]
@@ -157,7 +157,7 @@ def _wait_for(store: Store, keys: list[str], seconds: float) -> list[str]:
 
 
 def _findings_from_reports(
-    here: Place, reports: Mapping[str, Mapping[str, Any]], absent: list[str]
+    here: JobTask, reports: Mapping[str, Mapping[str, Any]], absent: list[str]
 ) -> Iterator[Finding]:
     """Which nodes are absent, bad, or on another commit, according to the nodes' reports."""
     if absent:
@@ -182,7 +182,7 @@ def _findings_from_reports(
         yield Finding("FAILURE", "commits", text, "install the same commit on all nodes")
 
 
-def _all_reduce_findings(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
+def _all_reduce_findings(store: Store, here: JobTask, has_gpus: bool) -> Iterator[Finding]:
     count = len(here.names)
 
     def gloo() -> Finding:

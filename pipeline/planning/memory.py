@@ -68,7 +68,7 @@ class Plan:
     workspace: int  # inside of ops: logits, states, features
     sent: float
     groups: int = 0  # of ranks that communicate over NCCL
-    evaluated: int = 0  # of the model that is evaluated beside the training; 0: none is
+    evaluation_model: int = 0  # of the copy that evaluation.tasks use; 0 without tasks
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ class Plan:
     def held(self) -> int:
         """Bytes of a GPU that the process holds at its peak, in an update or an evaluation."""
         lasting = self.parameters + self.gradients + self.optimizer
-        tensors = max(self.total, lasting + self.evaluated if self.evaluated else 0)
+        tensors = max(self.total, lasting + self.evaluation_model if self.evaluation_model else 0)
         return math.ceil((1 + _GAPS) * tensors) + _CONTEXT + self.groups * _GROUP
 
 
@@ -98,7 +98,9 @@ class Planner:
         plan = self._plan_of_update(settings, micro_batch)
         # An evaluation loads the whole model on each rank, in float32.
         whole = 4 * num_parameters(config.model) if config.evaluation.tasks else 0
-        return dataclasses.replace(plan, groups=_num_groups(config, settings), evaluated=whole)
+        return dataclasses.replace(
+            plan, groups=_num_groups(config, settings), evaluation_model=whole
+        )
 
     def _plan_of_update(self, settings: MemorySettings, micro_batch: int | None) -> Plan:
         config = self._config

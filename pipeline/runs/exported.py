@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,7 +39,8 @@ _OPTIONS: dict[str, Any] = {
 _Shape = dataclasses.make_dataclass(
     "_Shape",
     [(one.name, _OPTIONS.get(one.name, one.type)) for one in fields(LanguageModelConfig)],
-    frozen=True,
+    # A key of a later version would mean another model.
+    namespace={"__pydantic_config__": ConfigDict(extra="forbid")},
 )
 
 

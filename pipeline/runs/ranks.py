@@ -107,7 +107,7 @@ class Ranks:
         return progress
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 def measure_together(
@@ -119,7 +119,7 @@ def measure_together(
     processes, and only this one reports it.
     """
     if count == 1:
-        measure(ALONE, *args, **kwargs)
+        measure(SINGLE_PROCESS, *args, **kwargs)
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as rendezvous:

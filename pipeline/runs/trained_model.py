@@ -20,7 +20,7 @@ from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
 from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
-from longhaul.pipeline.runs.ranks import ALONE, Ranks
+from longhaul.pipeline.runs.ranks import SINGLE_PROCESS, Ranks
 from longhaul.pipeline.system.compile_caches import use_private_caches
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TrainedModel:
     """That it was trained on."""
     checksums: bytes
     """Of the checkpoint's files, which identify the weights."""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     """The processes that evaluate it together."""
 
 
@@ -59,7 +59,7 @@ def load_trained_model(
     run_or_checkpoint: str | Path,
     positions: str = "none",
     factor: float = 1.0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     device: torch.device | None = None,
 ) -> TrainedModel:
     """The model of a checkpoint, or of the newest intact checkpoint of a run.
@@ -85,7 +85,9 @@ def load_trained_model(
 
 
 def read_checkpoint(
-    run_or_checkpoint: str | Path, read: Callable[[RunFolder, Path], T], ranks: Ranks = ALONE
+    run_or_checkpoint: str | Path,
+    read: Callable[[RunFolder, Path], T],
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> T:
     """The result of `read`, called with a path's run folder and its checkpoint, on all ranks alike.
 

@@ -41,7 +41,7 @@ def summary(
     )
 
 
-def doubts(
+def config_warnings(
     config: RunConfig, data: TokenDataModule, before: RunConfig | None, trained: int
 ) -> Iterator[str]:
     """A line for each part of the config that does not do what it seems to ask for.

@@ -22,7 +22,7 @@ from longhaul.pipeline.distributed.context_parallel import ContextParallel
 from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
 from longhaul.pipeline.distributed.watchdog import Watchdog
 from longhaul.pipeline.runs.folder import RunFolder
-from longhaul.pipeline.runs.ranks import ALONE, Ranks
+from longhaul.pipeline.runs.ranks import SINGLE_PROCESS, Ranks
 from longhaul.pipeline.training.after_update import AfterUpdate, Hook, updates_of
 from longhaul.pipeline.training.evaluating import Evaluation, Validation
 from longhaul.pipeline.training.post_mortem import leave_stacks, record_memory
@@ -98,7 +98,7 @@ class TrainingCallback(Callback):
         part = None
         if (ranks_per_sample := self.config.trainer.context_parallel) > 1:
             part = ContextParallel(dist.new_subgroups(ranks_per_sample)[0])
-        ranks = ALONE
+        ranks = SINGLE_PROCESS
         if self._group is not None:
             limit_collectives(timeout)
             ranks = Ranks(dist.get_rank(), dist.get_world_size(), self._group)

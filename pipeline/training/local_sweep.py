@@ -84,7 +84,7 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
                 if received and status == -signal.SIGTERM:  # it had not begun to train
                     status = EXIT_CHECKPOINTED
                 statuses[process.name] = status
-                print(f"sweep: run {process.name} {_told(process, status)}", flush=True)
+                print(f"sweep: run {process.name} {_describe_exit(process, status)}", flush=True)
     return _outcome(sweep.folder, statuses, len(waiting), received)
 
 
@@ -193,7 +193,7 @@ def _stopped_on_failure(running: Sequence[_Process]) -> Iterator[None]:
         raise
 
 
-def _told(process: _Process, status: int) -> str:
+def _describe_exit(process: _Process, status: int) -> str:
     told = {
         0: "is finished",
         EXIT_CHECKPOINTED: "is stopped",

@@ -24,7 +24,7 @@ from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
 from longhaul.pipeline.system.waiting import FAILURE_UPLOAD_S
 from longhaul.pipeline.tracking.tracker import Tracker
-from longhaul.pipeline.training.announcement import doubts, summary
+from longhaul.pipeline.training.announcement import config_warnings, summary
 from longhaul.pipeline.training.profiling import Communication
 from longhaul.pipeline.training.progress import ProgressLine
 from longhaul.pipeline.training.stragglers import StragglerReport
@@ -111,7 +111,7 @@ class Recorder:
         self.has_begun = True
         for line in summary(config, folder, self._data.corpus, self._parameters, device):
             self._progress_line.say(line)
-        for line in (*changed, *doubts(config, self._data, before, progress.tokens)):
+        for line in (*changed, *config_warnings(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)
         self._progress_line.begin(progress)
         if self._source is not None:

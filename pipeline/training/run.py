@@ -50,7 +50,7 @@ from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.callback import TrainingCallback
 from longhaul.pipeline.training.post_mortem import explain
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
-from longhaul.pipeline.training.progress import LOG
+from longhaul.pipeline.training.progress import PROGRESS_LOGGER
 from longhaul.pipeline.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     """Within the context, log to a file as well, and the traceback of a failure after the start."""
     handler = _LogFile(file)
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = logging.getLogger(), LOG
+    loggers = logging.getLogger(), PROGRESS_LOGGER
     for one in loggers:
         one.addHandler(handler)
     try:
@@ -371,7 +371,7 @@ def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     except Exception:
         if recorder.has_begun:
             # The terminal shows only one line; the file gets the traceback.
-            LOG.exception("the run failed")
+            PROGRESS_LOGGER.exception("the run failed")
         raise
     finally:
         for one in loggers:

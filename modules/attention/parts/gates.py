@@ -11,10 +11,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from longhaul.modules.attention.base import AttentionConfig, InFloat32, linear_in_float32
+from longhaul.modules.attention.base import AttentionConfig, Float32Parameters, linear_in_float32
 
 
-class ScalarPerHead(InFloat32):
+class ScalarPerHead(Float32Parameters):
     """W x_t, one scalar per head."""
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -57,7 +57,7 @@ class GateConfig(ForgetGateConfig):
         return FixedGate(num_heads, self.gate)
 
 
-class ForgetGate(InFloat32):
+class ForgetGate(Float32Parameters):
     """log gamma_t = log sigmoid(W x_t), or log sigmoid(W x_t + b), one per head, at least float32.
 
     gate_init "plain" is the published gate, without b: gamma is near 1/2 at first, and half of the
@@ -89,7 +89,7 @@ class ForgetGate(InFloat32):
         return logsigmoid(logits if self.bias is None else logits + self.bias)
 
 
-class LearnedGate(InFloat32):
+class LearnedGate(Float32Parameters):
     """log gamma = log sigmoid(b), a learned number per head, the same for every token.
 
     gate_init "plain" begins with b = 0, gamma = 1/2; "long_memory" with gamma = 1 - 2^(-5 - h).

@@ -15,7 +15,7 @@ from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.runs.folder import RunFolder
-from longhaul.pipeline.training.announcement import doubts, summary
+from longhaul.pipeline.training.announcement import config_warnings, summary
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 Warn = Callable[..., list[str]]
@@ -33,7 +33,7 @@ def warn(run: Run) -> Warn:
         )
         trainer = dataclasses.replace(config.trainer, max_tokens=before or 1)
         stored = None if before is None else dataclasses.replace(config, trainer=trainer)
-        return list(doubts(config, data, stored, trained))
+        return list(config_warnings(config, data, stored, trained))
 
     return told
 
