@@ -13,9 +13,9 @@ Role = Literal["matrix", "embedding", "head", "other"]
 def parameter_roles(module: nn.Module) -> dict[str, Role]:
     """The role of each parameter, by name; names are the same under every strategy.
 
-    The weight of an `nn.Linear` is a matrix, unless it is in a `Float32Parameters`. Any other parameter is
-    an "other", whatever its shape. A module that knows better has an attribute `roles`: roles by
-    the names of its parameters, or of those of its children.
+    The weight of an `nn.Linear` is a matrix, unless it is in a `Float32Parameters`. Any other
+    parameter is an "other", whatever its shape. A module that knows better has an attribute
+    `roles`: roles by the names of its parameters, or of those of its children.
 
     Raises:
         ValueError: `roles` names a parameter that the module does not have.

@@ -35,5 +35,5 @@ def _explained(error: Exception, file: Path) -> str:
 
 
 def _is_variant(name: str, beside: Path) -> bool:
-    """Whether a stack frame is in a variant's file; frames in base.py would not show the mistake."""
+    """Whether a stack frame is in a variant's file: one in base.py does not show the mistake."""
     return beside.parent in Path(name).parents and name not in (base.__file__, __file__)
