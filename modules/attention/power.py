@@ -311,7 +311,8 @@ class PowerAttention(Attention):
 
     def operands(self, x: Float[Tensor, "B T D"]) -> OpInputs:
         """The arguments of the op for whole documents, one per row."""
-        return self.project(x, Documents(x), self.initial_carried(len(x), x.device))[0]
+        documents = Documents(x)
+        return self.project(x, documents, self.initial_carried(len(x), x.device))[0]
 
     def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
         """Those of the first gated sum that has any."""
