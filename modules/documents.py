@@ -94,12 +94,12 @@ class Documents:
         """
         if self.age is None:
             if self.sequence_part is not None:
-                start = start + self._earlier(x.sum(dim=1), 0).sum(dim=0)
+                start = start + self._earlier(x.sum(dim=1), 0.0).sum(dim=0)
             return x.cumsum(dim=1) + start[:, None]
         sums = self._scan(x, torch.add)
         before = start[:, None]
         if self.sequence_part is not None:
-            carried = start + self._earlier(sums[:, -1], 0).sum(dim=0)
+            carried = start + self._earlier(sums[:, -1], 0.0).sum(dim=0)
             before = torch.where(self._began_earlier(x), carried[:, None], before)
         return sums + before
 
