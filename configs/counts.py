@@ -15,7 +15,7 @@ LENGTHS = {
 _UNITS = "kmbt"  # thousand, million, billion, trillion; G is another name of B
 _WITH_UNIT = re.compile(r"(\d[\d_]*(?:\.\d+)?) ?([kmbgt])(i?)", re.ASCII | re.IGNORECASE)
 _NUMBER = re.compile(r"\d[\d_]*(?:\.\d*)?(?:e\+?\d{1,2})?", re.ASCII | re.IGNORECASE)
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def with_unit(text: str, name: str) -> int | None:
@@ -38,10 +38,10 @@ def with_unit(text: str, name: str) -> int | None:
     value = Fraction(digits.replace("_", "")) * (1024 if binary or is_length else 1000) ** power
     if value.denominator != 1:
         return None
-    told = f"{name}: {text.strip()} is {int(value):,}"
-    if told not in _told:  # a config is read more than once
-        _told.add(told)
-        logger.info("%s", told)
+    warning = f"{name}: {text.strip()} is {int(value):,}"
+    if warning not in _warned:  # a config is read more than once
+        _warned.add(warning)
+        logger.info("%s", warning)
     return int(value)
 
 

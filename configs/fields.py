@@ -6,36 +6,51 @@ To import the dataclasses is to import torch, for which a mistyped key should no
 import ast
 import functools
 import sys
+import types
 import typing
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from longhaul.datamodules.files import untrusted
 
 Fields = dict[str, Any]
 """The types of a dataclass's keys, by name, as a `Leaf`, or as the Fields of another dataclass."""
 
 
 class Leaf(NamedTuple):
-    """The types that the value of a key may have; NoneType for null."""
+    """A type without keys of its own, which pydantic checks."""
 
-    types: tuple[type, ...]
+    hint: Any
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        """The classes that a value may have; NoneType for null."""
+        return types_of(self.hint)
 
 
-TEXTS = Leaf((list,))
+TEXTS = Leaf(list[str])
 """A list of text."""
 
-KIND = Leaf((dict,))
+KIND = Leaf("kind")
 """A kind of attention with its options, for which see `fields_of_kind`."""
 
-KINDS = Leaf(())
+KINDS = Leaf("kinds")
 """A mapping of layers to kinds of attention."""
 
-_PLAIN = {"str": str, "int": int, "float": float, "bool": bool, "None": type(None)}
-_WRITTEN = {
-    "list[str]": TEXTS,
-    "AttentionConfig": KIND,
-    "dict[str, AttentionConfig]": KINDS,
-}
+_WRITTEN = {"AttentionConfig": KIND, "dict[str, AttentionConfig]": KINDS}
+
+
+def types_of(hint: Any) -> tuple[type, ...]:
+    """The classes that a value of a type may have, each once; list for any list."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return types_of(parts[0])
+    if origin is typing.Literal:
+        return tuple(dict.fromkeys(map(type, parts)))
+    if origin in (typing.Union, types.UnionType):
+        return tuple(dict.fromkeys(one for part in parts for one in types_of(part)))
+    return (origin or hint,)
 
 
 @functools.cache
@@ -55,9 +70,9 @@ def fields_of_kind(kind: str) -> Fields:
         # Code may have registered kinds that no file has.
         from longhaul.modules.attention import attention_config
 
-        hints = typing.get_type_hints(attention_config(kind))
+        hints = typing.get_type_hints(attention_config(kind), include_extras=True)
         return {
-            name: Leaf(typing.get_args(hint) or (hint,))
+            name: Leaf(hint)
             for name, hint in hints.items()
             if name in attention_config(kind).__dataclass_fields__
             and typing.get_origin(hint) is not typing.ClassVar
@@ -128,10 +143,10 @@ def _fields_of(file: Path, name: str) -> Fields:
 def _type(file: Path, written: str) -> Leaf | Fields:
     if written in _WRITTEN:
         return _WRITTEN[written]
-    parts = written.split(" | ")
-    if all(part in _PLAIN for part in parts):
-        return Leaf(tuple(_PLAIN[part] for part in parts))
-    return _fields_of(file, written)
+    try:
+        return Leaf(eval(written, {**vars(typing), **vars(untrusted)}))
+    except NameError:
+        return _fields_of(file, written)
 
 
 def _definition(file: Path, name: str) -> tuple[Path, ast.ClassDef] | None:

@@ -2,18 +2,18 @@
 
 import dataclasses
 import re
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from longhaul.configs.values import (
     MOST_BYTES,
     ConfigError,
-    attentions,
     check_plain,
     check_size,
     checked,
@@ -129,29 +129,38 @@ def _build(values: dict[str, Any]) -> "RunConfig":
     # Imported here, because they load torch: what is wrong with the values is said before.
     from longhaul.configs.run_config import RunConfig
 
-    try:
-        variants = {
-            path: _attention(options.pop("kind"), path)
-            for path, options in attentions(values).items()
-        }
-        tree = OmegaConf.merge(OmegaConf.structured(RunConfig), _typed(values, variants), values)
-        for path, options in attentions(tree).items():
-            try:
-                OmegaConf.to_object(options)
-            except ValueError as error:
-                raise ConfigError(f"{path}.{error}") from error
-        config = OmegaConf.to_object(tree)
-    except MissingMandatoryValue as error:
-        raise ConfigError(f"{error.full_key}: missing, and it has no default") from error
-    except OmegaConfBaseException as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key}: {first}" if error.full_key else first) from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    config = _built(RunConfig, values, "")
     assert isinstance(config, RunConfig)
     return config
+
+
+def _built(cls: type[Any], values: dict[str, Any], path: str) -> Any:
+    """An object of a dataclass, after those of the dataclasses below it."""
+    from longhaul.modules.attention import AttentionConfig  # loads torch, as above
+
+    is_kind = cls is AttentionConfig
+    if is_kind:
+        cls = _attention(values["kind"], path.removesuffix("."))
+    hints, parts = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        key, hint = f"{path}{field.name}", hints[field.name]
+        value = values.get(field.name, dataclasses.MISSING)
+        if dataclasses.is_dataclass(hint):
+            value = _built(hint, values.get(field.name, {}), f"{key}.")  # type: ignore[arg-type]
+        elif hint == dict[str, AttentionConfig] and field.name in values:
+            value = {
+                name: _built(AttentionConfig, one, f"{key}.{name}.") for name, one in value.items()
+            }
+        has_default = {field.default, field.default_factory} != {dataclasses.MISSING}
+        if value == MISSING or (value is dataclasses.MISSING and not has_default):
+            raise ConfigError(f"{key}: missing, and it has no default")
+        if value is not dataclasses.MISSING:
+            parts[field.name] = value
+    try:
+        return cls(**parts)
+    except ValueError as error:
+        # Only kinds do not know the path of their keys.
+        raise ConfigError(f"{path if is_kind else ''}{error}") from error
 
 
 def _attention(kind: str, path: str) -> "type[AttentionConfig]":
@@ -161,17 +170,3 @@ def _attention(kind: str, path: str) -> "type[AttentionConfig]":
         return attention_config(kind)
     except ValueError as error:
         raise ConfigError(f"{path}{str(error).removeprefix('attention')}") from error
-
-
-def _typed(
-    values: dict[str, Any], variants: "dict[str, type[AttentionConfig]]"
-) -> dict[str, dict[str, Any]]:
-    """The part of the tree whose dataclasses depend on the kinds."""
-    structured = {path: OmegaConf.structured(variant) for path, variant in variants.items()}
-    layers = values["model"].get("layer_attention", {})
-    return {
-        "model": {
-            "attention": structured["model.attention"],
-            "layer_attention": {key: structured[f"model.layer_attention.{key}"] for key in layers},
-        }
-    }

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from longhaul.configs.fields import types_of
 from longhaul.configs.run_config import RunConfig
 from longhaul.modules.attention import AttentionConfig, attention_config
 
@@ -99,8 +100,7 @@ def _type(hint: Any) -> str:
     if typing.get_origin(hint) is list:
         return "list of text"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
-    parts = typing.get_args(hint) or (hint,)
-    return " or ".join("null" if part is type(None) else names[part] for part in parts)
+    return " or ".join("null" if part is type(None) else names[part] for part in types_of(hint))
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:

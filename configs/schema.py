@@ -6,12 +6,14 @@ is imported here is quick to import, so that values are checked before torch is.
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from longhaul.datamodules.files.untrusted import AtLeastOne, check_fields
 from longhaul.datamodules.urls import SQLITE
 
-_MOST_SECONDS = 100_000_000  # three years; a lock cannot wait for more than 292
-# The largest seed of NumPy; sbatch's formats of times, but for minutes alone, and of sizes.
-_MOST_SEED = (1 << 32) - 1
+# sbatch's formats of times, but for minutes alone, and of sizes.
 _TIME = re.compile(r"\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}|UNLIMITED", re.ASCII)
 _MODULE = re.compile(r"[\w.][\w.+/@:=~-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.ASCII)
@@ -24,34 +26,35 @@ _MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII)
 class TrainerConfig:
     """Token budget, devices, parallelism, precision and time limits."""
 
-    max_tokens: int
+    max_tokens: AtLeastOne
     """Budget of the run in tokens, 1 or more."""
 
-    micro_batch: int
+    # Every smaller one may be tried, to suggest one that fits.
+    micro_batch: Annotated[int, Field(ge=1, le=1 << 20)]
     """Samples that a rank passes through the model at a time, 1 or more."""
 
-    accelerator: str = "auto"
+    accelerator: Literal["auto", "gpu", "cpu"] = "auto"
     """auto (GPUs where there are any) | gpu | cpu: what the ranks train on."""
 
-    strategy: str = "single"
+    strategy: Literal["single", "ddp", "fsdp", "deepspeed"] = "single"
     """single (one process) | ddp | fsdp | deepspeed: how ranks train together."""
 
-    deepspeed_stage: int = 2
+    deepspeed_stage: Literal[1, 2, 3] = 2
     """1: shard moments | 2: gradients too | 3: parameters too; deepspeed only."""
 
     offload_optimizer: bool = False
     """Keep the moments, and make the updates, in main memory; deepspeed only."""
 
-    replicas: int = 1
+    replicas: AtLeastOne = 1
     """Number of groups of ranks that each hold the whole model, a divisor of ranks; fsdp only."""
 
-    no_shard_below: int = 0
+    no_shard_below: Annotated[int, Field(ge=0)] = 0
     """Number of parameters below which every rank holds the whole model, 0 or more; fsdp only."""
 
-    context_parallel: int = 1
+    context_parallel: AtLeastOne = 1
     """Ranks that share each sequence, a divisor of ranks and context; 1 for quadratic kinds."""
 
-    activation_checkpointing: int = 0
+    activation_checkpointing: Annotated[int, Field(ge=0)] = 0
     """n: recompute every n-th block in the backward pass; 0: none."""
 
     compile: bool | None = None
@@ -60,65 +63,38 @@ class TrainerConfig:
     deterministic: bool = False
     """Repeat a run to the bit on GPUs, and with ddp on 3 ranks or more; slower; no compile."""
 
-    devices: int = 1
+    # There is a process for each.
+    devices: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     """Processes per node with one device each, 1 or more."""
 
-    nodes: int = 1
+    nodes: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     """Number of machines, 1 or more."""
 
-    precision: str = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """32-true | bf16-mixed: products in bf16; deepspeed: weights too, beside a float32 copy."""
 
-    seed: int = 0
+    # NumPy has no larger seeds.
+    seed: Annotated[int, Field(ge=0, lt=1 << 32)] = 0
     """Seed of the initial weights and of the order of samples, 0 to 2^32 - 1."""
 
-    train_only: str | None = None
+    train_only: Literal["initial_state"] | None = None
     """initial_state: train the learned initial states and freeze all else; null: train all."""
 
     start_from: str | None = None
     """Run, checkpoint or exported folder to start from (it may lack initial states), or null."""
 
-    hang_seconds: float = 1800.0
+    # Three years; a lock cannot wait for more than 292.
+    hang_seconds: Annotated[float, Field(ge=1, le=1e8)] = 1800.0
     """Longest time of an update, validation, save or evaluation task, in seconds, 1 to 1e8."""
 
-    stop_seconds: float = 90.0
+    stop_seconds: Annotated[float, Field(ge=1, le=1e8)] = 90.0
     """Longest time from a signal to stop to the end of the process, in seconds, 1 to 1e8."""
 
-    validate_every_tokens: int = 10_000_000
+    validate_every_tokens: AtLeastOne = 10_000_000
     """Tokens between validations, 1 or more; another one follows the last update."""
 
     def __post_init__(self) -> None:
-        _one_of("trainer.accelerator", self.accelerator, ("auto", "gpu", "cpu"))
-        _one_of("trainer.strategy", self.strategy, ("single", "ddp", "fsdp", "deepspeed"))
-        _one_of("trainer.precision", self.precision, ("32-true", "bf16-mixed"))
-        if self.train_only is not None:
-            _one_of("trainer.train_only", self.train_only, ("initial_state",))
-        _positive(
-            "trainer",
-            self,
-            "max_tokens",
-            "micro_batch",
-            "devices",
-            "nodes",
-            "context_parallel",
-            "replicas",
-            "hang_seconds",
-            "stop_seconds",
-            "validate_every_tokens",
-        )
-        for name, most in (
-            ("micro_batch", 1 << 20),  # every smaller one may be tried, to suggest one that fits
-            ("devices", 1 << 16),  # there is a process for each
-            ("nodes", 1 << 16),
-            ("hang_seconds", _MOST_SECONDS),
-            ("stop_seconds", _MOST_SECONDS),
-        ):
-            if not getattr(self, name) <= most:
-                raise ValueError(
-                    f"trainer.{name}: found {getattr(self, name)}, wanted {most} at most"
-                )
-        if not 0 <= self.seed <= _MOST_SEED:
-            raise ValueError(f"trainer.seed: found {self.seed}, wanted 0 to {_MOST_SEED}")
+        check_fields(self, "trainer.")
         self._check_ranks()
         self._check_strategy()
 
@@ -152,10 +128,6 @@ class TrainerConfig:
                 )
 
     def _check_strategy(self) -> None:
-        if self.deepspeed_stage not in (1, 2, 3):
-            raise ValueError(
-                f"trainer.deepspeed_stage: found {self.deepspeed_stage}, wanted 1, 2 or 3"
-            )
         for name, default, strategy in (
             ("deepspeed_stage", 2, "deepspeed"),
             ("offload_optimizer", False, "deepspeed"),
@@ -178,28 +150,23 @@ class TrainerConfig:
             raise ValueError(
                 "trainer.compile: found true with trainer.deterministic, wanted one of them false"
             )
-        for name in ("no_shard_below", "activation_checkpointing"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"trainer.{name}: found {getattr(self, name)}, wanted 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save checkpoints, and which of them to keep."""
 
-    every_tokens: int = 50_000_000
+    every_tokens: AtLeastOne = 50_000_000
     """Tokens between checkpoints, 1 or more; another one follows the last update."""
 
-    keep_last: int = 2
+    keep_last: AtLeastOne = 2
     """Number of newest checkpoints to keep, 1 or more."""
 
-    keep_every: int | None = None
+    keep_every: AtLeastOne | None = None
     """n: also keep every n-th regular checkpoint for ever, 1 or more; null: none."""
 
     def __post_init__(self) -> None:
-        _positive("checkpoint", self, "every_tokens", "keep_last")
-        if self.keep_every is not None:
-            _positive("checkpoint", self, "keep_every")
+        check_fields(self, "checkpoint.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +176,11 @@ class EvaluationConfig:
     tasks: list[str] = field(default_factory=list)
     """Names of tasks, such as positions, passkey, recall; an empty list: no evaluation."""
 
-    every_tokens: int = 100_000_000
+    every_tokens: AtLeastOne = 100_000_000
     """Tokens between evaluations, 1 or more; another one follows the last update."""
 
     def __post_init__(self) -> None:
-        _positive("evaluation", self, "every_tokens")
+        check_fields(self, "evaluation.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,13 +193,14 @@ class TrackingConfig:
     experiment: str = "longhaul"
     """Name of the MLflow experiment, 1 to 500 characters."""
 
-    every_updates: int = 1
+    every_updates: AtLeastOne = 1
     """Updates between records of the training metrics, 1 or more."""
 
     parent_run_id: str | None = None
     """Id of the parent run in MLflow, or null; --sweep sets it."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "tracking.")
         if not self.uri.startswith((SQLITE, "http://", "https://")):
             raise ValueError(
                 f"tracking.uri: found {self.uri!r}, wanted sqlite:///FILE or http(s)://HOST:PORT"
@@ -244,7 +212,6 @@ class TrackingConfig:
         if len(self.experiment) > 500:  # MLflow refuses it too
             found = f"{len(self.experiment)} characters"
             raise ValueError(f"tracking.experiment: found {found}, wanted 500 at most")
-        _positive("tracking", self, "every_updates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +236,7 @@ class SlurmConfig:
     gpu: str | None = None
     """Type of the trainer.devices GPUs per node, or `any`; null: no GPUs."""
 
-    cpus_per_task: int | None = None
+    cpus_per_task: AtLeastOne | None = None
     """CPUs per rank, its data workers included, 1 or more; null: 8 with slurm.gpu."""
 
     memory: str | None = None
@@ -293,19 +260,17 @@ class SlurmConfig:
     requeue: bool = True
     """Let the job requeue itself; false where the cluster forbids it (then use submit --chain)."""
 
-    max_restarts: int = 50
+    max_restarts: AtLeastOne = 50
     """Number of times that a job may be requeued, 1 or more."""
 
-    then: list[str] = field(default_factory=list)
+    then: list[Literal["evaluate", "export"]] = field(default_factory=list)
     """Steps of a second job after the training, in this order: evaluate, export."""
 
     extra: list[str] = field(default_factory=list)
     """Further options of sbatch, such as --reservation=NAME."""
 
     def __post_init__(self) -> None:
-        _positive("slurm", self, "max_restarts")
-        if self.cpus_per_task is not None:
-            _positive("slurm", self, "cpus_per_task")
+        check_fields(self, "slurm.")
         # Minutes alone may be what another reader of YAML has made of 12:00:00: 43200.
         if self.time is not None and not _TIME.fullmatch(self.time):
             found = f"the number {self.time}" if self.time.isdigit() else repr(self.time)
@@ -323,21 +288,8 @@ class SlurmConfig:
                     raise ValueError(f"slurm.{key}: found {entry!r}, wanted {wanted}")
         if self.container_mounts and self.container is None:
             raise ValueError("slurm.container: found null with container_mounts, wanted an image")
-        for step in self.then:
-            _one_of("slurm.then", step, ("evaluate", "export"))
         for option in self.extra:
             if not option.startswith("-"):
                 raise ValueError(
                     f"slurm.extra: found {option!r}, wanted --option or --option=value"
                 )
-
-
-def _one_of(path: str, found: str, wanted: tuple[str, ...]) -> None:
-    if found not in wanted:
-        raise ValueError(f"{path}: found {found!r}, wanted one of {', '.join(wanted)}")
-
-
-def _positive(part: str, config: object, *names: str) -> None:
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{part}.{name}: found {getattr(config, name)}, wanted 1 or more")

@@ -38,7 +38,7 @@ from longhaul.configs.schema import (
 )
 from longhaul.configs.yaml_text import MOST_VALUES, Loader
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.files.untrusted import one_line, read_regular, shown
+from longhaul.datamodules.files.untrusted import checked_value, one_line, read_regular, shown
 from longhaul.datamodules.urls import at_home
 
 _LARGEST_NUMBER = 1 << 62
@@ -118,7 +118,7 @@ def checked(raw: DictConfig) -> dict[str, Any]:
     _check(values, run_fields(), "")
     for name, build in _PARTS.items():
         try:
-            build(**values.get(name, {}))
+            build(**{k: v for k, v in values.get(name, {}).items() if v != MISSING})
         except TypeError:
             pass  # A key without a default is missing, which is found when all is built.
         except ValueError as error:
@@ -162,13 +162,17 @@ def _below_node(node: yaml.Node, wanted: Any) -> Iterator[tuple[yaml.Node, Any]]
             (value, KIND if wanted is KINDS else _below(options, key.value))
             for key, value in node.value
         ]
-    elif isinstance(node, yaml.SequenceNode) and wanted is TEXTS:
-        below = [(one, Leaf((str,))) for one in node.value]
+    elif isinstance(node, yaml.SequenceNode) and _is_list(wanted):
+        below = [(one, Leaf(str)) for one in node.value]
     else:
         below = []
     for one, fields in below:
         if fields is not None:
             yield from _below_node(one, fields)
+
+
+def _is_list(wanted: Any) -> bool:
+    return isinstance(wanted, Leaf) and wanted.types == (list,)
 
 
 def _is_plain(node: yaml.Node) -> bool:
@@ -180,7 +184,7 @@ def _is_plain(node: yaml.Node) -> bool:
 def _options(kind: str) -> Fields:
     """The options of a kind, and `kind`; none if there is no such kind, which is refused later."""
     try:
-        return {**fields_of_kind(kind), "kind": Leaf((str,))}
+        return {**fields_of_kind(kind), "kind": Leaf(str)}
     except ValueError:
         return {}
 
@@ -420,41 +424,36 @@ def _check(values: dict[str, Any], fields: Fields, prefix: str) -> None:
         elif wanted is KINDS:
             for name, entry in _mapping(value, path).items():
                 _check_kind(entry, f"{path}.{name}")
-        elif wanted is TEXTS:
-            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                raise ConfigError(f"{path}: expected a list of str, got {_json(value)}")
-            for one in value:
-                _check_text(one, path)
-            if path in _PATHS:
-                values[key] = [at_home(one) for one in value]
         else:
-            values[key] = _checked_value(value, wanted.types, path)
+            values[key] = _checked_value(value, wanted, path)
 
 
 def _check_kind(options: Any, path: str) -> None:
     options = _mapping(options, path)
     fields = _kind_fields(options.get("kind"), path)
-    _check(options, {**fields, "kind": Leaf((str,))}, f"{path}.")
+    _check(options, {**fields, "kind": Leaf(str)}, f"{path}.")
 
 
-def _checked_value(value: Any, wanted: tuple[type, ...], path: str) -> Any:
-    if isinstance(value, str) and str in wanted:
-        _check_text(value, path)
-        return at_home(value) if path in _PATHS else value
-    if isinstance(value, str) and int in wanted:
+def _checked_value(value: Any, wanted: Leaf, path: str) -> Any:
+    texts = value if isinstance(value, list) else [value]
+    if isinstance(value, str) and int in wanted.types:
         count = with_unit(value, path)
         value = value if count is None else count
     if isinstance(value, int | float) and not abs(value) <= _LARGEST_NUMBER:
         raise ConfigError(f"{path}: found {shown(value)}, wanted a finite number, at most 2^62")
-    if isinstance(value, float) and float not in wanted and value.is_integer():
+    if isinstance(value, float) and float not in wanted.types and value.is_integer():
         value = int(value)  # YAML reads 1e6 as a number with a fraction.
-    found_text = isinstance(value, str) and value != MISSING
-    found_fraction = isinstance(value, float) and float not in wanted
-    found_flag = isinstance(value, bool) and bool not in wanted
-    found_other = not isinstance(value, str | int | float | None)
-    if found_text or found_fraction or found_flag or found_other:
-        names = " or ".join("null" if t is type(None) else t.__name__ for t in wanted)
-        raise ConfigError(f"{path}: expected {names}, got {_json(value)}")
+    if value == MISSING:
+        return value
+    try:
+        value = checked_value(wanted.hint, value, path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    for text in texts:
+        if isinstance(text, str):
+            _check_text(text, path)
+    if path in _PATHS and value is not None:
+        return [at_home(one) for one in value] if isinstance(value, list) else at_home(value)
     return value
 
 

@@ -5,9 +5,8 @@ from typing import Any
 from lightning import LightningDataModule
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.loaders import HeldOut, make_loader, open_store
-from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.order import SampleOrder
+from longhaul.datamodules.corpus import Corpus, load_corpus
+from longhaul.datamodules.loaders import HeldOut, make_loader, open_stores
 from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches
 from longhaul.datamodules.workers import start_fork_server
 
@@ -31,7 +30,7 @@ class TokenDataModule(LightningDataModule):
         pin_memory: whether batches are in page-locked memory.
 
     Raises:
-        ValueError: if sizes do not fit, a manifest cannot be read, or tokenizers differ.
+        ValueError: if sizes do not fit, a corpus cannot be read, or tokenizers differ.
     """
 
     def __init__(
@@ -63,12 +62,12 @@ class TokenDataModule(LightningDataModule):
         self._pin_memory = pin_memory
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
-        self.manifest: Manifest = load_manifest(config.manifest)
-        self.order = SampleOrder(self.manifest, config.context, seed, config.shuffle_shards)
-        self._store = open_store(config, self.manifest)
+        self.corpus = load_corpus(config.manifest)
+        self.order = self.corpus.training_order(config.context, seed, config.shuffle_shards)
+        self._stores = open_stores(config, self.corpus)
         self._held_out: HeldOut | None = None
         if config.validation_manifest is not None:
-            self._held_out = HeldOut(config, self.manifest, config.validation_manifest)
+            self._held_out = HeldOut(config, self.corpus, config.validation_manifest)
         if config.workers:
             # It has time to import torch until workers are started.
             start_fork_server()
@@ -111,25 +110,31 @@ class TokenDataModule(LightningDataModule):
         )
 
     @property
-    def validation_manifest(self) -> Manifest | None:
-        """The manifest of the validation shards, None without validation."""
-        return None if self._held_out is None else self._held_out.manifest
+    def validation_corpus(self) -> Corpus | None:
+        """The tokens that validation reads, None without validation."""
+        return None if self._held_out is None else self._held_out.corpus
 
     def check_present(self) -> None:
         """Raise ShardError if a local shard is missing that must not be replaced."""
-        self._store.check_present()
+        for store in self._stores:
+            store.check_present()
         if self._held_out is not None:
             self._held_out.check_present()
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
         """Names of the training shards that this rank has replaced so far."""
-        return self._store.bad_shards
+        return tuple(name for store in self._stores for name in store.bad_shards)
 
     def train_dataloader(self) -> BatchLoader:
         """The micro-batches of this rank, from `first_sample` on."""
         return make_loader(
-            self.config, self._store, self.order, self._batches(), pin_memory=self._pin_memory
+            self.config,
+            self.corpus,
+            self._stores,
+            self.order,
+            self._batches(),
+            pin_memory=self._pin_memory,
         )
 
     def val_dataloader(self) -> BatchLoader | list[Batch]:

@@ -15,7 +15,6 @@ from longhaul.datamodules.files.untrusted import (
     PlainName,
     Positive,
     Sha256,
-    one_line,
     parse_json,
     read_regular,
 )
@@ -34,7 +33,6 @@ FORMAT_VERSION = 1
 _MOST_BYTES = 64 << 20
 # Indices of tokens are int64.
 _MOST_TOKENS = 1 << 62
-_SHOWN_DIGITS = 12
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -48,14 +46,14 @@ class ShardEntry:
     bytes: Positive
     """Size of the file."""
     documents: Positive
-    """Number of documents in it."""
+    """Number of blocks in it. The file's key is older than that word."""
     sha256: Sha256
     """SHA-256 of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A set of shards with documents of one length and one tokenizer."""
+    """A set of shards with blocks of one length and one tokenizer."""
 
     format_version: int = FORMAT_VERSION
     """Version of the format of this file and the shards."""
@@ -70,11 +68,11 @@ class Manifest:
     eot_id: TokenId
     """The id that ends a text."""
     document_tokens: Annotated[int, Field(ge=1, le=1 << 40)]
-    """Length of every document, in tokens."""
+    """Length of every block, in tokens. The file's key is older than that word."""
     dtype: Literal["uint16", "uint32"]
     """`uint16` or `uint32`: the type in which tokens are stored."""
     dropped_tokens: Count = 0
-    """Tokens at the end of the source that did not fill a document."""
+    """Tokens at the end of the source that did not fill a block."""
     empty_texts: Count = 0
     """Texts of the source without a token, which were skipped."""
     source: dict[str, Any] = field(default_factory=dict)
@@ -98,22 +96,14 @@ class Manifest:
             _refuse("shards", f"{self.num_tokens} tokens in all", f"{_MOST_TOKENS} at most")
 
     @property
-    def num_documents(self) -> int:
-        """Documents in all shards."""
+    def num_blocks(self) -> int:
+        """Blocks in all shards."""
         return sum(shard.documents for shard in self.shards)
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all shards."""
-        return self.num_documents * self.document_tokens
-
-    def shown(self, key: str) -> tuple[str, object]:
-        """Name and value of a field for a message; a tokenizer's hash has the tokenizer's name."""
-        if key != "tokenizer_sha256":
-            return key, getattr(self, key)
-        # With the beginning of the hash, since many files have one name.
-        digits = one_line(self.tokenizer_sha256[:_SHOWN_DIGITS])
-        return "tokenizer", f"{self.tokenizer} (sha256 {digits}...)"
+        return self.num_blocks * self.document_tokens
 
     @property
     def shards_sha256(self) -> str:

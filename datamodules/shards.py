@@ -1,4 +1,4 @@
-"""One shard, a webdataset tar file of fixed-length documents: write it, check it, memory-map it."""
+"""One shard, a webdataset tar file of blocks of one length: write it, check it, memory-map it."""
 
 import hashlib
 import mmap
@@ -18,7 +18,7 @@ from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
 
-_BLOCK_BYTES = 512
+_TAR_BLOCK_BYTES = 512
 _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
 _NPY_MAGIC = np.lib.format.magic(1, 0)
 _NPY_HEADER_BYTES = 1024
@@ -75,7 +75,7 @@ class _HashingFile:
 
 @contextmanager
 def new_shard(
-    path: Path, first_document: int, documents: Iterable[Tokens], vocab_size: int
+    path: Path, first_block: int, blocks: Iterable[Tokens], vocab_size: int
 ) -> Iterator[ShardEntry]:
     """Context with the entry of a shard, which is written and read back, and not yet at `path`.
 
@@ -87,21 +87,21 @@ def new_shard(
     from webdataset.writer import TarWriter
 
     count = 0
-    document: Tokens | None = None
+    block: Tokens | None = None
     try:
         with whole_file(path) as file:
             hashing = _HashingFile(file)
             with TarWriter(hashing, mtime=0) as writer:
-                for count, document in enumerate(documents, start=1):
-                    key = f"{first_document + count - 1:09d}"
-                    writer.write({"__key__": key, MEMBER_SUFFIX[1:]: document})
+                for count, block in enumerate(blocks, start=1):
+                    key = f"{first_block + count - 1:09d}"
+                    writer.write({"__key__": key, MEMBER_SUFFIX[1:]: block})
             file.flush()
             sha256 = hashing.sha256.hexdigest()
             entry = ShardEntry(name=path.name, bytes=file.tell(), documents=count, sha256=sha256)
             written = Path(file.name)
             check_file(written, entry)
-            assert document is not None, "a shard has at least one document"
-            Shard(written, entry, document.size, document.dtype).check_ids(vocab_size)
+            assert block is not None, "a shard has at least one block"
+            Shard(written, entry, block.size, block.dtype).check_ids(vocab_size)
             yield entry
     except UnreadShardError:
         raise
@@ -122,10 +122,10 @@ def check_file(path: Path, entry: ShardEntry) -> None:
 
 
 class Shard:
-    """The documents of a shard, memory-mapped: a window only reads the pages that it lies on."""
+    """The blocks of a shard, memory-mapped: a window only reads the pages that it lies on."""
 
     def __init__(
-        self, path: Path, entry: ShardEntry, document_tokens: int, dtype: np.dtype[Any]
+        self, path: Path, entry: ShardEntry, block_tokens: int, dtype: np.dtype[Any]
     ) -> None:
         with reading(path):
             with open_regular(path) as file:
@@ -133,20 +133,20 @@ class Shard:
                 if size != entry.bytes:
                     raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            offsets = _index_members(path, content, document_tokens, dtype)
+            offsets = _index_members(path, content, block_tokens, dtype)
         if len(offsets) != entry.documents:
-            raise ShardError(f"shard {path}: {len(offsets)} documents, wanted {entry.documents}")
+            raise ShardError(f"shard {path}: {len(offsets)} blocks, wanted {entry.documents}")
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
         self._path = path
-        self._document_tokens = document_tokens
+        self._block_tokens = block_tokens
         self._content = content
         self.tokens: Tokens = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
         """The whole file as an array of tokens."""
         self.memory: memoryview = self.tokens.data
         """The same as a memoryview, whose slices are faster than those of numpy."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
-        """The index in `tokens` at which each document starts."""
+        """The index in `tokens` at which each block starts."""
 
     @property
     def is_intact(self) -> bool:
@@ -158,39 +158,39 @@ class Shard:
         if vocab_size > np.iinfo(self.tokens.dtype).max:
             return
         for number, start in enumerate(self.starts):
-            largest = int(self.tokens[start : start + self._document_tokens].max())
+            largest = int(self.tokens[start : start + self._block_tokens].max())
             if largest >= vocab_size:
                 raise ShardError(
-                    f"shard {self._path}: id {largest} in document {number}, wanted ids below "
+                    f"shard {self._path}: id {largest} in block {number}, wanted ids below "
                     f"the manifest's vocab_size, {vocab_size}"
                 )
 
 
 def _index_members(
-    path: Path, content: mmap.mmap, document_tokens: int, dtype: np.dtype[Any]
+    path: Path, content: mmap.mmap, block_tokens: int, dtype: np.dtype[Any]
 ) -> list[int]:
-    """The byte offset at which the tokens of each document start.
+    """The byte offset at which the tokens of each block start.
 
-    Headers are read one block at a time. tarfile's own loop would also follow extended headers,
+    Headers are read one tar block at a time. tarfile's own loop would also follow extended headers,
     which may ask for any amount of memory; no shard has them.
     """
     offsets = []
     known_header = b""
     at = 0
-    while block := content[at : at + _BLOCK_BYTES]:
+    while header_block := content[at : at + _TAR_BLOCK_BYTES]:
         try:
-            member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            member = tarfile.TarInfo.frombuf(header_block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
-            if not block.strip(b"\0"):
+            if not header_block.strip(b"\0"):
                 break
             raise ShardError(f"shard {path}: not a readable tar file, {error}") from None
-        start = at + _BLOCK_BYTES
+        start = at + _TAR_BLOCK_BYTES
         if member.type not in _PLAIN_TYPES or not 0 <= member.size <= len(content) - start:
             raise ShardError(
                 f"shard {path}: {shown(member.name)} has type {shown(member.type)} and "
                 f"{shown(member.size)} bytes, wanted a plain file that ends within the shard"
             )
-        at = start + -(-member.size // _BLOCK_BYTES) * _BLOCK_BYTES
+        at = start + -(-member.size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
         if not member.name.endswith(MEMBER_SUFFIX):
             continue
         # All headers of a shard are equal, and parsing one takes longer than reading a window.
@@ -199,16 +199,16 @@ def _index_members(
             known_header = _check_header(
                 content[start : start + min(member.size, _NPY_HEADER_BYTES)],
                 f"shard {path}: {shown(member.name)}",
-                document_tokens,
+                block_tokens,
                 dtype,
             )
-        if member.size != len(known_header) + document_tokens * dtype.itemsize:
+        if member.size != len(known_header) + block_tokens * dtype.itemsize:
             raise ShardError(f"shard {path}: {shown(member.name)} has {member.size} bytes")
         offsets.append(start + len(known_header))
     return offsets
 
 
-def _check_header(content: bytes, where: str, document_tokens: int, dtype: np.dtype[Any]) -> bytes:
+def _check_header(content: bytes, where: str, block_tokens: int, dtype: np.dtype[Any]) -> bytes:
     """The header of an npy array, which must have this length and type.
 
     It is compared and not parsed: numpy's own reader evaluates it as a Python literal.
@@ -218,7 +218,7 @@ def _check_header(content: bytes, where: str, document_tokens: int, dtype: np.dt
     if not content.startswith(_NPY_MAGIC) or end > len(content):
         raise ShardError(f"{where} is no npy array of one dimension")
     found = content[start:end].rstrip().decode("latin-1")
-    wanted = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({document_tokens},), }}"
+    wanted = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({block_tokens},), }}"
     if found != wanted:
         raise ShardError(f"{where}: found an array with {found[:100]!r}, wanted {wanted!r}")
     return content[:end]

@@ -45,14 +45,16 @@ class ShardStore:
             raise ValueError(
                 f"data.cache_dir: found null, wanted a folder for the shards of {manifest.location}"
             )
-        self.manifest = manifest
+        self.dtype = np.dtype(manifest.dtype)
+        """The type in which tokens are stored."""
+        self._manifest = manifest
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._replaces_bad = replaces_bad
         self._max_bad_fraction = max_bad_fraction
         self._keep_open = keep_open
         self._is_bad = torch.zeros(len(manifest.shards), dtype=torch.uint8)
         self._is_bad.share_memory_()
-        # What each file that was hashed was known by, and the same of each whose ids were read.
+        # Inode, size and time of each file when it was hashed, and when its ids were read.
         self._hashed = torch.zeros(len(manifest.shards), 3, dtype=torch.int64).share_memory_()
         self._ids_read = torch.zeros_like(self._hashed).share_memory_()
         self._open: dict[int, Shard] = {}
@@ -64,18 +66,22 @@ class ShardStore:
     @property
     def bad_shards(self) -> tuple[str, ...]:
         """Names of the shards that any process of this rank has found bad and replaced so far."""
-        shards = self.manifest.shards
+        shards = self._manifest.shards
         return tuple(shards[i].name for i in torch.nonzero(self._is_bad).flatten().tolist())
+
+    def __len__(self) -> int:
+        """Number of shards."""
+        return len(self._manifest.shards)
 
     def check_present(self) -> None:
         """Raise ShardError if a local shard is missing and may not be replaced."""
-        if is_remote(self.manifest.location) or self._replaces_bad:
+        if is_remote(self._manifest.location) or self._replaces_bad:
             return
         # One listing, because asking for each of many files takes long on a network file system.
-        folder = local_path(self.manifest.location).parent
+        folder = local_path(self._manifest.location).parent
         with reading(folder):
             present = set(os.listdir(folder))
-        missing = [shard.name for shard in self.manifest.shards if shard.name not in present]
+        missing = [shard.name for shard in self._manifest.shards if shard.name not in present]
         if missing:
             others = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise ShardError(f"shard {folder / missing[0]}: no such file{others}")
@@ -94,7 +100,7 @@ class ShardStore:
         return shard
 
     def _open_good(self, position: int) -> Shard:
-        count = len(self.manifest.shards)
+        count = len(self)
         for candidate in (*range(position, count), *range(position)):
             if self._is_bad[candidate]:
                 continue
@@ -106,10 +112,10 @@ class ShardStore:
                 self._is_bad[candidate] = 1
                 _log.warning("%s: replaced by the next shard", error)
                 self._stop_above_fraction(error)
-        raise ShardError(f"{self.manifest.location}: all {count} shards are bad")
+        raise ShardError(f"{self._manifest.location}: all {count} shards are bad")
 
     def _stop_above_fraction(self, error: ShardError) -> None:
-        bad, count = int(self._is_bad.sum()), len(self.manifest.shards)
+        bad, count = int(self._is_bad.sum()), len(self)
         if bad > self._max_bad_fraction * count:
             raise ShardError(
                 f"{bad} of {count} shards are bad, data.max_bad_fraction allows "
@@ -117,13 +123,13 @@ class ShardStore:
             )
 
     def _open_checked(self, position: int) -> Shard:
-        entry = self.manifest.shards[position]
+        entry = self._manifest.shards[position]
         path = self._local_copy(position, entry)
         identity = self._check(position, path, entry)
-        shard = Shard(path, entry, self.manifest.document_tokens, np.dtype(self.manifest.dtype))
+        shard = Shard(path, entry, self._manifest.document_tokens, self.dtype)
         # As often as the file is hashed, which reads all of it too and takes much longer.
         if not self._ids_read[position].equal(identity):
-            shard.check_ids(self.manifest.vocab_size)
+            shard.check_ids(self._manifest.vocab_size)
             self._ids_read[position] = identity
         return shard
 
@@ -148,7 +154,7 @@ class ShardStore:
         return True
 
     def _local_copy(self, position: int, entry: ShardEntry) -> Path:
-        url = self.manifest.url_of(entry.name)
+        url = self._manifest.url_of(entry.name)
         if not is_remote(url):
             return local_path(url)
         assert self._cache_dir is not None

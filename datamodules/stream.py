@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from longhaul.datamodules.order import DocumentOrder, SampleOrder
+from longhaul.datamodules.order import SampleOrder, StoredOrder
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.store import ShardStore
 
 # Samples located at a time, because one call of numpy costs as much as some hundred samples.
 _MOST_LOCATED = 4096
-# From the first of these to the last: many ranks' samples lie between, and with them many blocks of
+# From the first of these to the last: many ranks' samples lie between, and with them many groups of
 # shards and epochs, each of which costs calls of its own.
 _MOST_SPAN = 16 * _MOST_LOCATED
 PADDING_INDEX = -1
@@ -38,7 +38,7 @@ class TokenWindows(Dataset[Windows]):
     `PADDING_INDEX` gives the tokens of sample 0, with `PADDING_INDEX` as their index.
 
     Args:
-        store: the shards.
+        stores: the shards of each source.
         order: of the samples.
         context: tokens per window.
         stride: from a sample to the one in the same place of the batch that this process reads
@@ -46,14 +46,18 @@ class TokenWindows(Dataset[Windows]):
     """
 
     def __init__(
-        self, store: ShardStore, order: SampleOrder | DocumentOrder, context: int, stride: int
+        self,
+        stores: Sequence[ShardStore],
+        order: SampleOrder | StoredOrder,
+        context: int,
+        stride: int,
     ) -> None:
-        self._store = store
+        self._stores = stores
         self._order = order
-        self._dtype = np.dtype(store.manifest.dtype)
+        self._dtype = stores[0].dtype
         self._context = context
         self._stride = stride
-        self._located: dict[int, tuple[int, int, int]] = {}
+        self._located: dict[int, tuple[int, int, int, int]] = {}
 
     def __getitem__(self, index: int) -> Windows:
         """The window of one sample, as a batch of one."""
@@ -67,25 +71,25 @@ class TokenWindows(Dataset[Windows]):
         for index in indices:
             sample = max(index, 0)
             found = self._located.get(sample) or self._locate(indices)[sample]
-            position, document, first = found
-            shard = self._store[position]
-            # A replacement may hold fewer documents than the shard that it replaces.
-            start = shard.starts[document % len(shard.starts)] + first
+            source, position, block, first = found
+            shard = self._stores[source][position]
+            # A replacement may hold fewer blocks than the shard that it replaces.
+            start = shard.starts[block % len(shard.starts)] + first
             parts.append(shard.memory[start : start + self._context])
         tokens = np.frombuffer(b"".join(parts), self._dtype)
         return Windows(tokens.reshape(len(indices), -1), indices)  # (b, context)
 
-    def _locate(self, indices: Sequence[int]) -> dict[int, tuple[int, int, int]]:
-        """(shard, document, first token in it) by sample, of a batch and of those read after it."""
+    def _locate(self, indices: Sequence[int]) -> dict[int, tuple[int, int, int, int]]:
+        """(source, shard, block, first token in it) by sample, of this batch and later ones."""
         count = max(1, min(_MOST_LOCATED // len(indices), _MOST_SPAN // self._stride))
         own = np.maximum(np.array(indices), 0)  # (b,)
         # Each batch once: of an order that ends, those after its end do not exist.
         samples = (own + self._stride * np.arange(count)[:, None]).ravel()
-        if isinstance(self._order, DocumentOrder):
+        if isinstance(self._order, StoredOrder):
             samples = samples[samples < self._order.samples_per_epoch]
         found = self._order.locate_many(samples)
-        starts = found.window * self._context
-        places = zip(found.shard.tolist(), found.document.tolist(), starts.tolist(), strict=True)
+        parts = found.source, found.shard, found.block, found.window * self._context
+        places = zip(*(part.tolist() for part in parts), strict=True)
         self._located = dict(zip(samples.tolist(), places, strict=True))
         return self._located
 

@@ -22,7 +22,6 @@ from longhaul.datamodules.decoding import (
     UnescapingDecoder,
 )
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
-from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.urls import is_remote, local_path, read_remote
 
@@ -47,7 +46,7 @@ class Tokenizer(ABC):
     """Converts text to ids and back."""
 
     name: str
-    """Name of the tokenizer in the manifest."""
+    """Name of the tokenizer, as the manifest of a corpus stores it."""
     sha256: str
     """Hash of the tokenizer. Equal hashes mean equal ids."""
     vocab_size: int
@@ -148,30 +147,13 @@ def _content_of(token: str | _Token | None) -> str | None:
     return token.content if isinstance(token, _Token) else token
 
 
-def tokenizer_of(manifest: Manifest) -> Tokenizer:
-    """The tokenizer of a manifest; its tokenizer.json, if any, is in the folder of the manifest."""
-    if manifest.tokenizer in BUILT_IN:
-        tokenizer = build_tokenizer(manifest.tokenizer)
+def read_tokenizer(url: str, *, bos: int, eos: int) -> "FileTokenizer":
+    """The tokenizer of a tokenizer.json at a path or URL, with these ids."""
+    if is_remote(url):
+        content = read_remote(url, _MOST_BYTES)
     else:
-        url = manifest.url_of(manifest.tokenizer)
-        if is_remote(url):
-            content = read_remote(url, _MOST_BYTES)
-        else:
-            content = read_regular(local_path(url), _MOST_BYTES)
-        tokenizer = FileTokenizer(content, url, bos=manifest.bos_id, eos=manifest.eot_id)
-    if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise ValueError(
-            f"{manifest.location}: tokenizer_sha256 is {manifest.tokenizer_sha256}, "
-            f"but {manifest.tokenizer} has {tokenizer.sha256}"
-        )
-    for key in ("vocab_size", "bos_id", "eot_id"):
-        found, wanted = getattr(manifest, key), getattr(tokenizer, key)
-        if found != wanted:
-            raise ValueError(
-                f"{manifest.location}: {key}: found {found}, wanted {wanted} as in "
-                f"{manifest.tokenizer}"
-            )
-    return tokenizer
+        content = read_regular(local_path(url), _MOST_BYTES)
+    return FileTokenizer(content, url, bos=bos, eos=eos)
 
 
 class BytesTokenizer(Tokenizer):

@@ -84,12 +84,12 @@ class WorkerLoader(DataLoader[Windows]):
     def __init__(
         self, dataset: TokenWindows, batches: Sampler[Sequence[int]], workers: int, location: str
     ) -> None:
-        """`location` is that of the manifest, for error messages."""
+        """`location` is that of the corpus, for error messages."""
         # In shared memory: each worker sets its own entry.
-        self._come_to = torch.zeros(workers, dtype=torch.uint8).share_memory_()
+        self._stages = torch.zeros(workers, dtype=torch.uint8).share_memory_()
         self._location = location
         super().__init__(
-            cast(Dataset[Windows], _Reader(dataset, self._come_to)),
+            cast(Dataset[Windows], _Reader(dataset, self._stages)),
             # torch's annotation demands lists, but it passes on whatever the sampler yields.
             batch_sampler=cast(Sampler[list[int]], batches),
             collate_fn=unchanged,
@@ -101,7 +101,7 @@ class WorkerLoader(DataLoader[Windows]):
             persistent_workers=True,
             prefetch_factor=_PREFETCH_BATCHES,
             multiprocessing_context="forkserver",
-            worker_init_fn=partial(_begin, self._come_to, dict(os.environ)),
+            worker_init_fn=partial(_begin, self._stages, dict(os.environ)),
         )
 
     def __iter__(self) -> Iterator[Windows]:  # type: ignore[override]
@@ -144,21 +144,21 @@ class WorkerLoader(DataLoader[Windows]):
         busy = min(self.num_workers, iterator._send_idx)
         sentinels = [worker.sentinel for worker in iterator._workers]
         waited, ticked = 0.0, time.monotonic()
-        while not bool((self._come_to[:busy] == _HAS_READ).all()):
+        while not bool((self._stages[:busy] == _HAS_READ).all()):
             # The iterator says which worker has ended.
             if connection.wait(sentinels, timeout=0.002):
                 return
             # A turn that takes longer was stopped, with this process and perhaps with the workers.
             waited, ticked = waited + min(time.monotonic() - ticked, 1.0), time.monotonic()
-            for number, come_to in enumerate(self._come_to[:busy].tolist()):
+            for number, stage in enumerate(self._stages[:busy].tolist()):
                 worker = f"data worker {number} (process {iterator._workers[number].pid})"
-                if come_to < _BEGUN and waited > _SECONDS_TO_BEGIN:
+                if stage < _BEGUN and waited > _SECONDS_TO_BEGIN:
                     self.kill_workers()
                     raise RuntimeError(
                         f"{worker}: not begun {waited:.0f} s after its start, wanted a moment; see "
                         "whether this machine is short of memory or processors"
                     )
-                is_slow = come_to < _HAS_READ and waited > _SECONDS_TO_READ
+                is_slow = stage < _HAS_READ and waited > _SECONDS_TO_READ
                 if is_slow and not is_remote(self._location):
                     self.kill_workers()
                     raise RuntimeError(
@@ -170,9 +170,9 @@ class WorkerLoader(DataLoader[Windows]):
 class _Reader(Dataset[Read]):
     """A dataset in a worker, which notes there that it has read, and collects what is logged."""
 
-    def __init__(self, windows: TokenWindows, come_to: torch.Tensor) -> None:
+    def __init__(self, windows: TokenWindows, stage: torch.Tensor) -> None:
         self._windows = windows
-        self._come_to = come_to
+        self._stages = stage
         self._records: list[logging.LogRecord] | None = None
 
     def __getitems__(self, indices: Sequence[int]) -> Read:
@@ -183,7 +183,7 @@ class _Reader(Dataset[Read]):
         finally:
             worker = torch.utils.data.get_worker_info()
             assert worker is not None
-            self._come_to[worker.id] = _HAS_READ
+            self._stages[worker.id] = _HAS_READ
         records, self._records[:] = self._records[:], []
         return Read(windows, records)
 
@@ -205,7 +205,7 @@ def _collect_records() -> list[logging.LogRecord]:
     return collector.records
 
 
-def _begin(come_to: torch.Tensor, environment: dict[str, str], worker: int) -> None:
+def _begin(stage: torch.Tensor, environment: dict[str, str], worker: int) -> None:
     """What a worker does first."""
     # Else the garbage collector would write to, and so copy, the memory of the server's imports.
     gc.freeze()
@@ -214,7 +214,7 @@ def _begin(come_to: torch.Tensor, environment: dict[str, str], worker: int) -> N
     # As the training process has it, not as the fork server was started with.
     os.environ.clear()
     os.environ.update(environment)
-    come_to[worker] = _BEGUN
+    stage[worker] = _BEGUN
 
 
 def _end_with_trainer() -> None:

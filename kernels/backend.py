@@ -67,6 +67,11 @@ def cannot_run(backend: str, reason: str) -> ValueError:
     return ValueError(f"backend: {backend!r} cannot run: {reason}; wanted 'torch' or 'auto'")
 
 
+def own_backend(device: torch.device) -> Literal["torch", "triton"]:
+    """The backend to verify, chosen by name so that no call falls back to another."""
+    return "triton" if device.type == "cuda" else "torch"
+
+
 def resolve_backend(backend: str, device: torch.device) -> Literal["reference", "torch", "triton"]:
     """The backend that will run. A backend chosen by name that cannot run raises ValueError."""
     if backend == "reference":

@@ -2,12 +2,13 @@
 
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from longhaul.kernels.gelu import gelu
 from longhaul.modules.attention import Attention
-from longhaul.modules.attention.base import projections
+from longhaul.modules.attention.base import product_flops
+from longhaul.modules.documents import Documents
 
 
 class MLP(nn.Module):
@@ -21,34 +22,43 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
         return self.out(gelu(self.up(x)))  # type: ignore[no-any-return]
 
+    def flops_per_token(self) -> int:
+        """Forward FLOPs per token."""
+        return product_flops(self)
+
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    A parallel block, as in GPT-NeoX, is x + attention(norm(x)) + mlp(norm'(x)) of one x. With
-    `biases` every projection (`nn.Linear`) has one, also those of the attention, and both norms.
-    Whatever else a kind computes from x, such as gates, is as the kind defines it.
+    A parallel block, as in GPT-NeoX, is x + attention(norm(x)) + mlp(norm'(x)) of one x.
     """
 
-    def __init__(self, attention: Attention, *, parallel: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        attention: Attention,
+        mlp: MLP,
+        attention_norm: nn.Module,
+        mlp_norm: nn.Module,
+        parallel: bool,
+    ) -> None:
         super().__init__()
-        biases = attention.shape.biases
         self.is_parallel = parallel
-        self.attention_norm = nn.LayerNorm(attention.model_dim, bias=biases)
+        self.attention_norm = attention_norm
         self.attention = attention
-        self.mlp_norm = nn.LayerNorm(attention.model_dim, bias=biases)
-        self.mlp = MLP(attention.model_dim, biases=biases)
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
 
     def forward(
         self,
         x: Float[Tensor, "B T D"],
         state: Any = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         mixed, state = self.attention(
-            self.attention_norm(x), state, cu_seqlens=cu_seqlens, keep_state=keep_state
+            self.attention_norm(x), state, documents=documents, keep_state=keep_state
         )
         return self._add(x, mixed), state
 
@@ -62,10 +72,9 @@ class Block(nn.Module):
         mixed, state = self.attention.step_in_place(self.attention_norm(x), state)
         return self._add(x, mixed), state
 
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices, of the attention and of the MLP."""
-        attention = {f"attention.{name}" for name in self.attention.matrices()}
-        return attention | {f"mlp.{name}" for name in projections(self.mlp)}
+    def projection_flops(self) -> int:
+        """Forward FLOPs per token of all products with weights."""
+        return self.attention.projection_flops() + self.mlp.flops_per_token()
 
     def _add(
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]

@@ -1,152 +1,183 @@
-"""Cumulative sums along time that start again at every document.
+"""The documents of a batch, and sums along time that start again at every document.
 
-They also work on one part of a sequence under context parallelism.
+All tensors have the shape of the batch, wherever documents begin in it. So one compiled graph
+serves every batch, and nothing waits for the device. The sums also work on one part of a sequence
+under context parallelism.
 """
 
-from bisect import bisect_left, bisect_right
-from functools import lru_cache
-from itertools import accumulate, pairwise
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
-from longhaul.kernels.power.checks import check_offsets, check_packing
+from longhaul.kernels.common.offsets import check_offsets, check_packing
 from longhaul.modules.sequence_part import SequencePart
 
 
-class Documents:
-    """The documents in one call: the rows of a batch, or documents packed along T with B = 1.
+def first_tokens(
+    cu_seqlens: Int[Tensor, "documents_plus_1"], x: Shaped[Tensor, "B T *rest"], T: int
+) -> Bool[Tensor, "1 T_whole"]:
+    """Whether a token is the first of its document, from the offsets of documents packed into x.
 
-    There are N of them. Tensors that a document carries over from an earlier call have N rows, in
-    the same order.
+    Where x is one part of a sequence, the offsets and T are those of the whole sequence. Offsets on
+    a GPU are read once to check them, for which the host waits.
 
-    Where x is one part of a sequence, N counts the documents that have tokens in this part. The
-    first of them may have begun in an earlier part. Its sums then continue from there, so every
-    value equals that of the whole sequence.
+    Raises ValueError where cu_seqlens are not offsets from 0 to T, or B is not 1.
     """
+    check_packing(cu_seqlens, x)
+    check_offsets(cu_seqlens, T)
+    is_first = torch.zeros(T, dtype=torch.bool, device=x.device)
+    return is_first.index_fill_(0, cu_seqlens[:-1].long(), True)[None]
+
+
+class Documents:
+    """The documents in the rows of a batch. Every row begins a document, and may hold several."""
+
+    age: Int[Tensor, "B T"] | None = None
+    """Tokens of its own document before each token; None where every row is one document."""
 
     def __init__(
         self,
-        x: Float[Tensor, "B T *rest"],
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        x: Shaped[Tensor, "B T *rest"],
+        is_first: Bool[Tensor, "B T_whole"] | None = None,
         sequence_part: SequencePart | None = None,
     ) -> None:
-        """cu_seqlens and `self.T` refer to the whole sequence, which has `count` parts like x.
+        """The documents of x.
 
-        Raises ValueError where cu_seqlens are not offsets from 0 to T, or B is not 1.
+        Args:
+            x: tokens, or activations of tokens.
+            is_first: whether a token is the first of its document. None: every row is a document.
+            sequence_part: set where x is one of `count` parts of a sequence. is_first and `self.T`
+                are those of the whole sequence; all else is of this part.
+
+        Raises ValueError where is_first does not fit x.
         """
+        self.sequence_part = sequence_part
+        self.device = x.device
+        self.rows, self.num_tokens = x.shape[:2]
         index, count = (
             (0, 1) if sequence_part is None else (sequence_part.index, sequence_part.count)
         )
-        self.sequence_part = sequence_part
-        self.device = x.device
-        self.num_tokens = x.shape[1]
         self.T = count * self.num_tokens
-        self.rows = self.count = x.shape[0]
-        self.lengths: list[int] | None = None
-        start = index * self.num_tokens
-        begin = 0
-        if cu_seqlens is not None:
-            check_packing(cu_seqlens, x)
-            offsets = check_offsets(cu_seqlens, self.T)
-            if sequence_part is not None:
-                begin = offsets[bisect_right(offsets, start) - 1]
-                offsets = _offsets_within(offsets, start, start + self.num_tokens)
-            self.lengths = [after - before for before, after in pairwise(offsets)]
-            self.count = len(self.lengths)
-        # The tokens that the first document has in earlier parts, and which parts those are.
-        self.tokens_before = start - begin
-        self._earlier_parts = slice(begin // self.num_tokens, index)
+        self.tokens_before = index * self.num_tokens  # of this part
+        if is_first is None:
+            return
+        for found, wanted in (
+            (is_first.dtype, torch.bool),
+            (tuple(is_first.shape), (self.rows, self.T)),
+            (is_first.device, x.device),
+        ):
+            if found != wanted:
+                raise ValueError(f"is_first: found {found}, wanted {wanted}")
+        time = torch.arange(self.T, device=x.device)
+        age = time - torch.where(is_first, time, 0).cummax(dim=1).values
+        self.age = age[:, self.tokens_before :][:, : self.num_tokens]
 
-    def split(self, x: Float[Tensor, "B T *rest"]) -> list[Tensor]:
-        """One tensor per document where documents are packed, else x itself."""
-        return [x] if self.lengths is None else list(x.split(self.lengths, dim=1))
+    @property
+    def is_first(self) -> Bool[Tensor, "B T"] | None:
+        """Whether a token is the first of its document; None where every row is one document."""
+        return None if self.age is None else self.age == 0
 
-    def last_document(self, x: Float[Tensor, "B T *rest"]) -> Float[Tensor, "B L *rest"]:
-        """The tokens of the last document in x (of every row), which the next part may continue."""
-        return x if self.lengths is None else x[:, x.shape[1] - self.lengths[-1] :]
-
-    def split_after_first(self) -> tuple[list[int], Int[Tensor, "documents"]]:
-        """Tokens of the first packed document and of all others, and the offsets of the others."""
-        assert self.lengths is not None
-        first, *others = self.lengths
-        return [first, sum(others)], _as_tensor((0, *accumulate(others)), self.device)
-
-    def gather_earlier_parts(self, *totals: Float[Tensor, "rows ..."]) -> tuple[Tensor, ...]:
-        """The `totals` of the earlier parts in which the first document of this part began.
-
-        Every part gives totals over its last document. The result has the shape (earlier parts,
-        rows, *rest), and is empty where the first document begins in this part. It is never
-        detached: the graph must be the same on all ranks, or the collectives of their backward
-        passes would not match.
-        """
-        assert self.sequence_part is not None
-        return tuple(every[self._earlier_parts] for every in self.sequence_part.gather(*totals))
-
-    def replace_first(
-        self, start: Float[Tensor, "N *rest"], first: Float[Tensor, "rows *rest"]
-    ) -> Float[Tensor, "N *rest"]:
-        """`start` with the values of the first document (of every row) replaced by `first`."""
-        return torch.cat([first, start[self.rows :]])
+    def begin_anew(self, log_g: Float[Tensor, "B T H"]) -> Float[Tensor, "B T H"]:
+        """Log gates with a gate of zero at the first token of every document."""
+        is_first = self.is_first
+        return log_g if is_first is None else log_g.masked_fill(is_first[..., None], -torch.inf)
 
     def cumsum(
-        self, x: Float[Tensor, "B T *rest"], start: Float[Tensor, "N *rest"]
+        self, x: Float[Tensor, "B T *rest"], start: Float[Tensor, "B *rest"]
     ) -> Float[Tensor, "B T *rest"]:
-        """start + x_1 + ... + x_t."""
+        """start + x_1 + ... + x_t over the document of every token.
+
+        Where rows hold several documents, each begins with the `start` of its row. This takes
+        log2(T) passes over x, which sums of small numbers after large ones cost to be exact.
+        """
+        if self.age is None:
+            if self.sequence_part is not None:
+                start = start + self._earlier(x.sum(dim=1), 0.0).sum(dim=0)
+            return x.cumsum(dim=1) + start[:, None]
+        sums = self._scan(x, torch.add)
+        before = start[:, None]
         if self.sequence_part is not None:
-            (totals,) = self.gather_earlier_parts(self.last_document(x).sum(dim=1))
-            start = self.replace_first(start, start[: self.rows] + totals.sum(dim=0))
-        return self._sums(x, start)
+            carried = start + self._earlier(sums[:, -1], 0.0).sum(dim=0)
+            before = torch.where(self._began_earlier(x), carried[:, None], before)
+        return sums + before
 
     def logcumsumexp(
-        self, x: Float[Tensor, "B T *rest"], start: Float[Tensor, "N *rest"]
+        self, x: Float[Tensor, "B T *rest"], start: Float[Tensor, "B *rest"]
     ) -> tuple[Float[Tensor, "B T *rest"], Float[Tensor, "B T *rest"]]:
         """log(exp(start) + exp(x_1) + ... + exp(x_t)), and the same up to x_(t - 1).
 
-        start may be -inf, the log of an empty sum.
+        start may be -inf, the log of an empty sum. Documents and cost are as in `cumsum`.
         """
+        is_first = self.is_first
+        sums = None if is_first is None else self._scan(x, torch.logaddexp)
+        first = start  # what stands before the first token of this part
         if self.sequence_part is not None:
-            (totals,) = self.gather_earlier_parts(self.last_document(x).logsumexp(dim=1))
-            every = torch.cat([start[None, : self.rows], totals])
-            start = self.replace_first(start, every.logsumexp(dim=0))
-        sums = [
-            torch.cat([before[:, None], document], 1).logcumsumexp(dim=1)
-            for document, before in self._with_start(x, start)
-        ]
-        total, before = ([one[:, at] for one in sums] for at in (slice(1, None), slice(-1)))
-        return torch.cat(total, dim=1), torch.cat(before, dim=1)
+            total = x.logsumexp(dim=1) if sums is None else sums[:, -1]
+            every = torch.cat([start[None], self._earlier(total, -torch.inf)])
+            first = every.logsumexp(dim=0)
+        if sums is None or is_first is None:
+            total = torch.cat([first[:, None], x], dim=1).logcumsumexp(dim=1)
+            return total[:, 1:], total[:, :-1]
+        before = start[:, None]
+        if self.sequence_part is not None:
+            before = torch.where(self._began_earlier(x), first[:, None], before)
+        total = torch.logaddexp(sums, before)
+        previous = torch.cat([first[:, None], total[:, :-1]], dim=1)
+        return total, torch.where(_over(is_first, x), start[:, None], previous)
 
-    def positions(self, start: Float64[Tensor, "N"]) -> Float64[Tensor, "B T"]:
-        """start + 1, start + 2, ..., in tokens."""
-        if self.tokens_before:
-            start = self.replace_first(start, start[: self.rows] + self.tokens_before)
-        ones = torch.ones(self.rows, self.num_tokens, dtype=torch.float64, device=self.device)
-        return self._sums(ones, start)
+    def positions(self, start: Float64[Tensor, "B"]) -> Float64[Tensor, "B T"]:
+        """start + 1, start + 2, ..., in tokens, over every document."""
+        age = self.age
+        if age is None:
+            age = torch.arange(self.num_tokens, device=self.device)[None] + self.tokens_before
+        return (age + 1).double() + start[:, None]
 
-    def last(self, x: Float[Tensor, "B T *rest"]) -> Float[Tensor, "N *rest"]:
-        """The value at the last token of every document in x."""
-        return torch.cat([document[:, -1] for document in self.split(x)])
+    def last(self, x: Float[Tensor, "B T *rest"]) -> Float[Tensor, "B *rest"]:
+        """The value at the last token of every row, which a state keeps."""
+        return x[:, -1]
 
-    def _sums(self, x: Tensor, start: Tensor) -> Tensor:
-        documents = self._with_start(x, start)
-        return torch.cat([one.cumsum(dim=1) + before[:, None] for one, before in documents], 1)
+    def _scan(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Sums over the tokens of this part up to every token of a document.
 
-    def _with_start(self, x: Tensor, start: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each document of x with its starting value."""
-        if self.lengths is None:
-            return [(x, start)]
-        return list(zip(self.split(x), start.split(1), strict=True))
+        After n passes a token has the sum over the last 2^n tokens of its document. No sum is taken
+        from another, as a difference of sums over the whole row would: it would lose their digits.
+        """
+        assert self.age is not None
+        step = 1
+        while step < self.num_tokens:
+            late = x[:, step:]
+            is_inside = _over(self.age[:, step:] >= step, x)
+            x = torch.cat([x[:, :step], torch.where(is_inside, add(late, x[:, :-step]), late)], 1)
+            step *= 2
+        return x
+
+    def _began_earlier(self, x: Tensor) -> Tensor:
+        """Whether the document of a token began in an earlier part, in a shape to go with x."""
+        assert self.age is not None
+        return _over(self.age > torch.arange(self.num_tokens, device=self.device), x)
+
+    def _earlier(
+        self, total: Float[Tensor, "B *rest"], nothing: float
+    ) -> Float[Tensor, "parts B *rest"]:
+        """The totals that each earlier part has of the document with which this part begins.
+
+        Every part gives the total over its last document; it counts as `nothing` where this part
+        begins another. It is never detached: the graph must be the same on all ranks, or the
+        collectives of their backward passes would not match.
+        """
+        assert self.sequence_part is not None
+        index = self.sequence_part.index
+        (every,) = self.sequence_part.gather(total)
+        every = every[:index]
+        if self.age is None:
+            return every
+        # Tokens between the end of an earlier part and this part.
+        between = self.num_tokens * torch.arange(index - 1, -1, -1, device=self.device)
+        return torch.where(_over(self.age[:, 0] > between[:, None], every), every, nothing)
 
 
-def _offsets_within(offsets: tuple[int, ...], start: int, end: int) -> tuple[int, ...]:
-    """Offsets of the documents between tokens `start` and `end`, relative to `start`."""
-    inside = offsets[bisect_right(offsets, start) : bisect_left(offsets, end)]
-    return 0, *(offset - start for offset in inside), end - start
-
-
-@lru_cache(maxsize=8)
-def _as_tensor(offsets: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached, so that all layers share one tensor and the device is synchronised only once."""
-    with torch.inference_mode(False):  # an inference tensor could not be used in training later
-        return torch.tensor(offsets, dtype=torch.int32, device=device)
+def _over(mask: Bool[Tensor, "N M"], x: Tensor) -> Bool[Tensor, "N M ..."]:
+    """The mask with as many dimensions as x."""
+    return mask.reshape(*mask.shape, *(1 for _ in range(x.ndim - 2)))

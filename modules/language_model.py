@@ -1,18 +1,21 @@
 """The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
-from longhaul.modules.block import Block
+from longhaul.modules.attention.base import product_flops
+from longhaul.modules.block import MLP, Block
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
+from longhaul.modules.documents import Documents, first_tokens
+from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
 
@@ -90,8 +93,38 @@ class LanguageModelConfig:
         return self.attention if key is None else self.layer_attention[key]
 
     def shape_of(self, layer: int) -> LayerShape:
-        """What a layer, counted from 0, is told of the model around it."""
-        return LayerShape(width=self.width, heads=self.heads, biases=self.biases, layer=layer)
+        """The shape of the attention of a layer, counted from 0."""
+        return LayerShape(
+            width=self.width,
+            heads=self.heads,
+            key_heads=self.heads,
+            biases=self.biases,
+            layer=layer,
+        )
+
+    def build_norm(self) -> nn.Module:
+        """A norm of activations (..., D)."""
+        return nn.LayerNorm(self.width, bias=self.biases)
+
+    def build_block(self, layer: int) -> Block:
+        """The block of a layer, counted from 0."""
+        return Block(
+            attention=self.attention_of(layer).build(self.shape_of(layer)),
+            mlp=MLP(self.width, biases=self.biases),
+            attention_norm=self.build_norm(),
+            mlp_norm=self.build_norm(),
+            parallel=self.parallel_residual,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "LanguageModelConfig":
+        """The config with these fields, attention configs as their `kind` and options.
+
+        Raises ValueError or TypeError for values of other names or types.
+        """
+        layers = {key: _attention_of(one) for key, one in values.get("layer_attention", {}).items()}
+        attention = _attention_of(values["attention"])
+        return cls(**{**values, "attention": attention, "layer_attention": layers})
 
     def _entry_of(self, layer: int) -> str | None:
         """The key of the last entry of `layer_attention` that matches the layer."""
@@ -121,41 +154,9 @@ class LanguageModelConfig:
         return found
 
 
-def config_of_layers(
-    attention: Sequence[Mapping[str, Any]],
-    *,
-    hidden_size: int,
-    num_attention_heads: int,
-    vocab_size: int,
-    embedding_norm: bool,
-    parallel_residual: bool,
-    biases: bool,
-    tie_word_embeddings: bool,
-) -> LanguageModelConfig:
-    """The config that an exported config.json describes, by the names that it has there.
-
-    `attention` has the `kind` and the options of every layer.
-    """
-    layers = []
-    for options in map(dict, attention):
-        kind = attention_config(options.pop("kind"))
-        layers.append(kind(**options))
-    if not layers:
-        raise ValueError("attention: found no layers, wanted 1 or more")
-    # The first layer's variant stands for all that equal it.
-    others = {str(n): one for n, one in enumerate(layers) if one != layers[0]}
-    return LanguageModelConfig(
-        attention=layers[0],
-        layer_attention=others,
-        layers=len(layers),
-        width=hidden_size,
-        heads=num_attention_heads,
-        vocabulary=vocab_size,
-        embedding_norm=embedding_norm,
-        parallel_residual=parallel_residual,
-        biases=biases,
-        tied_head=tie_word_embeddings,
-    )
+def _attention_of(options: Mapping[str, Any]) -> AttentionConfig:
+    kind, options = options["kind"], {key: options[key] for key in options if key != "kind"}
+    return attention_config(kind)(**options)
 
 
 class Head(nn.Module):
@@ -181,6 +182,10 @@ class Head(nn.Module):
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
         return linear_cross_entropy(hidden, weight, target, dtype)
 
+    def flops_per_token(self) -> int:
+        """Forward FLOPs per token."""
+        return product_flops(self._holder[0])
+
 
 class Blocks(nn.ModuleList):
     """The blocks one after the other.
@@ -193,14 +198,14 @@ class Blocks(nn.ModuleList):
         x: Float[Tensor, "B T D"],
         state: list[Any] | None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None,
+        documents: Documents | None,
         keep_state: bool,
     ) -> tuple[Float[Tensor, "B T D"], list[Any]]:
         """The output of the last block, and the state of each after the last token."""
         states = []
         for layer, block in enumerate(self):
             before = None if state is None else state[layer]
-            x, after = block(x, before, cu_seqlens=cu_seqlens, keep_state=keep_state)
+            x, after = block(x, before, documents=documents, keep_state=keep_state)
             states.append(after)
         return x, states
 
@@ -209,27 +214,20 @@ class LanguageModel(nn.Module):
     """From tokens to logits, losses, or final activations."""
 
     sequence_part: SequencePart | None = None
+    roles: dict[str, Role]
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.embedding_norm = (
-            nn.LayerNorm(config.width, bias=config.biases)
-            if config.embedding_norm
-            else nn.Identity()
-        )
-        self.blocks = Blocks(
-            Block(
-                config.attention_of(layer).build(config.shape_of(layer)),
-                parallel=config.parallel_residual,
-            )
-            for layer in range(config.layers)
-        )
-        self.final_norm = nn.LayerNorm(config.width, bias=config.biases)
+        self.roles = {"embedding.weight": "embedding"}
+        self.embedding_norm = config.build_norm() if config.embedding_norm else nn.Identity()
+        self.blocks = Blocks(config.build_block(layer) for layer in range(config.layers))
+        self.final_norm = config.build_norm()
         if not config.tied_head:
             # By the name that transformers has for it.
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
+            self.roles["lm_head.weight"] = "head"
         self.head = Head(self.embedding if config.tied_head else self.lm_head)
         self.reset_parameters()
 
@@ -262,16 +260,57 @@ class LanguageModel(nn.Module):
         state: list[Any] | None = None,
         *,
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        is_first: Bool[Tensor, "B T_whole"] | None = None,
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T D"], list[Any] | None]:
-        """Final activations of T tokens that continue from state, and the state after them."""
+        """Final activations of T tokens that continue from state, and the state after them.
+
+        Rows may hold several documents, which do not see each other. Under context parallelism both
+        descriptions of them are of the whole sequence.
+
+        Args:
+            tokens: ids.
+            state: the state after earlier tokens. It does not go with several documents.
+            cu_seqlens: offsets of documents packed into B = 1.
+            is_first: whether a token is the first of its document, for any B. The host never waits
+                for the device to read it.
+            keep_state: whether to return the state. It does not go with several documents.
+
+        Raises:
+            ValueError: documents are described badly or twice, or do not go with the rest.
+        """
+        documents = self._documents(tokens, cu_seqlens, is_first)
+        if documents is not None:
+            for block in self._blocks():
+                block.attention.check_documents(has_state=state is not None or keep_state)
         x = self.embedding_norm(self.embedding(tokens))
-        x, states = self.blocks(x, state, cu_seqlens=cu_seqlens, keep_state=keep_state)
+        x, states = self.blocks(x, state, documents=documents, keep_state=keep_state)
         return self.final_norm(x), states if keep_state else None
 
-    def loss(self, tokens: Int[Tensor, "B T"], target: Int[Tensor, "B T"]) -> Float[Tensor, ""]:
-        """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient."""
-        hidden, _ = self.activations(tokens)
+    def _documents(
+        self, tokens: Tensor, cu_seqlens: Tensor | None, is_first: Tensor | None
+    ) -> Documents | None:
+        """Built once for all blocks, outside of what is compiled."""
+        if cu_seqlens is not None:
+            if is_first is not None:
+                raise ValueError("is_first: found together with cu_seqlens, wanted one of them")
+            parts = 1 if self.sequence_part is None else self.sequence_part.count
+            is_first = first_tokens(cu_seqlens, tokens, parts * tokens.shape[1])
+        return None if is_first is None else Documents(tokens, is_first, self.sequence_part)
+
+    def loss(
+        self,
+        tokens: Int[Tensor, "B T"],
+        target: Int[Tensor, "B T"],
+        *,
+        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        is_first: Bool[Tensor, "B T_whole"] | None = None,
+    ) -> Float[Tensor, ""]:
+        """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient.
+
+        cu_seqlens and is_first are as in `activations`.
+        """
+        hidden, _ = self.activations(tokens, cu_seqlens=cu_seqlens, is_first=is_first)
         return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -339,26 +378,6 @@ class LanguageModel(nn.Module):
         for attention in attentions:
             attention.set_positions(scaling)
 
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices of the blocks; weight decay is for these alone.
-
-        Neither the embedding, nor the head, nor norms, biases, gates or learned states are among
-        them. The names follow from the modules, so that they are the same under every strategy.
-
-        Raises:
-            ValueError: a layer's attention names a parameter that it does not have.
-        """
-        names = set()
-        for layer, block in enumerate(self._blocks()):
-            own = block.matrices()
-            if unknown := own - dict(block.named_parameters()).keys():
-                raise ValueError(
-                    f"attention.kind: found {block.attention.config.kind}, whose matrices() has "
-                    f"{', '.join(sorted(unknown))}; wanted names of parameters"
-                )
-            names |= {f"blocks.{layer}.{name}" for name in own}
-        return names
-
     def train_only(self, name: str | None) -> None:
         """Freeze all parameters outside submodules of this name; None freezes nothing."""
         for path, parameter in self.named_parameters():
@@ -390,9 +409,8 @@ class LanguageModel(nn.Module):
 
     def weight_flops(self) -> int:
         """Forward FLOPs per token of all products with weights: projections, MLPs, unembedding."""
-        head = 2 * self.config.vocabulary * self.config.width
-        mlp = 16 * self.config.width**2
-        return head + sum(mlp + block.attention.projection_flops() for block in self._blocks())
+        blocks = sum(block.projection_flops() for block in self._blocks())
+        return self.head.flops_per_token() + blocks
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token of attention or state, over all layers, at context T."""

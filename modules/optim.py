@@ -1,21 +1,26 @@
 """The optimizer, its configuration, and the learning rate as a function of tokens seen."""
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim import Optimizer
 
+from longhaul.modules.choices import check_choices
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.roles import Role, parameter_roles
 
-_SCHEDULES = ("constant", "linear", "cosine", "wsd")
+MOMENTS = dict.fromkeys(("adam", "adamw"), ("exp_avg", "exp_avg_sq"))
+"""What each kind of group keeps of a parameter, in the parameter's shape; beside it, a `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning-rate schedule: a warm-up, then one of four shapes over the token budget."""
 
-    name: str = "constant"
+    name: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """constant | linear | cosine | wsd (warm-up, stable, decay): shape after the warm-up."""
 
     warmup_tokens: int = 0
@@ -31,10 +36,7 @@ class ScheduleConfig:
     """Tokens of the final linear decay of wsd; 0 for the other schedules."""
 
     def __post_init__(self) -> None:
-        if self.name not in _SCHEDULES:
-            raise ValueError(
-                f"optim.schedule.name: found {self.name!r}, wanted one of {', '.join(_SCHEDULES)}"
-            )
+        check_choices(self, "optim.schedule.")
         for name in ("start_factor", "final_factor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(
@@ -59,7 +61,7 @@ class OptimConfig:
     tokens_per_update: int
     """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
 
-    name: str = "adamw"
+    name: Literal["adam", "adamw"] = "adamw"
     """adam | adamw: the optimizer."""
 
     learning_rate: float = 6e-4
@@ -86,15 +88,14 @@ class OptimConfig:
     spike_sigma: float | None = None
     """Skip updates whose loss is so many deviations above the mean of the last 100; null: never."""
 
-    on_spike: str = "skip"
+    on_spike: Literal["skip", "rewind"] = "skip"
     """skip | rewind: also restore the newest checkpoint's weights; step and data continue."""
 
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """The learning rate as a function of tokens."""
 
     def __post_init__(self) -> None:
-        if self.name not in ("adam", "adamw"):
-            raise ValueError(f"optim.name: found {self.name!r}, wanted adam or adamw")
+        check_choices(self, "optim.")
         if self.name == "adam" and self.weight_decay:
             raise ValueError(
                 f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
@@ -113,38 +114,70 @@ class OptimConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"optim.{name}: found {value}, wanted more than 0, or null")
-        if self.on_spike not in ("skip", "rewind"):
-            raise ValueError(f"optim.on_spike: found {self.on_spike!r}, wanted skip or rewind")
         if self.on_spike == "rewind" and self.spike_sigma is None:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
 
 
-def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
-    """The optimizer of all trainable parameters, with weight decay for the blocks' matrices."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if config.weight_decay:
-        leading = model.matrices()
-    else:
-        # Nothing is decayed; this keeps the order of parameters of earlier runs, to the bit.
-        leading = {name for name, p in parameters.items() if p.ndim >= 2}
-    decayed = [p for name, p in parameters.items() if name in leading]
-    others = [p for name, p in parameters.items() if name not in leading]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str, Any]]:
+    """Groups of all trainable parameters, by their roles; a role's settings are stated here alone.
+
+    Each has a `kind`, which decides how its parameters are updated and what state they have, a
+    factor of the learning rate, `lr_factor`, and a `weight_decay`.
+    """
+    settings = {
+        role: {
+            "kind": config.name,
+            "lr_factor": 1.0,
+            "weight_decay": config.weight_decay if role == "matrix" else 0.0,
+        }
+        for role in get_args(Role)
+    }
+    roles = parameter_roles(model)
+    trained = [(roles[name], p) for name, p in model.named_parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for number, one in enumerate(settings.values()):
+        if one not in list(settings.values())[:number]:
+            groups.append({"params": [p for role, p in trained if settings[role] == one], **one})
+    if len(groups) == 1:
+        # Gradients are summed to their norm in the order of groups, and ZeRO shards each group. Two
+        # groups keep the order of runs that began when groups went by the number of dimensions.
+        groups = [
+            {**groups[0], "params": [p for _, p in trained if (p.ndim >= 2) == is_first]}
+            for is_first in (True, False)
+        ]
     # torch cannot save and restore an optimizer with an empty group.
-    groups = [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
+
+
+def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of what the optimizer keeps of each parameter of a group, from its first update on."""
+    return ("step", *MOMENTS[group["kind"]])
+
+
+def num_moments(groups: Iterable[Mapping[str, Any]]) -> int:
+    """Number of elements of all moments."""
+    return sum(len(MOMENTS[group["kind"]]) * p.numel() for group in groups for p in group["params"])
+
+
+def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
+    """The optimizer of all trainable parameters."""
     cls = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return cls(
-        groups,
+        parameter_groups(model, config),
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.epsilon,
         fused=True,
     )
+
+
+def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
+    """Set the rate of each group, a multiple of this one."""
+    for group in optimizer.param_groups:
+        # Groups from checkpoints of plain trainers before the factor have none.
+        group["lr"] = learning_rate * group.get("lr_factor", 1.0)
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int, max_tokens: int) -> float:

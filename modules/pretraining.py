@@ -1,10 +1,16 @@
-"""The LightningModule that trains a language model, and the record of its progress."""
+"""The LightningModule that trains a language model: one update, from its batch to the counters.
+
+`Pretraining.training_step` adds the gradients of a micro-batch. After the last one `_update` sets
+the learning rate; `Parallelism.update` finds the norm of the gradients, clips them, decides whether
+to skip the update, and makes the step; `_update` counts. Under `longhaul train` hooks then do what
+is due, which starts with the report of the update (pipeline/training/callback.py).
+"""
 
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer, learning_rate_factor
+from longhaul.modules.optim import (
+    OptimConfig,
+    build_optimizer,
+    learning_rate_factor,
+    set_learning_rate,
+)
 from longhaul.modules.progress import Progress
 from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
@@ -41,12 +52,15 @@ class Outcome(NamedTuple):
     applied: bool  # whether a step was made
 
 
-@runtime_checkable
-class Parallelism(Protocol):
-    """What Pretraining needs from the strategy."""
+class Parallelism:
+    """What Pretraining needs from the strategy.
+
+    By default the optimizer holds the module's own parameters and gradients.
+    """
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
         """Context of one micro-batch. Ranks exchange gradients only after the last one."""
+        return nullcontext()
 
     def update(
         self,
@@ -55,41 +69,31 @@ class Parallelism(Protocol):
         loss: Float[Tensor, ""],
         is_good: Callable[[float], bool],
     ) -> Outcome:
-        """Clip the gradients, make an optimizer step, and clear the gradients, as `clip_and_step`.
+        """Clip the gradients, make an optimizer step, and clear the gradients.
 
         Args:
             max_norm: largest global norm of the gradients; infinity for no clipping.
             loss: the update's, the same on all ranks.
-            is_good: whether to make a step if the loss is this. None is made either if the norm is
-                not finite.
+            is_good: whether to make a step at this loss. If the norm is not finite, none is made.
 
         Returns:
             Loss and norm as numbers, so that the host need not wait for the device once more.
         """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        # Read together, so that the host waits for the device once.
+        loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
+        # An update whose gradients are not finite is skipped.
+        applied = is_good(loss_read) and math.isfinite(norm_read)
+        if applied:
+            optimizer.step()
+        optimizer.zero_grad()
+        return Outcome(loss_read, norm_read, applied)
 
 
-def clip_and_step(
-    optimizer: Optimizer,
-    max_norm: float,
-    loss: Float[Tensor, ""],
-    is_good: Callable[[float], bool],
-) -> Outcome:
-    """`Parallelism.update` where the optimizer holds the module's own parameters and gradients."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, max_norm)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    # Read together, so that the host waits for the device once.
-    loss_read, norm_read = torch.stack([loss.double(), norm.double()]).tolist()
-    # An update whose gradients are not finite is skipped.
-    applied = is_good(loss_read) and math.isfinite(norm_read)
-    if applied:
-        optimizer.step()
-    optimizer.zero_grad()
-    return Outcome(loss_read, norm_read, applied)
-
-
-class _Stock:
+class _Stock(Parallelism):
     """Parallelism under one of Lightning's own strategies."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -106,8 +110,6 @@ class _Stock:
         if is_last or not isinstance(self._strategy, DDPStrategy):
             return nullcontext()
         return self._strategy.block_backward_sync()
-
-    update = staticmethod(clip_and_step)
 
 
 class Pretraining(LightningModule):
@@ -150,34 +152,33 @@ class Pretraining(LightningModule):
 
     def on_fit_start(self) -> None:
         strategy = self.trainer.strategy
-        self._is_stock = not isinstance(strategy, Parallelism)
+        own = strategy if isinstance(strategy, Parallelism) else None
+        self._is_stock = own is None
         # An interrupted fit may have left half an update.
         self._micro_step, self._loss_sum = 0, None
         if self._is_stock:
             self.zero_grad()
-        self._parallelism = _Stock(strategy) if self._is_stock else cast(Parallelism, strategy)
+        self._parallelism = own or _Stock(strategy)
         if self._is_stock and self.optim.on_spike == "rewind":
             raise ValueError("optim.on_spike: found rewind, wanted skip, or `longhaul train`")
-
-    def check_skips(self, update: Update) -> None:
-        """Raise RuntimeError if `optim.max_skipped_updates` in a row were skipped, the last now."""
-        found = self.progress.skipped_in_a_row
-        if found >= self.optim.max_skipped_updates:
-            raise RuntimeError(
-                f"loss {update.loss} and gradient norm {update.gradient_norm}: found {found} "
-                "updates in a row that had to be skipped, the last at step "
-                f"{self.progress.step}, wanted finite ones without a spike; the run cannot go on"
-            )
 
     def configure_optimizers(self) -> Optimizer:
         return build_optimizer(self.model, self.optim)
 
-    def training_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """One micro-batch.
+
+        Args:
+            batch: `input` and `target` (B, T), and optionally `is_first` (B, T): which tokens begin
+                a document, where rows hold several. All three are of whole sequences.
+            batch_idx: not read.
+        """
         self.last_update = None
         is_last = self._micro_step == self.accumulation - 1
         tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
         with self._parallelism.accumulating(is_last):
-            loss = self.model.loss(tokens, target) / self.accumulation
+            loss = self.model.loss(tokens, target, is_first=batch.get("is_first"))
+            loss = loss / self.accumulation
             self.manual_backward(loss)
         # No zero to begin with: it would have to be copied to the device, which first finishes the
         # whole backward pass.
@@ -192,46 +193,15 @@ class Pretraining(LightningModule):
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
 
-    def _log(self, update: Update) -> None:
-        """Hand the metrics to a plain trainer's loggers, by updates: it counts micro-batches."""
-        metrics = {
-            "train/loss": update.loss,
-            "train/gradient_norm": update.gradient_norm,
-            "train/learning_rate": update.learning_rate,
-        }
-        self.log_dict(metrics, logger=False)  # for callbacks
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self.progress.step % every == 0:
-            for logger in self.loggers:
-                logger.log_metrics(metrics, self.progress.step)
-
-    def validation_step(self, batch: dict[str, Int[Tensor, "b T"]], batch_idx: int) -> None:
-        real = batch["index"] >= 0  # The last batches of ranks are filled up.
-        size = int(real.sum())
-        tokens, target = batch["input"][real], batch["target"][real]
-        loss = self.model.loss(tokens, target) if size else torch.zeros((), device=self.device)
-        self.log("validation/loss", loss, batch_size=size, sync_dist=True)
-        # Loggers take "step" for the step.
-        step = float(self.progress.step)
-        self.log("step", step, batch_size=1, reduce_fx="max", sync_dist=True)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["progress"] = asdict(self.progress)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        stored = checkpoint["progress"]
-        self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
-
     def _update(self, loss_sum: Tensor, context: int) -> Update:
-        """Make a step unless the loss is bad or the norm not finite, and advance the counters."""
+        """Set the rate, make a step unless the update is bad, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
         learning_rate = self.optim.learning_rate * factor
         # Lightning's wrapper counts the steps for a plain trainer.
         own: Any = self.optimizers() if self._is_stock else self.trainer.optimizers[0]
         optimizer: Optimizer = own
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(optimizer, learning_rate)
 
         def reason_of(loss: float) -> str | None:
             return reason_to_skip(loss, progress.recent_losses, self.optim.spike_sigma)
@@ -261,6 +231,49 @@ class Pretraining(LightningModule):
         """This rank's part of sequences that are split over ranks, else the whole sequences."""
         part = self.model.sequence_part
         return tokens if part is None else tokens.chunk(part.count, dim=1)[part.index]
+
+    def check_skips(self, update: Update) -> None:
+        """Raise RuntimeError if `optim.max_skipped_updates` in a row were skipped, the last now."""
+        found = self.progress.skipped_in_a_row
+        if found >= self.optim.max_skipped_updates:
+            raise RuntimeError(
+                f"loss {update.loss} and gradient norm {update.gradient_norm}: found {found} "
+                "updates in a row that had to be skipped, the last at step "
+                f"{self.progress.step}, wanted finite ones without a spike; the run cannot go on"
+            )
+
+    def _log(self, update: Update) -> None:
+        """Hand the metrics to a plain trainer's loggers, by updates: it counts micro-batches."""
+        metrics = {
+            "train/loss": update.loss,
+            "train/gradient_norm": update.gradient_norm,
+            "train/learning_rate": update.learning_rate,
+        }
+        self.log_dict(metrics, logger=False)  # for callbacks
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if every and self.progress.step % every == 0:
+            for logger in self.loggers:
+                logger.log_metrics(metrics, self.progress.step)
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        real = batch["index"] >= 0  # The last batches of ranks are filled up.
+        size = int(real.sum())
+        loss = torch.zeros((), device=self.device)
+        if size:
+            tokens, target = batch["input"][real], batch["target"][real]
+            is_first = batch["is_first"][real] if "is_first" in batch else None
+            loss = self.model.loss(tokens, target, is_first=is_first)
+        self.log("validation/loss", loss, batch_size=size, sync_dist=True)
+        # Loggers take "step" for the step.
+        step = float(self.progress.step)
+        self.log("step", step, batch_size=1, reduce_fx="max", sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["progress"] = asdict(self.progress)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        stored = checkpoint["progress"]
+        self.progress = Progress(**stored | {"skipped": [Skip(**one) for one in stored["skipped"]]})
 
 
 def _mean_over_ranks(value: Float[Tensor, ""]) -> Float[Tensor, ""]:

@@ -2,7 +2,7 @@
 
 An update is skipped if its loss is not finite or is a spike, as decided here, or if the norm of its
 gradients is not finite. The latter is found where gradients are clipped, by the strategy
-(pipeline/distributed/strategies.py).
+(modules/pretraining.py).
 """
 
 import math

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import jaxtyping
 import pytest
 
 # Triton's kernels run in its interpreter, on any machine, wherever a test asks for them. Before
@@ -56,3 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return _FIRST.index(folder) if folder in _FIRST else len(_FIRST)
 
     items.sort(key=turn)
+
+
+@pytest.fixture
+def unchecked_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call our code as users do: the tests' own check of types would refuse a word first."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

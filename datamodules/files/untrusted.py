@@ -11,6 +11,7 @@ file may say of commands, hosts and databases is in named.py.
 
 import functools
 import hashlib
+import json
 import os
 import re
 import reprlib
@@ -18,7 +19,7 @@ import stat
 from collections.abc import Hashable
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast, get_args, get_type_hints
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -31,6 +32,9 @@ Count = Annotated[int, Field(ge=0, le=1 << 60)]
 
 Positive = Annotated[int, Field(ge=1, le=1 << 60)]
 """As above, of which there is one or more."""
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+"""A number of a config, which has an upper bound where configs are read."""
 
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=200)]
 """The name of a file in the folder of the file that names it; it may go into a shell command."""
@@ -204,6 +208,26 @@ def parse_row(schema: type[T], row: object, where: object) -> T:
     return value
 
 
+def checked_value(hint: Any, value: object, where: object) -> Any:
+    """A value of a type; whole numbers become fractions where those are wanted; errors as above."""
+    try:
+        return _adapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        null = " or null" if type(None) in get_args(hint) else ""
+        key = ".".join((str(where), *(_plain(part) for part in error.errors()[0]["loc"])))
+        raise ValueError(f"{key}: {_violation(error)}{null}") from None
+
+
+def check_fields(config: object, prefix: str) -> None:
+    """Raise ValueError at the first field of a dataclass whose value its type does not allow.
+
+    Args:
+        prefix: what the message puts before the field's name, such as "trainer.".
+    """
+    for name, hint in _hints(cast(Hashable, type(config))).items():
+        checked_value(hint, getattr(config, name), f"{prefix}{name}")
+
+
 def shown(value: object) -> str:
     """A value as text of bounded length, on one line."""
     try:
@@ -233,19 +257,30 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
 
 
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
 def _first_violation(error: ValidationError) -> str:
+    key = ".".join(_plain(part) for part in error.errors(include_url=False)[0]["loc"])
+    violation = _violation(error)
+    return f"{key}: {violation}" if key else violation
+
+
+def _violation(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     kind, context = first["type"], first.get("ctx", {})
-    key = ".".join(_plain(part) for part in first["loc"])
-    prefix = f"{key}: " if key else ""
     if kind == "json_invalid":
         return f"found no JSON, wanted JSON: {one_line(context.get('error', first['msg']))}"
     if kind == "missing":
-        return f"{prefix}found nothing, wanted a value"
+        return "found nothing, wanted a value"
     if kind == "value_error":
-        return f"{prefix}{one_line(context['error'])}"
+        return one_line(context["error"])
     wanted = re.sub(r"^\w+ should (be |have |match )?", "", first["msg"])
-    return f"{prefix}found {shown(first['input'])}, wanted {one_line(wanted)}"
+    found = first["input"]
+    is_word = found is None or isinstance(found, bool)  # as JSON and YAML write it
+    return f"found {json.dumps(found) if is_word else shown(found)}, wanted {one_line(wanted)}"
 
 
 def _plain(part: object) -> str:

@@ -253,7 +253,7 @@ def prepare_longcrawl64(
 
 
 class _Rows:
-    """The rows of a store as documents. A cursor is [number of documents before]."""
+    """The rows of a store as blocks. A cursor is [number of blocks before]."""
 
     version = 1
     dropped_tokens = empty_texts = 0
@@ -262,7 +262,7 @@ class _Rows:
         self._store = store
         self._ranges = ranges
 
-    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         store = self._store
         buffer = np.empty((store.chunk_rows, store.columns), np.uint16)
         done = cursor[0] if cursor else 0
@@ -278,9 +278,9 @@ class _Rows:
                 )
                 self._read_row_of_chunks(chunk_row, buffer)
                 self._check_ids(buffer[rows], row)
-                for document in buffer[rows]:
+                for block in buffer[rows]:
                     done += 1
-                    yield document, [done]
+                    yield block, [done]
                 row = last
 
     def _read_row_of_chunks(self, chunk_row: int, buffer: NDArray[np.uint16]) -> None:

@@ -1,4 +1,4 @@
-"""Write documents as shards and a manifest. A stopped preparation resumes at its last shard."""
+"""Write blocks as shards and a manifest. A stopped preparation resumes at its last shard."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ Progress: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Settings:
     """The first line of `.progress.jsonl`."""
 
     source: dict[str, Any]
@@ -47,7 +47,7 @@ class _FinishedShard:
 
 
 class TooShortError(ValueError):
-    """The source does not fill one document."""
+    """The source does not fill one block."""
 
     def __init__(self, message: str, tokens: int) -> None:
         """`tokens` is how many the source has."""
@@ -55,32 +55,32 @@ class TooShortError(ValueError):
         self.tokens = tokens
 
 
-class DocumentSource(Protocol):
-    """Documents in a fixed order, from any cursor on."""
+class BlockSource(Protocol):
+    """Blocks of tokens in a fixed order, from any cursor on."""
 
     version: int
-    """It changes when equal options give other documents than before."""
+    """It changes when equal options give other blocks than before."""
     dropped_tokens: int
-    """Tokens at the end that did not fill a document; known once `documents` is exhausted."""
+    """Tokens at the end that did not fill a block; known once `blocks` is exhausted."""
     empty_texts: int
     """Texts without a token, which are skipped; known likewise."""
 
-    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
-        """Documents after `cursor` (None: from the start), each with the cursor after it."""
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+        """Blocks after `cursor` (None: from the start), each with the cursor after it."""
         ...
 
 
 def prepare_shards(
     folder: Path,
     template: Manifest,
-    source: DocumentSource,
+    source: BlockSource,
     *,
     docs_per_shard: int,
     prefix: str,
     progress: Progress,
     extra_files: Mapping[str, bytes] | None = None,
 ) -> Manifest:
-    """Write the documents of `source` and their manifest into `folder`, or resume doing so.
+    """Write the blocks of `source` and their manifest into `folder`, or resume doing so.
 
     A shard is written under a temporary name, read back, recorded in `.progress.jsonl`, and then
     renamed. A restart keeps every renamed shard and continues at the cursor recorded with the last.
@@ -107,13 +107,13 @@ def prepare_shards(
         shards, cursor = _read_progress(file, folder, template, source.version)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
-        documents = source.documents(cursor)
+        blocks = source.blocks(cursor)
         done = sum(shard.documents for shard in shards)
         progress(done * template.document_tokens)
         try:
-            while (first := next(documents, None)) is not None:
-                batch = _ShardDocuments(
-                    chain([first], islice(documents, docs_per_shard - 1)),
+            while (first := next(blocks, None)) is not None:
+                batch = _ShardBlocks(
+                    chain([first], islice(blocks, docs_per_shard - 1)),
                     partial(_report, progress, done, template.document_tokens),
                 )
                 path = folder / f"{prefix}-{len(shards):06d}.tar"
@@ -129,8 +129,8 @@ def prepare_shards(
             raise
         if not shards:
             raise TooShortError(
-                f"{folder}: the source has {source.dropped_tokens} tokens, less than one document "
-                f"of {template.document_tokens}; wanted a larger source or shorter documents",
+                f"{folder}: the source has {source.dropped_tokens} tokens, less than one block "
+                f"of {template.document_tokens}; wanted a larger source or shorter blocks",
                 source.dropped_tokens,
             )
         manifest = dataclasses.replace(
@@ -206,7 +206,7 @@ def _read_progress(
         _append(file, {"source": template.source, "version": version})
         return [], None
     where = folder / PROGRESS_NAME
-    job = parse_json(_Job, lines[0], f"{where}:1")
+    job = parse_json(_Settings, lines[0], f"{where}:1")
     _check_same_job(folder, job.source, template.source)
     if job.version != version:
         raise ValueError(
@@ -237,12 +237,12 @@ def _append(file: IO[bytes], record: dict[str, Any]) -> None:
     os.fsync(file.fileno())
 
 
-def _report(progress: Progress, done: int, document_tokens: int, count: int) -> None:
-    progress((done + count) * document_tokens)
+def _report(progress: Progress, done: int, block_tokens: int, count: int) -> None:
+    progress((done + count) * block_tokens)
 
 
-class _ShardDocuments:
-    """Iterates over the documents of one shard, and remembers the cursor after the last one."""
+class _ShardBlocks:
+    """Iterates over the blocks of one shard, and remembers the cursor after the last one."""
 
     def __init__(
         self, pairs: Iterator[tuple[Tokens, Cursor]], progress: Callable[[int], None]
@@ -252,7 +252,7 @@ class _ShardDocuments:
         self.cursor: Cursor = []
 
     def __iter__(self) -> Iterator[Tokens]:
-        for count, (document, cursor) in enumerate(self._pairs, start=1):
+        for count, (block, cursor) in enumerate(self._pairs, start=1):
             self.cursor = cursor
-            yield document
+            yield block
             self._progress(count)

@@ -1,4 +1,4 @@
-"""Prepare text: tokenize, concatenate with end-of-text ids, and cut into equal documents."""
+"""Prepare text: tokenize, concatenate with end-of-text ids, and cut into blocks of one length."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 
 from longhaul.datamodules.manifest import Manifest
-from longhaul.datamodules.preparation.corpus import Corpus, files_in_validation, in_validation
 from longhaul.datamodules.preparation.formats import Text
 from longhaul.datamodules.preparation.resumable import (
     Cursor,
@@ -19,6 +18,11 @@ from longhaul.datamodules.preparation.resumable import (
     prepare_shards,
     remove_preparation,
 )
+from longhaul.datamodules.preparation.source_files import (
+    SourceFiles,
+    files_in_validation,
+    in_validation,
+)
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
 
@@ -27,11 +31,11 @@ FEW_FILES = 100
 
 
 def prepare_text(
-    corpus: Corpus,
+    corpus: SourceFiles,
     destination: Path,
     tokenizer: Tokenizer,
     *,
-    document_tokens: int = 65_536,
+    block_tokens: int = 65_536,
     docs_per_shard: int = 256,
     validation_fraction: float = 0.0,
     progress: Progress = lambda tokens: None,
@@ -43,13 +47,13 @@ def prepare_text(
     of the others. Plain files are taken in the order of such hashes until they have the fraction of
     all bytes. Of fewer than FEW_FILES plain files, the end of each one is for validation instead:
     whole files might leave nothing for a part. Texts without a token are skipped. The tokens after
-    the last whole document are dropped, since padding would repeat text. The manifest counts both.
+    the last whole block are dropped, since padding would repeat text. The manifest counts both.
 
     Returns:
         The manifest, or those of `train` and `validation`.
     """
-    if document_tokens < 1:
-        raise ValueError(f"doc_tokens: found {document_tokens}, wanted 1 or more")
+    if block_tokens < 1:
+        raise ValueError(f"doc_tokens: found {block_tokens}, wanted 1 or more")
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation fraction: found {validation_fraction}, wanted 0 to below 1")
     if validation_fraction == 0:
@@ -64,7 +68,7 @@ def prepare_text(
         "files_sha256": corpus.fingerprint(),
         "validation_fraction": validation_fraction,
         "tokenizer_sha256": tokenizer.sha256,
-        "document_tokens": document_tokens,
+        "document_tokens": block_tokens,
         "docs_per_shard": docs_per_shard,
     }
     if cuts := cuts_files(corpus, validation_fraction):
@@ -85,7 +89,7 @@ def prepare_text(
             vocab_size=tokenizer.vocab_size,
             bos_id=tokenizer.bos_id,
             eot_id=tokenizer.eot_id,
-            document_tokens=document_tokens,
+            document_tokens=block_tokens,
             dtype=dtype,
             source={**source, "split": split},
             shards=(),
@@ -96,7 +100,7 @@ def prepare_text(
             manifests[split] = prepare_shards(
                 folder,
                 template,
-                _PackedTexts(texts, tokenizer, document_tokens, dtype),
+                _PackedTexts(texts, tokenizer, block_tokens, dtype),
                 docs_per_shard=docs_per_shard,
                 prefix=split,
                 extra_files=extra_files,
@@ -120,7 +124,7 @@ def prepare_text(
     return [manifests[split] for split in splits]
 
 
-def cuts_files(corpus: Corpus, validation_fraction: float) -> bool:
+def cuts_files(corpus: SourceFiles, validation_fraction: float) -> bool:
     """Whether the end of each plain file is for validation, rather than whole files."""
     return validation_fraction > 0 and 0 < len(corpus.plain_files) < FEW_FILES
 
@@ -130,7 +134,7 @@ def _report(progress: Progress, before: int, tokens: int) -> None:
 
 
 def _texts_of(
-    corpus: Corpus, is_validation: bool, fraction: float, cuts: bool
+    corpus: SourceFiles, is_validation: bool, fraction: float, cuts: bool
 ) -> Callable[[], Iterator[Text]]:
     """A function that gives the texts of one split."""
     chosen = frozenset() if cuts or not fraction else files_in_validation(corpus, fraction)
@@ -162,7 +166,7 @@ def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
 
 
 class _PackedTexts:
-    """Texts as documents.
+    """Texts as blocks.
 
     A cursor is [number of texts before, tokens already used of the next text, empty texts so far].
     """
@@ -173,17 +177,17 @@ class _PackedTexts:
         self,
         texts: Callable[[], Iterator[Text]],
         tokenizer: Tokenizer,
-        document_tokens: int,
+        block_tokens: int,
         dtype: str,
     ) -> None:
         self._texts = texts
         self._tokenizer = tokenizer
-        self._size = document_tokens
+        self._size = block_tokens
         self._dtype = np.dtype(dtype)
         self.dropped_tokens = 0
         self.empty_texts = 0
 
-    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         first_text, used_before, self.empty_texts = cursor or [0, 0, 0]
         pending: list[Tokens] = []
         waiting = 0
@@ -198,7 +202,7 @@ class _PackedTexts:
                 waiting += pending[-1].size
                 if waiting < self._size:
                     continue
-                # Fewer tokens than one document were waiting, so every document ends in this text.
+                # Fewer tokens than one block were waiting, so every block ends in this text.
                 joined = np.concatenate(pending)
                 for end in range(self._size, waiting + 1, self._size):
                     here = [number, used - (waiting - end), self.empty_texts]

@@ -3,7 +3,7 @@
     python -m longhaul.kernels.offline [--targets sm_90,gfx942] [--only TEXT]
 
 prints the registers, shared memory and stack that each kernel takes, in every configuration, and
-fails when one spills or does not fit. compilation.py explains how; shapes.py lists the calls.
+fails when one spills or does not fit. compilation.py explains how; each op has a list of its calls.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import itertools
 import sys
 
 from longhaul.kernels.offline.compilation import CHIPS, INTERPRETED, is_interpreting
-from longhaul.kernels.offline.shapes import SHAPES
 from longhaul.kernels.offline.table import print_table
+from longhaul.kernels.ops import OPS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,10 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     targets = options.targets.split(",")
     if unknown := set(targets) - set(CHIPS):
         parser.error(f"--targets: found {min(unknown)!r}, wanted some of {', '.join(CHIPS)}")
-    shapes = [shape for shape in SHAPES if options.only in shape.name]
+    every = [shape for op in OPS for shape in op.shapes]
+    shapes = [shape for shape in every if options.only in shape.name]
     if not shapes:
         parser.error(
-            f"--only: found {options.only!r}, wanted part of a name such as {SHAPES[0].name!r}"
+            f"--only: found {options.only!r}, wanted part of a name such as {every[0].name!r}"
         )
     if is_interpreting():
         parser.error(INTERPRETED)

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
-from longhaul.kernels.offline.shapes import OtherShape, Shape, launch
+from longhaul.kernels.verify.op import Shape
 
 # Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
 # of spill loads that was inspected and found harmless. All other kernels must not spill at all.
@@ -50,15 +50,15 @@ MAY_SPILL: dict[str, int] = {
 
 
 def _compile_shape(
-    task: tuple[Shape | OtherShape, str],
-) -> tuple[Shape | OtherShape, str, list[Compiled], str | None]:
+    task: tuple[Shape, str],
+) -> tuple[Shape, str, list[Compiled], str | None]:
     shape, target = task
     torch.set_num_threads(1)
     compiled: list[Compiled] = []
     try:
         # If ptxas fails, Triton prints a thousand lines of PTX, which the error makes redundant.
         with contextlib.redirect_stdout(io.StringIO()), recording(target) as compiled:
-            launch(shape)
+            shape.launch()
     except Exception as error:  # the table shows the other shapes even if one raises
         cause: BaseException = error
         while cause.__cause__ is not None:  # Triton's innermost error names the cause
@@ -103,7 +103,7 @@ def row(compiled: Compiled, shape: str = "") -> str:
     )
 
 
-def print_table(tasks: Iterable[tuple[Shape | OtherShape, str]], *, folders: bool) -> list[str]:
+def print_table(tasks: Iterable[tuple[Shape, str]], *, folders: bool) -> list[str]:
     """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
     found = []
     seen = set()

@@ -9,7 +9,7 @@ from longhaul.kernels.shapes import state_features, symmetric_dim
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 
 
-class Machine(NamedTuple):
+class Coefficients(NamedTuple):
     """Coefficients of the time of one head, forward and backward, in microseconds."""
 
     token: float  # per token and unit of K + V: reading and writing
@@ -35,8 +35,8 @@ class Machine(NamedTuple):
 # which is written, scanned and read three times. That of chunks is measured on an H100: each of two
 # scans takes 1.2 microseconds a chunk, for 8 heads at a time.
 _MACHINES = {
-    "torch": Machine(0.0071, 7.0e-4, 1.5e-5, 1.8e-3, 0.9e-5, 3.0e-4, 29, 128, (64, 128, 512)),
-    "triton": Machine(
+    "torch": Coefficients(0.0071, 7.0e-4, 1.5e-5, 1.8e-3, 0.9e-5, 3.0e-4, 29, 128, (64, 128, 512)),
+    "triton": Coefficients(
         5e-6, 1.0e-6, 1.8e-8, 8.6e-7, 4.3e-8, 1.2e-5, 0.3, 128, (128, 256, 512, 1024, 2048)
     ),
 }

@@ -6,9 +6,7 @@ absent result is an empty tensor of shape (0,); callers and backends use None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from hashlib import sha256
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from longhaul.kernels.common.custom_ops import (
+    NAMESPACE,
+    custom_op,
+    fake_gradients,
+    in_dtypes_of,
+    lengths,
+    or_empty,
+    saving,
+)
 from longhaul.kernels.power.call import Forward, PowerCall, Saved, SavedState
 from longhaul.kernels.power.cost import (
     power_backward_flops,
@@ -26,14 +33,10 @@ from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.torch import backend as torch_backend
 from longhaul.kernels.shapes import state_features
 
-# Exported models carry copies of this file. Each copy in a process has ops of its own.
-_NAMESPACE = "longhaul"
-if not __name__.startswith("longhaul."):
-    _NAMESPACE += "_" + sha256(__name__.encode()).hexdigest()[:16]
-_OPS = getattr(torch.ops, _NAMESPACE)
+_OPS = getattr(torch.ops, NAMESPACE)
 
 # Arguments of `power_backward` before the gradients: inputs and results of `power_forward`.
-NUM_SAVED = len(Saved._fields)
+_NUM_SAVED = len(Saved._fields)
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_g, Tensor? kv, Tensor? norm, Tensor? cu_seqlens"
@@ -96,41 +99,22 @@ def implementation(backend: str) -> ModuleType:
     return triton
 
 
-def _or_empty(x: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0) if x is None else x
-
-
-def _in_dtypes_of(
-    inputs: Iterable[Tensor | None], grads: Iterable[Tensor | None], like: Tensor
-) -> tuple[Tensor, ...]:
-    """Each gradient in the dtype of its input: a backend computes those of states in float32."""
-    return tuple(
-        like.new_empty(0) if grad is None or x is None else grad.to(x.dtype)
-        for x, grad in zip(inputs, grads, strict=False)  # not of cu_seqlens, the last input
-    )
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::power_forward", mutates_args=(), schema=_FORWARD)
+@custom_op("power_forward", _FORWARD)
 def power_forward(*inputs: Any, backend: str, **settings: Any) -> tuple[Tensor, ...]:
     """The results of a backend's `forward`: the fields of `Forward`."""
-    q = inputs[0]
-    # Autocast would turn the matrix products inside into 16-bit ones.
-    with torch.autocast(q.device.type, enabled=False):
-        results: Forward = implementation(backend).forward(PowerCall(**settings), *inputs)
-    return tuple(_or_empty(x, q) for x in results)
+    results: Forward = implementation(backend).forward(PowerCall(**settings), *inputs)
+    return tuple(or_empty(x, inputs[0]) for x in results)
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::power_backward", mutates_args=(), schema=_BACKWARD)
+@custom_op("power_backward", _BACKWARD)
 def power_backward(
     *tensors: Any, needs: list[bool], backend: str, **settings: Any
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, log_g, kv and norm."""
     call = PowerCall(**settings)
-    q = tensors[0]
-    saved = saved_of(call, tensors[:NUM_SAVED])
-    with torch.autocast(q.device.type, enabled=False):
-        grads = implementation(backend).backward(call, saved, *tensors[NUM_SAVED:], tuple(needs))
-    return _in_dtypes_of(tensors[:7], grads, q)
+    saved = saved_of(call, tensors[:_NUM_SAVED])
+    grads = implementation(backend).backward(call, saved, *tensors[_NUM_SAVED:], tuple(needs))
+    return in_dtypes_of(tensors[:7], grads, tensors[0])
 
 
 def saved_of(call: PowerCall, tensors: Sequence[Tensor | None]) -> Saved:
@@ -183,23 +167,12 @@ def _(
     results = Forward(
         q.new_empty(B, T, H, V), final_kv, final_norm, inverse, is_live, chunk_kv, chunk_norm
     )
-    return tuple(_or_empty(x, q) for x in results)
+    return tuple(or_empty(x, q) for x in results)
 
 
 @power_backward.register_fake
 def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
-    wanted = (x if need else None for x, need in zip(tensors[:6], needs, strict=True))
-    return tuple(tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
-) -> None:
-    # Saved: inputs, output, final state, denominators, perhaps states. Recomputed: the rest.
-    ctx.save_for_backward(*inputs, *output)
-    ctx.mark_non_differentiable(*output[3:])
-    ctx.set_materialize_grads(False)
-    ctx.settings = keyword_only_inputs
+    return fake_gradients(tensors[:6], needs)
 
 
 def _backward(
@@ -213,25 +186,15 @@ def _backward(
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
-power_forward.register_autograd(_backward, setup_context=_setup_context)
-
-
-def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> list[int]:
-    """Tokens of every sequence. Offsets without values count as documents of equal length."""
-    B, T = q.shape[:2]
-    if cu_seqlens is None:
-        return [T] * B
-    if type(cu_seqlens) is Tensor and not cu_seqlens.is_meta:
-        return [end - start for start, end in pairwise(cu_seqlens.tolist())]
-    N = cu_seqlens.shape[0] - 1
-    return [T // N] * N
+# Saved: inputs, output, final state, denominators, perhaps states. Recomputed: the rest.
+power_forward.register_autograd(_backward, setup_context=saving(3))
 
 
 def _flops(
     count: Callable[..., int], q: Tensor, v: Tensor, cu_seqlens: Tensor | None, settings: Any
 ) -> int:
     sizes = (q.shape[3], v.shape[3], settings["degree"], settings["form"], settings["chunk_size"])
-    return q.shape[2] * sum(count(T, *sizes) for T in _lengths(q, cu_seqlens))
+    return q.shape[2] * sum(count(T, *sizes) for T in lengths(q, cu_seqlens))
 
 
 @register_flop_formula(_OPS.power_forward, get_raw=True)
@@ -256,29 +219,23 @@ def state_call(degree: int, chunk_size: int) -> PowerCall:
     )  # fmt: skip
 
 
-@torch.library.custom_op(f"{_NAMESPACE}::power_state", mutates_args=(), schema=_STATE_FORWARD)
+@custom_op("power_state", _STATE_FORWARD)
 def power_state(*inputs: Any, degree: int, chunk_size: int, backend: str) -> tuple[Tensor, Tensor]:
     """kv and norm after the last token of every sequence."""
-    with torch.autocast(inputs[0].device.type, enabled=False):
-        state: PowerState = implementation(backend).state_forward(
-            state_call(degree, chunk_size), *inputs
-        )
+    call = state_call(degree, chunk_size)
+    state: PowerState = implementation(backend).state_forward(call, *inputs)
     return state.kv, state.norm
 
 
-@torch.library.custom_op(
-    f"{_NAMESPACE}::power_state_backward", mutates_args=(), schema=_STATE_BACKWARD
-)
+@custom_op("power_state_backward", _STATE_BACKWARD)
 def power_state_backward(
     *tensors: Any, needs: list[bool], degree: int, chunk_size: int, backend: str
 ) -> tuple[Tensor, ...]:
     """Gradients of k, v, log_g, kv and norm."""
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        grads = implementation(backend).state_backward(
-            state_call(degree, chunk_size), SavedState(*tensors[:8]), *tensors[8:]
-        )
+    call, saved = state_call(degree, chunk_size), SavedState(*tensors[:8])
+    grads = implementation(backend).state_backward(call, saved, *tensors[8:])
     wanted = (x if need else None for x, need in zip(grads, needs, strict=True))
-    return _in_dtypes_of(tensors, wanted, tensors[0])
+    return in_dtypes_of(tensors, wanted, tensors[0])
 
 
 @power_state.register_fake
@@ -302,17 +259,7 @@ def _(
 
 @power_state_backward.register_fake
 def _(*tensors: Any, needs: list[bool], **_settings: Any) -> tuple[Tensor, ...]:
-    wanted = (x if need else None for x, need in zip(tensors[:5], needs, strict=True))
-    return tuple(tensors[0].new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted)
-
-
-def _state_context(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Any, ...]
-) -> None:
-    # Saved: inputs, final state. Recomputed: features. States before chunks are not needed.
-    ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)
-    ctx.settings = keyword_only_inputs
+    return fake_gradients(tensors[:5], needs)
 
 
 def _state_backward(
@@ -325,13 +272,14 @@ def _state_backward(
     return *(grad if need else None for grad, need in zip(grads, needs, strict=True)), None
 
 
-power_state.register_autograd(_state_backward, setup_context=_state_context)
+# Saved: inputs, final state. Recomputed: features. States before chunks are not needed.
+power_state.register_autograd(_state_backward, setup_context=saving(2))
 
 
 @register_flop_formula(_OPS.power_state, get_raw=True)
 def _state_flops(k: Tensor, v: Tensor, *rest: Any, out_val: Any, degree: int, **_: Any) -> int:
     sizes = k.shape[3], v.shape[3], degree
-    return k.shape[2] * sum(power_state_flops(T, *sizes) for T in _lengths(k, rest[3]))
+    return k.shape[2] * sum(power_state_flops(T, *sizes) for T in lengths(k, rest[3]))
 
 
 @register_flop_formula(_OPS.power_state_backward, get_raw=True)

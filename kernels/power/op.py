@@ -12,14 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.kernels.backend import Backend, cannot_run, resolve_backend, why_dtype_unsupported
+from longhaul.kernels.common.offsets import check_offsets, check_packing
 from longhaul.kernels.power import library, recurrent
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.checks import (
     check_chunk_size,
     check_flags,
     check_keys,
-    check_offsets,
-    check_packing,
     check_scale,
     check_state,
     check_tensors,
@@ -72,13 +71,8 @@ def power_attention(
         chunk_size: tokens per chunk of the chunked form; None chooses it by cost. It changes
             speed and memory, and of the result its rounding.
         form: "attention" (quadratic), "chunked" (linear), "recurrent" (one token at a time) or
-            "auto" (by cost). Results agree to rounding, where no forgotten key matters: a key is
-            forgotten once gates have faded it by 2^-64, although at degree 8 its weight may then
-            still be the largest if its score is 256 times the others' (at degree 6, 1,600 times;
-            forms that carry a state forget it later). A state holds keys to the power of degree
-            in float32: above degree 4, forms that read one want coordinates of keys, and their
-            products with q / |q|, between 1e-3 and 1e5 at degree 6 and between 1e-2 and 1e4 at
-            degree 8 (measured over 100 tokens). The size of q changes nothing there either.
+            "auto" (by cost). Results agree up to rounding. Above degree 4, forms that read a
+            state have limits: docs/kernels.md, "Small weights in a state".
         backend: "reference" (the formula, quadratic, ignores `form`), "torch", "triton", "auto".
 
     Returns:

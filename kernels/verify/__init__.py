@@ -1,4 +1,4 @@
-"""Checks of every kernel against float64, and times of the op and its peers.
+"""Checks of calls against float64, and the record that every op has of its own.
 
 `longhaul verify` runs them (pipeline/verification).
 """

@@ -16,7 +16,7 @@ def with_candidate(index: int | None) -> AbstractContextManager[None]:
     if index is None:
         return nullcontext()
     # It imports Triton, which takes long, and which a CPU needs not have.
-    from longhaul.kernels.power.triton.launch import configuration
+    from longhaul.kernels.common.triton.launch import configuration
 
     return configuration(index)
 

@@ -5,18 +5,19 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
+from longhaul.kernels.common.custom_ops import without_autocast
+from longhaul.modules.choices import check_choices
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -30,13 +31,16 @@ _COUNTED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What a layer of attention is told of the model around it."""
+    """The sizes of a layer of attention, and what the model around it asks of the layer."""
 
     width: int
     """Width D of its inputs and outputs."""
 
     heads: int
-    """Number of heads H, a divisor of the width."""
+    """Number of query heads H, a divisor of the width."""
+
+    key_heads: int
+    """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
 
     biases: bool = False
     """Whether its projections have biases, which begin at zero."""
@@ -48,6 +52,10 @@ class LayerShape:
         if self.heads < 1 or self.width % self.heads:
             raise ValueError(
                 f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
+            )
+        if self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"key_heads: found {self.key_heads}, wanted a divisor of {self.heads} heads"
             )
 
     @property
@@ -72,8 +80,9 @@ class AttentionConfig(ABC):
     positions: ClassVar[tuple[str, ...]] = ("none",)  # supported values of PositionScaling.name
     speed_options: ClassVar[tuple[str, ...]] = ()  # options that change nothing but speed
 
-    def __post_init__(self) -> None:  # noqa: B027 (the end of the chain of super() calls)
-        """Check the options. A subclass calls super().__post_init__() first."""
+    def __post_init__(self) -> None:
+        """Check the options. A subclass that does so too calls super().__post_init__() first."""
+        check_choices(self)
 
     @abstractmethod
     def build(self, shape: LayerShape) -> "Attention":
@@ -115,8 +124,10 @@ class Attention(nn.Module):
 
     config: AttentionConfig
     rotary: Rotary | None = None
+    can_round_state: ClassVar[bool] = False
+    """Whether decoding may keep states in bfloat16."""
     sequence_part: SequencePart | None = None
-    """Set under context parallelism: x is one part of a sequence, cu_seqlens refer to all of it."""
+    """Set under context parallelism: x is one part of a sequence."""
 
     def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
         super().__init__()
@@ -125,20 +136,22 @@ class Attention(nn.Module):
         self.shape = shape
         self.model_dim = shape.width
         self.num_heads = shape.heads
+        self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
 
     def add_qkv(self, key_dim: int | None = None) -> None:
         """Make `qkv`, the projection behind `queries_keys_values`; key_dim is K, else V."""
-        self.key_widths = (key_dim or self.head_dim) * self.num_heads
-        self.qkv = self.shape.projection(2 * self.key_widths + self.model_dim)
+        K, V, H, G = key_dim or self.head_dim, self.head_dim, self.num_heads, self.num_key_heads
+        self.qkv_widths = K * H, K * G, V * G
+        self.qkv = self.shape.projection(sum(self.qkv_widths))
 
     def queries_keys_values(
         self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T H K"], Float[Tensor, "B T H V"]]:
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
         """Queries, keys and values of every head, from one projection of x."""
-        widths = [self.key_widths, self.key_widths, self.model_dim]
-        q, k, v = (one.unflatten(-1, (self.num_heads, -1)) for one in self.qkv(x).split(widths, -1))
-        return q, k, v
+        q, k, v = self.qkv(x).split(self.qkv_widths, dim=-1)
+        keys = (self.num_key_heads, -1)
+        return q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, keys), v.unflatten(-1, keys)
 
     @abstractmethod
     def forward(
@@ -146,7 +159,7 @@ class Attention(nn.Module):
         x: Float[Tensor, "B T D"],
         state: Any = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], Any]:
         """The output for x, and the new state, which is None when keep_state is False.
@@ -157,26 +170,11 @@ class Attention(nn.Module):
         Args:
             x: activations of T new tokens.
             state: the state that an earlier call returned, or None at the start of a document.
-            cu_seqlens: offsets of documents packed into B = 1. Documents do not see each other.
+            documents: where documents begin in rows that hold several. They do not see each other.
+                `check_documents` says what does not go with them.
             keep_state: whether to return the new state. Training passes False, because computing
                 a state that nobody uses costs time.
         """
-
-    def per_document(
-        self,
-        x: Float[Tensor, "1 T D"],
-        state: Any,
-        cu_seqlens: Int[Tensor, "documents_plus_1"],
-        keep_state: bool,
-    ) -> tuple[Float[Tensor, "1 T D"], None]:
-        """`forward` of packed documents, one after the other, for variants without a faster way."""
-        if state is not None or keep_state:
-            raise ValueError(
-                "cu_seqlens: found with a state or keep_state, wanted neither: packed documents of "
-                f"kind {self.config.kind} keep no states"
-            )
-        documents = Documents(x, cu_seqlens).split(x)
-        return torch.cat([self(one, keep_state=False)[0] for one in documents], dim=1), None
 
     def step(self, x: Float[Tensor, "B 1 D"], state: Any) -> tuple[Float[Tensor, "B 1 D"], Any]:
         """One more token after `state`, in variants of linear cost at a cost independent of T."""
@@ -212,6 +210,10 @@ class Attention(nn.Module):
         """The output of the layer from weights @ values: norm and gate, if any, then W_o."""
         self._refuse_to_write_out()
 
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """The log forget gates that the kind computes from x: for figures. None if it has none."""
+        return None
+
     def _refuse_to_write_out(self) -> NoReturn:
         raise ValueError(
             f"attention.kind: found {self.config.kind}, which does not write out its attention "
@@ -229,22 +231,9 @@ class Attention(nn.Module):
         """Whether T tokens are read best in pieces, each of which passes its state to the next."""
         return self.config.cost == "linear"
 
-    def matrices(self) -> set[str]:
-        """Names of the parameters that are matrices of the block; weight decay is for these alone.
-
-        By default the weights of all projections. Gates, rates, biases, and states and numbers that
-        are learned are none, whatever their shape. A variant that has a matrix in another form adds
-        its name.
-        """
-        return projections(self)
-
     def projection_flops(self) -> int:
-        """Forward FLOPs per token of all products with weights (a multiply-add counts as two)."""
-        return sum(
-            2 * parameter.numel()
-            for name, parameter in self.named_parameters()
-            if name.endswith("weight") and parameter.ndim == 2
-        )
+        """Forward FLOPs per token of all products with weights."""
+        return product_flops(self)
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         """Forward FLOPs per token of attention or state at context T, in the backend's form.
@@ -308,11 +297,24 @@ class Attention(nn.Module):
         if self.rotary is not None:
             self.rotary.scaling = scaling
 
+    def check_documents(self, *, has_state: bool) -> None:
+        """Raise ValueError for what does not go with rows that hold several documents."""
+        if has_state:
+            raise ValueError(
+                "documents: found with a state or keep_state, wanted neither: a state is that of "
+                "one document per row"
+            )
+        if self.rotary is not None and self.rotary.depends_on_length:
+            raise ValueError(
+                "positions: found dynamic_ntk with several documents per row, each of its own "
+                "length; wanted linear or none, or one document per row"
+            )
+
     def check_context_parallel(self) -> None:
         """Raise ValueError where the variant does not support context parallelism."""
         raise ValueError(
-            f"attention.kind: found {self.config.kind}, wanted a kind of PowerAttention, whose "
-            "states the ranks of context parallelism can exchange"
+            f"attention.kind: found {self.config.kind}, wanted a kind with a state of fixed size "
+            "that the ranks of context parallelism can exchange"
         )
 
 
@@ -329,7 +331,7 @@ def _check_complete(kind: str, cls: type) -> None:
 
 ConfigT = TypeVar("ConfigT", bound=type[AttentionConfig])
 _REGISTRY: dict[str, type[AttentionConfig]] = {}
-_TWICE: dict[str, str] = {}  # the modules that register the same kind
+_DUPLICATES: dict[str, str] = {}  # the modules that register the same kind
 _LEFT_OUT: list[str] = []  # why modules of kinds could not be imported
 
 
@@ -339,7 +341,7 @@ def register(kind: str) -> Callable[[ConfigT], ConfigT]:
     def add(config: ConfigT) -> ConfigT:
         _check_complete(kind, config)
         if (other := _REGISTRY.get(kind)) is not None:
-            _TWICE[kind] = f"{other.__module__} and {config.__module__}"
+            _DUPLICATES[kind] = f"{other.__module__} and {config.__module__}"
         config.kind = kind
         _REGISTRY[kind] = config
         return config
@@ -359,8 +361,10 @@ def attention_config(kind: str) -> type[AttentionConfig]:
         ValueError: no module registers the kind, or two do. One line, with the known kinds and the
             modules that could not be imported.
     """
-    if kind in _TWICE:
-        raise ValueError(f"attention.kind: found {kind!r} in {_TWICE[kind]}, wanted one of them")
+    if kind in _DUPLICATES:
+        raise ValueError(
+            f"attention.kind: found {kind!r} in {_DUPLICATES[kind]}, wanted one of them"
+        )
     if kind not in _REGISTRY:
         known = ", ".join(registered_variants())
         left_out = "".join(f"; not imported: {reason}" for reason in _LEFT_OUT)
@@ -368,7 +372,7 @@ def attention_config(kind: str) -> type[AttentionConfig]:
     return _REGISTRY[kind]
 
 
-def leave_out(reason: str) -> None:
+def skip_module(reason: str) -> None:
     """Warn of a module whose import failed for this reason, and forget what it registered."""
     for kind, config in list(_REGISTRY.items()):
         if config.__module__ not in sys.modules:
@@ -385,10 +389,12 @@ def left_out() -> tuple[str, ...]:
 
 def build_attention(kind: str, model_dim: int, num_heads: int, **options: Any) -> Attention:
     """Build a variant by its kind, as the first layer; options are the fields of its config."""
-    return attention_config(kind)(**options).build(LayerShape(width=model_dim, heads=num_heads))
+    return attention_config(kind)(**options).build(
+        LayerShape(width=model_dim, heads=num_heads, key_heads=num_heads)
+    )
 
 
-class InFloat32(nn.Module):
+class Float32Parameters(nn.Module):
     """A module that uses its weights in float32 or wider only. FSDP does not cast them to bf16.
 
     Its outputs, such as rotation rates and log gates, are summed over tokens, so that rounding
@@ -396,19 +402,13 @@ class InFloat32(nn.Module):
     """
 
 
-def projections(module: nn.Module) -> set[str]:
-    """Names of the weights of all `nn.Linear` in a module, but for those of `InFloat32`."""
-    if isinstance(module, InFloat32):
-        return set()
-    if isinstance(module, nn.Linear):
-        return {"weight"}
-    children = module.named_children()
-    return {f"{name}.{weight}" for name, child in children for weight in projections(child)}
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which products with x have its own precision, also inside of autocast."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+def product_flops(module: nn.Module) -> int:
+    """FLOPs of one row's products with all weights of a module; a multiply-add counts as two."""
+    return sum(
+        2 * parameter.numel()
+        for name, parameter in module.named_parameters()
+        if name.endswith("weight") and parameter.ndim == 2
+    )
 
 
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Cartan kernels: rotated queries and keys, and a generator that weighs each pair of tokens."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange, repeat
@@ -14,7 +15,7 @@ from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.parts.vector_gates import VectorGates
-from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -24,16 +25,16 @@ from longhaul.modules.rotary import Rotary
 class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """The generator of the weights, and the form of the inner product."""
 
-    generator: str = "full"
+    generator: Literal["additive", "product", "full"] = "full"
     """additive (softmax over key logits) | product (of forget gates) | full (both multiplied)."""
 
-    generator_per: str = "head"
-    """head | pair (of rotated coordinates) | coordinate: what has a generator of its own."""
+    generator_per: Literal["head", "pair", "coordinate"] = "head"
+    """head | pair (of rotated coordinates) | coordinate: the unit that has its own generator."""
 
     step_size: bool = False
     """full only: add log softplus(W x) to the logits of the softmax, the notes' log Delta."""
 
-    lengths: str = "unit"
+    lengths: Literal["unit", "ratio", "raw"] = "unit"
     """unit (directions of q and k only) | ratio (times |q_t| / |k_i|) | raw (times |q_t| |k_i|)."""
 
     negative_diagonal: bool = False
@@ -44,13 +45,6 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, wanted in (
-            ("generator", ("additive", "product", "full")),
-            ("generator_per", ("head", "pair", "coordinate")),
-            ("lengths", ("unit", "ratio", "raw")),
-        ):
-            if (found := getattr(self, name)) not in wanted:
-                raise ValueError(f"{name}: found {found!r}, wanted one of {', '.join(wanted)}")
         if self.step_size and self.generator != "full":
             raise ValueError(
                 f"step_size: found true with generator {self.generator}, wanted generator full"
@@ -139,7 +133,7 @@ class Cartan(VectorGates):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         (gated_sum,), after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
@@ -152,7 +146,7 @@ class Cartan(VectorGates):
             # The scales of the parts of a key; the values of a head are one for all parts.
             k = k * gated_sum.value_scale
             gated_sum = gated_sum._replace(value_scale=None)
-        operands = Operands(q.to(v.dtype), k.to(v.dtype), v, (gated_sum,))
+        operands = OpInputs(q.to(v.dtype), k.to(v.dtype), v, (gated_sum,))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def _with_lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

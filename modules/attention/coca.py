@@ -1,10 +1,11 @@
 """Collinear constrained attention (CoCA): keys collinear with every query, in one fused call."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
@@ -19,13 +20,8 @@ from longhaul.modules.rotary import Rotary
 class CocaConfig(SoftmaxConfig):
     """The rotary options of softmax, and which of the two versions of CoCA."""
 
-    mode: str = "strict"
+    mode: Literal["strict", "slack"] = "strict"
     """strict (the paper's formula) | slack (what the released code computes)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.mode not in ("strict", "slack"):
-            raise ValueError(f"mode: found {self.mode!r}, wanted one of strict, slack")
 
     def build(self, shape: LayerShape) -> Attention:
         return Coca(self, shape)
@@ -63,20 +59,20 @@ class Coca(FusedAttention):
         self.qtv = shape.projection(3 * shape.width)
 
     def project(
-        self, x: Float[Tensor, "B T D"], past: int
+        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         q, u, v = rearrange(self.qtv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
         first, second = u.chunk(2, dim=-1)
         return q, KeyValueCache(((first + second) / 2).relu(), v)
 
     def operands(
-        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S J"]
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B H S J"],
+        position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
         T, S = q.shape[2], k.shape[2]
-        position = torch.arange(S, dtype=torch.float64, device=q.device)
-        cos, sin = (
-            phase.transpose(1, 2) for phase in self.rotary.phases(position[None], S, q.dtype)
-        )
+        cos, sin = (phase.transpose(1, 2) for phase in self.rotary.phases(position - 1, S, q.dtype))
         now = cos[:, :, S - T :], sin[:, :, S - T :]
         if self.is_strict:
             first, second = q.chunk(2, dim=-1)

@@ -1,6 +1,7 @@
 """Complex linear attention, computed in real arithmetic."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -9,10 +10,16 @@ from torch import Tensor, nn
 
 from longhaul.kernels.rotary import rotate
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
-from longhaul.modules.attention.base import Attention, InFloat32, LayerShape, RotaryConfig, register
+from longhaul.modules.attention.base import (
+    Attention,
+    Float32Parameters,
+    LayerShape,
+    RotaryConfig,
+    register,
+)
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.parts.vector_gates import Stacked, VectorGates
-from longhaul.modules.attention.power import GatedSum, Operands, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -31,15 +38,11 @@ class ComplexConfig(RotaryConfig, PowerConfig):
     learned_sizes: bool = False
     """Learn the size of every eigenvalue, below 1, starting from the fixed gates of `decay`."""
 
-    normalizer: str = "head_norm"
+    normalizer: Literal["head_norm", "amplitudes"] = "head_norm"
     """head_norm (normalise each head's output) | amplitudes (divide by sqrt(sum_m |C_nm|^2))."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.normalizer not in ("head_norm", "amplitudes"):
-            raise ValueError(
-                f"normalizer: found {self.normalizer!r}, wanted head_norm or amplitudes"
-            )
         if self.learned_sizes and self.decay:
             raise ValueError(
                 "decay: found true with learned_sizes, which starts from the same decays; wanted "
@@ -55,7 +58,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
         return ComplexAttention(self, shape)
 
 
-class Eigenvalues(InFloat32):
+class Eigenvalues(Float32Parameters):
     """Learned eigenvalues alpha_j exp(i speed_j theta_j), for every head and pair j of coordinates.
 
     alpha_j = exp(-exp(nu_j)) is below 1 for any nu_j, as in Orvieto et al. (2023),
@@ -139,7 +142,7 @@ class ComplexAttention(VectorGates):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
@@ -149,7 +152,7 @@ class ComplexAttention(VectorGates):
             # A head of one pair has no parts.
             log_g = log_g[..., 0] if self.num_parts == 1 else log_g
         if self.decay:
-            log_g = log_decays(x, self.num_heads)
+            log_g = log_decays(x, self.num_key_heads)
         if self.has_amplitudes:
             # In float32: the sum of squares is a product with q, in which 16 bits may cancel.
             q, k, v = (one.to(cos.dtype) for one in (q, k, v))
@@ -157,10 +160,10 @@ class ComplexAttention(VectorGates):
         sums: tuple[GatedSum, ...] = (GatedSum(log_g),) * 2
         if self.has_amplitudes:
             sums += (GatedSum(None if log_g is None else 2 * log_g),) * 2
-        operands = Operands(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
+        operands = OpInputs(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
-    def stack(self, operands: Operands) -> Stacked:
+    def stack(self, operands: OpInputs) -> Stacked:
         keys = _keys(operands.k)
         v_real, v_imaginary = operands.v.chunk(2, dim=-1)
         values = [operands.v, torch.cat([-v_imaginary, v_real], dim=-1)]
@@ -175,7 +178,7 @@ class ComplexAttention(VectorGates):
             torch.cat(gates, dim=2) if gates else None,
         )
 
-    def merge(self, out: Float[Tensor, "B T NH V"], operands: Operands) -> Tensor:
+    def merge(self, out: Float[Tensor, "B T NH V"], operands: OpInputs) -> Tensor:
         if not self.has_amplitudes:
             return super().merge(out, operands)
         first, second, *products = out.chunk(4, dim=2)
@@ -187,7 +190,7 @@ class ComplexAttention(VectorGates):
     def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
         operands = self.operands(x)
         real, imaginary = (
-            self.part_weights(Operands(operands.q, k, operands.v, operands.sums)).sum(dim=2)
+            self.part_weights(OpInputs(operands.q, k, operands.v, operands.sums)).sum(dim=2)
             for k in _keys(operands.k)
         )
         weights = torch.complex(real, imaginary)

@@ -42,5 +42,5 @@ class ConformalSympow(Sympow):
 
     def __init__(self, config: ConformalSympowConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.gate = config.build_gate(shape.width, shape.heads)
+        self.gate = config.build_gate(shape.width, shape.key_heads)
         self.rate = RotationRate(shape.width)

@@ -1,6 +1,7 @@
 """Linear attention: the product of feature maps replaces the exponential."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -20,35 +21,25 @@ from longhaul.modules.rotary import Rotary
 class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
     """The feature map, how the output is normalised, and whether there are positions and a gate."""
 
-    feature_map: str = "elu"
+    feature_map: Literal["elu", "relu", "identity"] = "elu"
     """elu (elu(x) + 1) | relu | identity: the function applied to queries and keys."""
 
-    normalizer: str = "sum"
+    normalizer: Literal["sum", "head_norm"] = "sum"
     """sum (divide by the sum of the weights) | head_norm (normalise each head's output)."""
 
-    rotary: str = "none"
+    rotary: Literal["none", "fixed"] = "none"
     """none (rotary_base is not read) | fixed (rotate queries and keys, before the feature map)."""
 
-    gate: str = "none"
+    gate: Literal["none", "data"] = "none"
     """none | data (sigmoid(W x), a scalar per head and token)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.feature_map not in ("elu", "relu", "identity"):
-            raise ValueError(
-                f"feature_map: found {self.feature_map!r}, wanted one of elu, relu, identity"
-            )
-        if self.normalizer not in ("sum", "head_norm"):
-            raise ValueError(f"normalizer: found {self.normalizer!r}, wanted sum or head_norm")
         if self.feature_map == "identity" and self.normalizer == "sum":
             raise ValueError(
                 "normalizer: found 'sum' with feature_map identity, whose weights may sum to zero; "
                 "wanted head_norm"
             )
-        if self.rotary not in ("none", "fixed"):
-            raise ValueError(f"rotary: found {self.rotary!r}, wanted none or fixed")
-        if self.gate not in ("none", "data"):
-            raise ValueError(f"gate: found {self.gate!r}, wanted none or data")
 
     def build(self, shape: LayerShape) -> Attention:
         return Linear(self, shape)
@@ -83,7 +74,7 @@ class Linear(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         after = {}
         if self.rotary is not None:
@@ -92,7 +83,7 @@ class Linear(PowerAttention):
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             after = {"rotation": documents.last(rotation)}
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
-        return Operands(self._features(q), self._features(k), v, sums), after
+        return OpInputs(self._features(q), self._features(k), v, sums), after
 
     def pivot_key(self, key: Float[Tensor, "1 R H K"]) -> Float[Tensor, "1 R H K"]:
         # Weights of pivot tokens must not be negative either, or the sum of weights could be zero.

@@ -3,11 +3,12 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Float64, Int, Shaped
+from jaxtyping import Float, Float64, Shaped
 from torch import Tensor, nn
 
 from longhaul.kernels import (
@@ -18,9 +19,15 @@ from longhaul.kernels import (
     state_features,
     symmetric_dim,
 )
+from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.kernels.power.cost import choose_chunk_size, choose_form, power_flops
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE
-from longhaul.modules.attention.base import Attention, AttentionConfig, LayerShape, overwrite
+from longhaul.modules.attention.base import (
+    Attention,
+    AttentionConfig,
+    LayerShape,
+    overwrite,
+)
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
@@ -35,7 +42,7 @@ class PowerConfig(AttentionConfig):
 
     speed_options: ClassVar[tuple[str, ...]] = ("chunk_size",)
 
-    initial_state: str = "zero"
+    initial_state: Literal["zero", "learned"] = "zero"
     """zero | learned: the state before the first token of a document."""
 
     rank: int = 8
@@ -46,10 +53,6 @@ class PowerConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.initial_state not in ("zero", "learned"):
-            raise ValueError(
-                f"initial_state: found {self.initial_state!r}, wanted one of zero, learned"
-            )
         for name in ("rank", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -62,17 +65,17 @@ class GatedSum(NamedTuple):
     G is the running sum of log_g. None means no decay, and scales of 1.
     """
 
-    log_g: Float[Tensor, "B T H *parts"] | None = None  # parts: see vector_gates.py
-    value_scale: Float[Tensor, "B T H #V"] | None = None
+    log_g: Float[Tensor, "B T G *parts"] | None = None  # parts: see vector_gates.py
+    value_scale: Float[Tensor, "B T G #V"] | None = None
     output_scale: Float[Tensor, "B T H #V"] | None = None
 
 
-class Operands(NamedTuple):
+class OpInputs(NamedTuple):
     """Queries, keys and values, and the gated sums over them that add up to the output."""
 
     q: Float[Tensor, "B T H K"]
-    k: Float[Tensor, "B T H K"]
-    v: Float[Tensor, "B T H V"]
+    k: Float[Tensor, "B T G K"]
+    v: Float[Tensor, "B T G V"]
     sums: tuple[GatedSum, ...] = (GatedSum(),)
 
 
@@ -93,8 +96,7 @@ class PowerAttention(Attention):
     degree = 1
     scale: float | None = None  # None is K^(-1/2)
     normalize = False
-    can_round_state: ClassVar[bool] = True
-    """Whether decoding may keep states in bfloat16."""
+    can_round_state = True
     num_sums = 1
     logits_per_head = 0  # softmaxes over key logits, which weigh the values
     initial_state: InitialState | None
@@ -109,17 +111,17 @@ class PowerAttention(Attention):
         self.initial_state = None
         if config.initial_state == "learned":
             self.initial_state = InitialState(
-                shape.heads,
+                shape.key_heads,
                 self.key_dim,
                 self.value_dim,
                 config.rank,
-                num_log_masses=shape.heads * self.logits_per_head,
+                num_log_masses=shape.key_heads * self.logits_per_head,
             )
 
     @abstractmethod
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         """The arguments of the op for x, and the new carried values.
 
         `carried` holds the values after the previous token of each document.
@@ -131,14 +133,19 @@ class PowerAttention(Attention):
 
     @property
     def op_heads(self) -> int:
-        """Heads of the call of the op."""
+        """Query heads of the call of the op."""
         return self.num_sums * self.num_heads
+
+    @property
+    def num_states(self) -> int:
+        """Key heads of the call of the op, each of which has a state."""
+        return self.op_heads * self.num_key_heads // self.num_heads
 
     def initial_log_mass(self, count: int, device: torch.device) -> Float64[Tensor, "N S"]:
         """Log-sum-exp of the key logits before the first token of each of `count` documents."""
         *_, log_mass = (None,) if self.initial_state is None else self.initial_state()
         if log_mass is None:
-            logits = self.num_heads * self.logits_per_head
+            logits = self.num_key_heads * self.logits_per_head
             return torch.full((count, logits), -math.inf, dtype=torch.float64, device=device)
         return log_mass.double().expand(count, -1)  # type: ignore[no-any-return]
 
@@ -157,7 +164,7 @@ class PowerAttention(Attention):
         """The keys given to the op for the learned keys of the initial state."""
         return key
 
-    def stack(self, operands: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def stack(self, operands: OpInputs) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k, v and log gates of one call of the op, gated sums stacked along the head axis."""
         q, k, v, sums = operands
         values = [
@@ -173,7 +180,7 @@ class PowerAttention(Attention):
         q, k = q.repeat(1, 1, len(sums), 1), k.repeat(1, 1, len(sums), 1)
         return q, k, torch.cat(values, dim=2), log_g
 
-    def merge(self, out: Float[Tensor, "B T SH V"], operands: Operands) -> Tensor:
+    def merge(self, out: Float[Tensor, "B T SH V"], operands: OpInputs) -> Tensor:
         """Scale the gated sums in the output of the op, and add them up."""
         total: Tensor | None = None
         for part, one in zip(out.chunk(len(operands.sums), dim=2), operands.sums, strict=True):
@@ -200,35 +207,79 @@ class PowerAttention(Attention):
         x: Float[Tensor, "B T D"],
         state: PowerAttentionState | None = None,
         *,
-        cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
+        documents: Documents | None = None,
         keep_state: bool = True,
     ) -> tuple[Float[Tensor, "B T D"], PowerAttentionState | None]:
         if state is not None and keep_state and x.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(x, state)
-        self._check_scaling(is_whole=state is None and cu_seqlens is None and not keep_state)
+        self._check_scaling(is_whole=state is None and documents is None and not keep_state)
         self._check_stateless(has_state=state is not None or keep_state)
-        documents = Documents(x, cu_seqlens, self.sequence_part)
-        if state is None:
-            power = self._initial_power(documents.count)
-            carried = self.initial_carried(documents.count, x.device)
-        else:
-            power, carried = state
-        operands, carried = self.project(x, documents, carried)
+        power, carried = state or (None, self.initial_carried(len(x), x.device))
+        where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
+        operands, carried = self.project(x, where, carried)
         stacked = self.stack(operands)
-        options = PowerOptions(self.degree, self.scale, self.normalize, self.chunk_size)
-        if self.sequence_part is not None:
-            mixed = context_parallel_attention(documents, *stacked, power, options)
-            power = None
+        if documents is not None:
+            mixed, power = self._mix_documents(documents, *stacked), None
         else:
-            mixed, power = power_attention(
-                *stacked,
-                **options._asdict(),
-                initial_state=power,
-                output_final_state=keep_state,
-                cu_seqlens=cu_seqlens,
-            )
+            start = self._initial_power(len(x)) if state is None else power
+            mixed, power = self._mix(*stacked, start=start, keep_state=keep_state)
         y = self.read_out(x, self.merge(mixed, operands))
         return y, None if power is None else PowerAttentionState(power, carried)
+
+    def _mix(
+        self,
+        q: Float[Tensor, "B T NH K"],
+        k: Float[Tensor, "B T NH K"],
+        v: Float[Tensor, "B T NH V"],
+        log_g: Float[Tensor, "B T NH"] | None,
+        *,
+        start: PowerState | None = None,
+        keep_state: bool = False,
+        normalize: bool | None = None,
+    ) -> tuple[Float[Tensor, "B T NH V"], PowerState | None]:
+        """The op, over the whole sequence also where this rank has one part of it."""
+        normalize = self.normalize if normalize is None else normalize
+        options = PowerOptions(self.degree, self.scale, normalize, self.chunk_size)
+        if self.sequence_part is not None:
+            part = self.sequence_part
+            return context_parallel_attention(part, q, k, v, log_g, start, options), None
+        return power_attention(
+            q, k, v, log_g, **options._asdict(), initial_state=start, output_final_state=keep_state
+        )
+
+    def _mix_documents(
+        self,
+        documents: Documents,
+        q: Float[Tensor, "B T NH K"],
+        k: Float[Tensor, "B T NH K"],
+        v: Float[Tensor, "B T NH V"],
+        log_g: Float[Tensor, "B T NH"] | None,
+    ) -> Float[Tensor, "B T NH V"]:
+        """The op, where a document begins with a gate of zero.
+
+        Such a gate would also forget a learned initial state. So the pivot tokens, which stand
+        before every document, are added to the sums over its own tokens. The sum of the weights,
+        if any, is one more value.
+        """
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        no_decay = k.new_zeros(k.shape[:3], dtype=dtype)
+        reset = documents.begin_anew(no_decay if log_g is None else log_g)
+        if self.initial_state is None:
+            return self._mix(q, k, v, reset)[0]
+        pivot_k, pivot_v = self._pivots()
+        q, k, v, pivot_k, pivot_v = (one.to(dtype) for one in (q, k, v, pivot_k, pivot_v))
+        if self.normalize:
+            v, pivot_v = (F.pad(one, (0, 1), value=1.0) for one in (v, pivot_v))
+        scale = self.key_dim**-0.5 if self.scale is None else self.scale
+        with without_autocast(q):
+            weights = (scale * torch.einsum("bthk,zrhk->bthr", q, pivot_k)) ** self.degree
+            if log_g is not None:
+                none = log_g.new_zeros(len(log_g), log_g.shape[2], dtype=torch.float64)
+                decay = documents.cumsum(log_g.double(), none).exp().to(dtype)
+                weights = weights * decay[..., None]
+            pivots = torch.einsum("bthr,zrhv->bthv", weights, pivot_v)
+        sums = self._mix(q, k, v, reset, normalize=False)[0] + pivots
+        return _divided(sums[..., :-1], sums[..., -1:]) if self.normalize else sums
 
     def step(
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
@@ -258,10 +309,15 @@ class PowerAttention(Attention):
         y = self.read_out(x, self.merge(mixed, operands))
         return y, PowerAttentionState(power, carried)
 
-    def operands(self, x: Float[Tensor, "B T D"]) -> Operands:
+    def operands(self, x: Float[Tensor, "B T D"]) -> OpInputs:
         """The arguments of the op for whole documents, one per row."""
         documents = Documents(x)
-        return self.project(x, documents, self.initial_carried(documents.count, x.device))[0]
+        return self.project(x, documents, self.initial_carried(len(x), x.device))[0]
+
+    def log_gates(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H *parts"] | None:
+        """Those of the first gated sum that has any."""
+        gated = (one.log_g for one in self.operands(x).sums if one.log_g is not None)
+        return next(gated, None)
 
     def values(self, x: Float[Tensor, "B T D"]) -> Shaped[Tensor, "B T W V"]:
         return self.operands(x).v
@@ -281,10 +337,9 @@ class PowerAttention(Attention):
         weights = scores**self.degree * coefficients
         if not self.normalize:
             return weights
-        total = weights.sum(dim=-1, keepdim=True)
-        return weights / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
+        return _divided(weights, weights.sum(dim=-1, keepdim=True))
 
-    def coefficients(self, operands: Operands) -> Float[Tensor, "B H T T"]:
+    def coefficients(self, operands: OpInputs) -> Float[Tensor, "B H T T"]:
         """The factors of (scale q_t . k_i)^p, summed over all gated sums.
 
         Each gated sum adds output_scale_t exp(G_t - G_i) value_scale_i.
@@ -313,11 +368,11 @@ class PowerAttention(Attention):
     def state_size(self) -> int | None:
         features = symmetric_dim(self.key_dim, self.degree)
         columns = self.value_dim + self.normalize
-        return self.op_heads * features * columns + self._num_carried()
+        return self.num_states * features * columns + self._num_carried()
 
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
         features = state_features(self.key_dim, self.degree)
-        power = 4 * self.op_heads * features * (self.value_dim + 1)
+        power = 4 * self.num_states * features * (self.value_dim + 1)
         carried = self.initial_carried(1, torch.device("meta")).values()
         return power + sum(x.numel() * x.element_size() for x in carried)
 
@@ -334,15 +389,20 @@ class PowerAttention(Attention):
         """The learned initial state, repeated for each of `count` documents."""
         if self.initial_state is None:
             return None
+        state = power_state(*self._pivots(), degree=self.degree)
+        return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+
+    def _pivots(self) -> tuple[Float[Tensor, "1 R NH K"], Float[Tensor, "1 R NH V"]]:
+        """Keys and values of the learned initial state, as they are given to the op."""
+        assert self.initial_state is not None
         key, value, _ = self.initial_state()
         key = self.pivot_key(key)
         sums = tuple(
             GatedSum(value_scale=torch.full_like(key[..., :1], scale))
             for scale in self.pivot_value_scales()
         )
-        _, k, v, _ = self.stack(Operands(key, key, value, sums))
-        state = power_state(k, v, degree=self.degree)
-        return PowerState(*(x.expand(count, *x.shape[1:]) for x in state))
+        _, k, v, _ = self.stack(OpInputs(key, key, value, sums))
+        return k, v
 
     def check_context_parallel(self) -> None:
         if self.degree > 4:
@@ -365,6 +425,11 @@ class PowerAttention(Attention):
                 "not hold the keys that a longer sequence would rotate anew; wanted linear or "
                 "none, or whole windows without a state"
             )
+
+
+def _divided(sums: Tensor, total: Tensor) -> Tensor:
+    """Sums over the total of their weights, as in the op."""
+    return sums / torch.where(total.abs() < DENOMINATOR_FLOOR, DENOMINATOR_FLOOR, total)
 
 
 def _decay(log_g: Tensor | None, T: int, like: Tensor) -> Float[Tensor, "*B_H T T"]:

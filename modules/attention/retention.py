@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -50,12 +50,12 @@ class Retention(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        log_g = log_decays(x, self.num_heads)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
+        log_g = log_decays(x, self.num_key_heads)
+        operands = OpInputs(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
         return operands, {"rotation": documents.last(rotation)}
 
     def read_out(

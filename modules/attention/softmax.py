@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
@@ -48,27 +47,28 @@ class Softmax(FusedAttention):
         self.add_qkv()
 
     def project(
-        self, x: Float[Tensor, "B T D"], past: int
+        self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         # The cache holds rotated keys, unless their rotation depends on the sequence length.
-        return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, past), v)
+        return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, position), v)
 
     def operands(
-        self, q: Float[Tensor, "B H T K"], k: Float[Tensor, "B H S K"]
+        self,
+        q: Float[Tensor, "B H T K"],
+        k: Float[Tensor, "B H S K"],
+        position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
-        length = k.shape[2]
-        q = self._turn(q, length - q.shape[2], length)
-        return q, self._turn(k, 0, length) if self.rotary.depends_on_length else k
+        q = self._turn(q, position)
+        return q, self._turn(k, position) if self.rotary.depends_on_length else k
 
     def _turn(
-        self, x: Float[Tensor, "B H T K"], past: int, length: int | None = None
+        self, x: Float[Tensor, "B H T K"], position: Float64[Tensor, "#B S"]
     ) -> Float[Tensor, "B H T K"]:
-        """x rotated by positions past + 1, past + 2, ... of a sequence of `length` tokens."""
-        T = x.shape[2]
-        position = torch.arange(past + 1, past + T + 1, dtype=torch.float64, device=x.device)
-        cos, sin = self.rotary.phases(position[None], length or past + T, x.dtype)
+        """x rotated by the last T of S positions."""
+        S = position.shape[1]
+        cos, sin = self.rotary.phases(position[:, S - x.shape[2] :], S, x.dtype)
         return rotate(x, cos.transpose(1, 2), sin.transpose(1, 2))
 
     def cached_per_token(self) -> int:
-        return 2 * self.model_dim
+        return 2 * self.num_key_heads * self.head_dim

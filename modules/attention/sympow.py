@@ -1,7 +1,7 @@
 """Symmetric-power attention: the kernel (q . k)^p, whose state has a fixed size."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import (
     Attention,
-    InFloat32,
+    Float32Parameters,
     LayerShape,
     linear_in_float32,
     register,
 )
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -58,13 +58,8 @@ class SympowOptions(PowerConfig):
 class SympowConfig(SympowOptions):
     """The options of symmetric-power attention without learned rotation rates."""
 
-    rotary: str = "fixed"
+    rotary: Literal["fixed", "none"] = "fixed"
     """fixed (rotate queries and keys by their positions) | none (longest_document is not read)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotary not in ("fixed", "none"):
-            raise ValueError(f"rotary: found {self.rotary!r}, wanted fixed or none")
 
     def build_rotary(self, width: int) -> Rotary | None:
         return super().build_rotary(width) if self.rotary == "fixed" else None
@@ -87,7 +82,7 @@ class HeadNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class RotationRate(InFloat32):
+class RotationRate(Float32Parameters):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
     beta_t = 1 rotates by as much as one position does in fixed rotary embeddings. The source does
@@ -131,21 +126,21 @@ class Sympow(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         if self.rotary is None:
-            return Operands(q, k, v, sums), {}
+            return OpInputs(q, k, v, sums), {}
         if self.rate is None:
             rotation = documents.positions(carried["rotation"])
         else:
             rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
         cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        operands = Operands(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
+        operands = OpInputs(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
         return operands, {"rotation": documents.last(rotation)}
 
     def tensor_power_size(self) -> int:
         """Numbers that the state would hold if features were the full tensor power."""
-        return self.num_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)
+        return self.num_key_heads * int(self.key_dim**self.degree) * (self.value_dim + 1)

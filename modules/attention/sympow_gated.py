@@ -27,4 +27,4 @@ class SympowGated(Sympow):
 
     def __init__(self, config: SympowGatedConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.gate = config.build_gate(shape.width, shape.heads)
+        self.gate = config.build_gate(shape.width, shape.key_heads)

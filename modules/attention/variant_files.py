@@ -19,7 +19,7 @@ def import_variants(package: str, folders: Iterable[str]) -> None:
             importlib.import_module(module.name)
         except Exception as error:  # The file may do anything.
             file = Path(module.module_finder.path, f"{module.name.rpartition('.')[2]}.py")  # type: ignore[union-attr]
-            base.leave_out(_explained(error, file))
+            base.skip_module(_explained(error, file))
 
 
 def _explained(error: Exception, file: Path) -> str:
@@ -35,5 +35,5 @@ def _explained(error: Exception, file: Path) -> str:
 
 
 def _is_variant(name: str, beside: Path) -> bool:
-    """Whether code is that of a variant: what it calls in base.py says less of its error."""
+    """Whether a stack frame is in a variant's file: one in base.py does not show the mistake."""
     return beside.parent in Path(name).parents and name not in (base.__file__, __file__)

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,7 +16,7 @@ from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
 from longhaul.modules.attention.parts.key_softmax import key_softmax
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention, PowerConfig
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -24,17 +24,17 @@ from longhaul.modules.rotary import Rotary
 @register("zeros")
 @dataclass(frozen=True, kw_only=True)
 class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
-    """Whose formula it is, and which terms of the softmax's expansion get gates of their own.
+    """Which source's formula is used, and which terms of the softmax's expansion have gates.
 
     Form notes is that of the notes on Cartan decomposition. It subtracts from a key's logit the
     mean of the logits up to that key, as the notes index it; notes_row_mean subtracts the mean of
     all logits up to the query, as published does.
     """
 
-    form: str = "published"
+    form: Literal["published", "notes", "notes_row_mean"] = "published"
     """published (arXiv:2602.05230) | notes (mean of logits up to the key) | notes_row_mean."""
 
-    zeroth: str = "none"
+    zeroth: Literal["none", "first_layer"] = "none"
     """none | first_layer: the first layer keeps the mean of the values, times tanh(W_0 x)."""
 
     second_order: bool = False
@@ -48,12 +48,6 @@ class ZerosConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in ("published", "notes", "notes_row_mean"):
-            raise ValueError(
-                f"form: found {self.form!r}, wanted one of published, notes, notes_row_mean"
-            )
-        if self.zeroth not in ("none", "first_layer"):
-            raise ValueError(f"zeroth: found {self.zeroth!r}, wanted none or first_layer")
         if self.zeroth != "none" and self.form != "published":
             raise ValueError(
                 f"zeroth: found {self.zeroth!r} with form {self.form}, which subtracts its own "
@@ -168,13 +162,13 @@ class Zeros(PowerAttention):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
         # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
-        operands = Operands(q, k, v.to(q.dtype), sums)
+        operands = OpInputs(q, k, v.to(q.dtype), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def generate(

@@ -9,7 +9,7 @@ from torch import nn
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.modules.optim import learning_rate_factor
+from longhaul.modules.optim import learning_rate_factor, set_learning_rate
 from longhaul.pipeline.training.run import build_module
 
 
@@ -48,8 +48,7 @@ class BareLoop:
         factor = learning_rate_factor(
             config.optim.schedule, self._tokens, config.trainer.max_tokens
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.optim.learning_rate * factor
+        set_learning_rate(self.optimizer, config.optim.learning_rate * factor)
         self.loss = torch.zeros((), device=self.device)
         for _ in range(config.accumulation):
             batch = next(self._batches)

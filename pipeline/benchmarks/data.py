@@ -11,17 +11,18 @@ import webdataset
 from torch.utils.data import DataLoader
 
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 
 _VOCABULARY = 50_257
-_DOCUMENTS = 256
-_DOCUMENT_TOKENS = 65_536
-_DOCS_PER_SHARD = 64
+_BLOCKS = 256
+_BLOCK_TOKENS = 65_536
+_BLOCKS_PER_SHARD = 64
 _CONTEXTS = (1024, 8192)
-# One document, which is what stock webdataset yields at a time.
+# One block, which is what stock webdataset yields at a time.
 _TOKENS_PER_BATCH = 65_536
 _WORKERS = (0, 1)
 _ROUNDS = 5
@@ -37,45 +38,46 @@ def run() -> None:
         _compare(_write_shards(Path(folder) / "shards"))
 
 
-class _RandomDocuments:
+class _RandomBlocks:
     version = 1
     dropped_tokens = empty_texts = 0
 
-    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         generator = np.random.default_rng(0)
-        for number in range(_DOCUMENTS):
-            yield generator.integers(0, _VOCABULARY, _DOCUMENT_TOKENS, np.uint16), [number + 1]
+        for number in range(_BLOCKS):
+            yield generator.integers(0, _VOCABULARY, _BLOCK_TOKENS, np.uint16), [number + 1]
 
 
-def _write_shards(folder: Path) -> Manifest:
+def _write_shards(folder: Path) -> Corpus:
     template = Manifest(
         tokenizer="gpt2",
         tokenizer_sha256="",
         vocab_size=_VOCABULARY,
         bos_id=_VOCABULARY - 1,
         eot_id=_VOCABULARY - 1,
-        document_tokens=_DOCUMENT_TOKENS,
+        document_tokens=_BLOCK_TOKENS,
         dtype="uint16",
         shards=(),
     )
-    return prepare_shards(
+    manifest = prepare_shards(
         folder,
         template,
-        _RandomDocuments(),
-        docs_per_shard=_DOCS_PER_SHARD,
+        _RandomBlocks(),
+        docs_per_shard=_BLOCKS_PER_SHARD,
         prefix="train",
         progress=lambda tokens: None,
     )
+    return Corpus(manifest)
 
 
-def _compare(manifest: Manifest) -> None:
+def _compare(corpus: Corpus) -> None:
     readers: dict[tuple[str, int], Callable[[], int]] = {}
     for workers in _WORKERS:
-        readers["stock webdataset, documents", workers] = _stock_reader(manifest, workers)
+        readers["stock webdataset, blocks", workers] = _stock_reader(corpus, workers)
         for context in _CONTEXTS:
-            if manifest.document_tokens % context == 0:
+            if corpus.block_tokens % context == 0:
                 name = f"longhaul, windows of {context}"
-                readers[name, workers] = _our_reader(manifest, context, workers)
+                readers[name, workers] = _our_reader(corpus, context, workers)
     best = dict.fromkeys(readers, 0.0)
     first: dict[tuple[str, int], float] = {}
     for _ in range(_ROUNDS):
@@ -85,17 +87,17 @@ def _compare(manifest: Manifest) -> None:
             rate = tokens / (time.perf_counter() - start)
             first.setdefault(key, rate)
             best[key] = max(best[key], rate)
-    print(f"{manifest.num_tokens:,} tokens per round, best of {_ROUNDS} rounds, hot cache")
+    print(f"{corpus.num_tokens:,} tokens per round, best of {_ROUNDS} rounds, hot cache")
     print("in the first round both readers open the shards, and longhaul checks their sha256\n")
     print(f"{'reader':<30} {'workers':>7} {'first':>14} {'best':>14}   {'of stock':>8}")
     for (name, workers), rate in best.items():
-        ratio = rate / best["stock webdataset, documents", workers]
+        ratio = rate / best["stock webdataset, blocks", workers]
         rates = f"{first[name, workers] / 1e6:>7.1f} Mtok/s {rate / 1e6:>7.1f} Mtok/s"
         print(f"{name:<30} {workers:>7} {rates}   {ratio:>7.2f}x")
 
 
-def _stock_reader(manifest: Manifest, workers: int) -> Callable[[], int]:
-    urls = [manifest.url_of(shard.name) for shard in manifest.shards]
+def _stock_reader(corpus: Corpus, workers: int) -> Callable[[], int]:
+    urls = [url for url, _ in corpus.files]
     dataset = webdataset.WebDataset(urls, shardshuffle=False).decode()
     loader = DataLoader(
         dataset,
@@ -113,11 +115,11 @@ def _tokens_of(sample: Any) -> Any:
     return sample["tokens.npy"]
 
 
-def _our_reader(manifest: Manifest, context: int, workers: int) -> Callable[[], int]:
-    windows = manifest.num_tokens // context
+def _our_reader(corpus: Corpus, context: int, workers: int) -> Callable[[], int]:
+    windows = corpus.num_tokens // context
     micro_batch = max(1, _TOKENS_PER_BATCH // context)
     data = TokenDataModule(
-        DataConfig(manifest=manifest.location, context=context, workers=workers),
+        DataConfig(manifest=corpus.location, context=context, workers=workers),
         seed=0,
         samples_per_update=micro_batch,
         micro_batch=micro_batch,

@@ -4,17 +4,13 @@ The optimizer's state is keyed by parameter name, not by position in a list, and
 saved as DTensors. Therefore a checkpoint of one strategy can be restored under any other.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
+from longhaul.modules.optim import state_keys
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The names of Adam's moments."""
 
 
 def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -38,60 +34,50 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpo
     optimizer.state.clear()
     into = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
     parameters = dict(model.named_parameters())
-    states: dict[str, dict[str, Tensor]] = {}
-    for full_name, entry in saved.tensors.items():
+    keys_of = {
+        id(p): state_keys(group) for group in optimizer.param_groups for p in group["params"]
+    }
+    found: dict[str, set[str]] = {}
+    for full_name in saved.tensors:
         # Parameter names contain dots, never a slash.
-        group, _, rest = full_name.partition("/")
-        if group != "optimizer":
-            continue
-        name, _, key = rest.partition("/")
+        kind, _, rest = full_name.partition("/")
+        if kind == "optimizer":
+            name, _, key = rest.partition("/")
+            found.setdefault(name, set()).add(key)
+    states: dict[str, dict[str, Tensor]] = {}
+    # A parameter has no state before its first update.
+    for name, keys in found.items():
         if name not in parameters:
             raise CheckpointError(
-                f"checkpoint {saved.path}: found the optimizer's {rest}, wanted a parameter of "
-                "this model"
+                f"checkpoint {saved.path}: found the optimizer's {name}/{min(keys)}, wanted a "
+                "parameter of this model"
             )
-        parameter = parameters[name]
-        dtype = entry.properties.dtype
-        wanted = torch.Size() if key == "step" else parameter.shape
-        if entry.size != wanted or not dtype.is_floating_point:
-            raise CheckpointError(
-                f"checkpoint {saved.path}: found shape {tuple(entry.size)} of {dtype} for "
-                f"{full_name}, wanted {tuple(wanted)} of a floating-point type"
-            )
-        if key == "step":
-            value = torch.zeros((), dtype=dtype, device=parameter.device)
-        else:
-            value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        into[f"optimizer/{name}/{key}"] = states.setdefault(name, {})[key] = value
-    _check_complete(saved, states, parameters, optimizer)
+        wanted = keys_of.get(id(parameters[name]), ())
+        for key in sorted(keys.symmetric_difference(wanted)):
+            wrong = f"no optimizer/{name}/{key}, wanted one"
+            if key in keys:
+                wrong = f"optimizer/{name}/{key}, wanted none"
+            raise CheckpointError(f"checkpoint {saved.path}: found {wrong}")
+        states[name] = {key: _room_for(saved, name, key, parameters[name]) for key in wanted}
+        into |= {f"optimizer/{name}/{key}": tensor for key, tensor in states[name].items()}
     saved.read(into)
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
 
 
-def _check_complete(
-    saved: SavedCheckpoint,
-    states: Mapping[str, Mapping[str, Tensor]],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-) -> None:
-    """Raise where a parameter lacks what the next update would look for.
-
-    That is what others of its group have: two groups may have states of different kinds.
-    """
-    group_of = {id(p): n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    groups = {name: group_of.get(id(parameters[name])) for name in states}
-    wanted: dict[int | None, set[str]] = {}
-    for name, state in states.items():
-        wanted.setdefault(groups[name], set()).update(state)
-    for keys in wanted.values():
-        if isinstance(optimizer, Adam):  # AdamW is an Adam
-            keys |= {"step", *MOMENTS}
-    for name, state in states.items():
-        for key in sorted(wanted[groups[name]] - state.keys()):
-            raise CheckpointError(
-                f"checkpoint {saved.path}: found no optimizer/{name}/{key}, wanted one"
-            )
+def _room_for(saved: SavedCheckpoint, name: str, key: str, parameter: nn.Parameter) -> Tensor:
+    """A tensor into which to read what the checkpoint has of a parameter's state."""
+    entry = saved.tensors[f"optimizer/{name}/{key}"]
+    dtype = entry.properties.dtype
+    shape = torch.Size() if key == "step" else parameter.shape
+    if entry.size != shape or not dtype.is_floating_point:
+        raise CheckpointError(
+            f"checkpoint {saved.path}: found shape {tuple(entry.size)} of {dtype} for "
+            f"optimizer/{name}/{key}, wanted {tuple(shape)} of a floating-point type"
+        )
+    if key == "step":
+        return torch.zeros((), dtype=dtype, device=parameter.device)
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _parameter_names(model: nn.Module) -> dict[int, str]:

@@ -10,7 +10,6 @@ read a checkpoint.
 
 import json
 import os
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -126,23 +125,18 @@ def _write_tensors(
     """Write a file, flush it, read it back to compare, and return its checksum."""
     sharding = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
     saved = _without_shared_memory(tensors)
+    # save_file makes files that only their owner can read. The run's other files follow the umask.
+    path.touch()
+    mode = path.stat().st_mode
     # save_file writes from the tensors' memory. Building the file's bytes first would take as much
     # memory again.
     save_file(saved, path, metadata={"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)})
-    # save_file makes files that only their owner can read. The run's other files follow the umask.
-    path.chmod(0o666 & ~_umask())
+    path.chmod(mode)
     flush(path)
     back = load_file(path)
     if back.keys() != saved.keys() or not all(_equal_bits(back[k], t) for k, t in saved.items()):
         raise CheckpointError(f"{path.name} does not read back as it was written")
     return checksum(path)
-
-
-def _umask() -> int:
-    """The process's umask, read without os.umask, which would also set it for other threads."""
-    status = Path("/proc/self/status").read_text()
-    match = re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE)
-    return int(match[1], 8) if match else 0o022
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,12 +13,12 @@ from pydantic import Field
 
 from longhaul.datamodules.files.untrusted import parse_json, read_regular
 from longhaul.pipeline.system.programs import output_of
+from longhaul.pipeline.system.waiting import SQUEUE_S
 
 JOBS_FILE = "slurm/jobs.jsonl"
 """In a run folder: one line for each job that was queued for the run."""
 
 _MOST_BYTES = 16 << 20
-_SECONDS = 20.0  # A controller with thousands of jobs in its queue is slow.
 # Job, state, restarts, and a reason, which may contain spaces.
 _FORMAT = "JobArrayID:64,State:32,RestartCnt:16,Reason:256"
 _ENDED = {
@@ -38,7 +38,7 @@ _ENDED = {
 
 
 @dataclass(frozen=True)
-class _Job:
+class _SubmittedJob:
     """One line of JOBS_FILE."""
 
     kind: str
@@ -67,7 +67,7 @@ def training_jobs(run: Path) -> Sequence[str]:
     for line in lines:
         # Half a line of an interrupted submission is left out.
         with contextlib.suppress(ValueError):
-            entry = parse_json(_Job, line, JOBS_FILE)
+            entry = parse_json(_SubmittedJob, line, JOBS_FILE)
             if entry.kind == "train":
                 ids.append(entry.job_id)
     return ids
@@ -81,7 +81,7 @@ def slurm_jobs(job_ids: Collection[str]) -> Mapping[str, SlurmJob] | None:
     environment = {key: value for key, value in os.environ.items() if key[:7] != "SQUEUE_"}
     try:
         result = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_SECONDS
+            command, env=environment, capture_output=True, text=True, timeout=SQUEUE_S
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

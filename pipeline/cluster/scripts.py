@@ -12,11 +12,11 @@ from pathlib import Path
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.named import VARIABLE, names
 from longhaul.pipeline.runs.named_keys import places_of_job
+from longhaul.pipeline.system.waiting import SLURM_DELAY_S
 
 _SETTINGS_END = "# -- settings end here --\n"
 # The signal to stop comes before the time limit by the seconds that a stop may take, plus these by
 # which Slurm's clock may be late.
-_SLURM_DELAY_SECONDS = 30
 # The main thread, autograd's, a data worker, the writers of checkpoints and of metrics, and others.
 _CPUS_PER_GPU = 8
 # In an #SBATCH line all other characters need a backslash, and a space needs quotes.
@@ -148,7 +148,7 @@ def _cpus_per_task(config: RunConfig) -> int | None:
 
 def _rank_options(config: RunConfig) -> list[str]:
     trainer, gpu = config.trainer, config.slurm.gpu
-    lead = math.ceil(trainer.stop_seconds) + _SLURM_DELAY_SECONDS
+    lead = math.ceil(trainer.stop_seconds) + SLURM_DELAY_S
     limit = _seconds(config.slurm.time or "")
     # Twice: a job that gets the signal while it starts has no new checkpoint, so that it would not
     # be requeued.

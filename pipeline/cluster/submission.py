@@ -24,13 +24,12 @@ from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import SUBMITTED
 from longhaul.pipeline.runs.sweep import read_sweep, remember_sweep, with_absolute_root
 from longhaul.pipeline.system.devices import find_device
+from longhaul.pipeline.system.waiting import QUEUE_S
 
 logger = logging.getLogger(__name__)
 
 # What a submission and the jobs of slurm.then write into a run folder.
 _WRITTEN = ("slurm", "logs", "STOPPED", "export", "evaluation", "mlflow_run_id")
-# A controller with thousands of jobs in its queue is slow, and sbatch asks one that is down again.
-_SECONDS_TO_QUEUE = 300.0
 
 
 class _NoAnswerError(RuntimeError):
@@ -285,10 +284,10 @@ def _sbatch(folder: Path, job: _Job, options: Sequence[str]) -> str:
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     command = ["sbatch", "--parsable", "--kill-on-invalid-dep=yes", *options, str(job.script)]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_QUEUE)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=QUEUE_S)
     except subprocess.TimeoutExpired:
         raise _NoAnswerError(
-            f"sbatch: found no answer in {_SECONDS_TO_QUEUE:g} s, wanted a job id; the job may be "
+            f"sbatch: found no answer in {QUEUE_S:g} s, wanted a job id; the job may be "
             "queued, as squeue --me tells"
         ) from None
     if result.returncode:

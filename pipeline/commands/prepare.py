@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from longhaul.datamodules.preparation.corpus import STANDARD_LIBRARY
+from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
 from longhaul.datamodules.tokenizer import BUILT_IN
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "tokenizer_config.json beside it, or a usual name",
         )
     text.add_argument(
-        "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per document (65536)"
+        "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per block (65536)"
     )
     text.add_argument(
         "--validation-fraction",
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for command in (zarr, text):
         command.add_argument(
-            "--docs-per-shard", type=int, default=256, metavar="N", help="documents per shard (256)"
+            "--docs-per-shard", type=int, default=256, metavar="N", help="blocks per shard (256)"
         )
 
 
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         sources,
         Path(destination),
         tokenizer=args.tokenizer,
-        document_tokens=args.doc_tokens,
+        block_tokens=args.doc_tokens,
         docs_per_shard=args.docs_per_shard,
         validation_fraction=args.validation_fraction,
         bos=args.bos,

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from longhaul.configs.schema import TrainerConfig
-from longhaul.modules.attention.base import InFloat32
+from longhaul.modules.attention.base import Float32Parameters
 from longhaul.modules.language_model import LanguageModel
 
 
@@ -99,6 +99,6 @@ def _float32_weights(module: nn.Module) -> set[nn.Parameter]:
     return {
         weight
         for part in module.modules()
-        if isinstance(part, InFloat32)
+        if isinstance(part, Float32Parameters)
         for weight in part.parameters()
     }

@@ -16,8 +16,8 @@ from torch.distributed import distributed_c10d
 from longhaul.configs import ConfigError
 from longhaul.configs.schema import TrainerConfig
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.system.waiting import COLLECTIVE_S, DISCONNECT_S
 
-_SECONDS_TO_DISCONNECT = 30
 # Where each launcher tells its processes how many they are.
 _OTHER_LAUNCHERS = {
     "OMPI_COMM_WORLD_SIZE": "mpirun",
@@ -172,7 +172,7 @@ def rank_devices(config: TrainerConfig) -> list[torch.device]:
 
 def collective_timeout(config: TrainerConfig) -> timedelta:
     """After which a collective fails by itself: after the watchdog has said which rank hangs."""
-    return timedelta(seconds=config.hang_seconds + 300)
+    return timedelta(seconds=config.hang_seconds + COLLECTIVE_S)
 
 
 def limit_collectives(timeout: timedelta) -> None:
@@ -192,6 +192,6 @@ def disconnect_ranks() -> None:
     """
     if not dist.is_initialized():
         return
-    faulthandler.dump_traceback_later(_SECONDS_TO_DISCONNECT, exit=True)
+    faulthandler.dump_traceback_later(DISCONNECT_S, exit=True)
     dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()

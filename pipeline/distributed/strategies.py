@@ -1,74 +1,38 @@
 """The Lightning strategy for each value of trainer.strategy: single, DDP, FSDP2 or DeepSpeed.
 
-Each also implements `Parallelism` (modules/pretraining.py): it decides when ranks exchange
-gradients, and makes the optimizer step, which it skips if the gradient norm is not finite. All of
-them run on CPUs over gloo and on GPUs over NCCL.
+Each is also a `Parallelism` (modules/pretraining.py): it decides when ranks exchange gradients,
+and makes the optimizer step, which it skips if the gradient norm is not finite. All of them run on
+CPUs over gloo and on GPUs over NCCL.
 """
 
-import argparse
-import math
-import os
-import subprocess
-import threading
-import time
-import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Any, Protocol, TypedDict, cast, runtime_checkable
+from typing import cast
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import (
     DDPStrategy,
-    DeepSpeedStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
     Strategy,
 )
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from longhaul.configs import RunConfig
 from longhaul.configs.schema import TrainerConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.pretraining import Outcome, Parallelism, Pretraining, clip_and_step
-from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.checkpoints.optimizer_state import (
-    MOMENTS,
-    restore_training,
-    training_tensors,
-)
-from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
+from longhaul.modules.pretraining import Pretraining
 from longhaul.pipeline.distributed.blocks import shard_as_configured
+from longhaul.pipeline.distributed.deepspeed import DeepSpeedZero
 from longhaul.pipeline.distributed.launch import collective_timeout
-from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
-
-# A rank that has not ended this long after rank 0 is killed.
-_SECONDS_TO_END = 30
-_SECONDS_BETWEEN_LOOKS = 0.2
-
-
-@runtime_checkable
-class Resumable(Parallelism, Protocol):
-    """What checkpoints need from a strategy, in addition to Parallelism."""
-
-    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The tensors that this rank contributes to a checkpoint, by name; not copied."""
-
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
-        """Restore tensors that were saved under this or any other strategy."""
-
-
-def resumable(trainer: Trainer) -> Resumable:
-    """The trainer's strategy, with the type that `build_strategy` gave it."""
-    return cast(Resumable, trainer.strategy)
+from longhaul.pipeline.distributed.strategy import (
+    Connecting,
+    LaunchesRanks,
+    Resumable,
+    broadcast_weights,
+)
 
 
 def build_strategy(config: RunConfig, devices: list[torch.device]) -> Strategy:
@@ -80,7 +44,7 @@ def build_strategy(config: RunConfig, devices: list[torch.device]) -> Strategy:
     """
     if config.trainer.strategy == "single":
         return Single(devices[0])
-    connecting: _Connecting = {
+    connecting: Connecting = {
         "process_group_backend": "nccl" if devices[0].type == "cuda" else "gloo",
         "timeout": collective_timeout(config.trainer),
     }
@@ -100,88 +64,11 @@ def build_strategy(config: RunConfig, devices: list[torch.device]) -> Strategy:
             return DeepSpeedZero(config, devices, connecting)
 
 
-class _Connecting(TypedDict):
-    process_group_backend: str
-    timeout: timedelta
-
-
-class _OptimizesModule:
-    """For strategies whose optimizer holds the module's own parameters and gradients."""
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    update = staticmethod(clip_and_step)
-
-    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        return training_tensors(model, optimizer)
-
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
-        restore_training(model, optimizer, saved)
-
-
-class _LaunchesRanks(Strategy):
-    """Starts the other ranks of this machine, unless a job scheduler does."""
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None  # type: ignore[attr-defined]
-        environment: ClusterEnvironment = self.cluster_environment  # type: ignore[attr-defined]
-        if not environment.creates_processes_externally:
-            self._launcher = _Launcher(environment, self.num_processes, self.num_nodes)  # type: ignore[attr-defined]
-
-
-class _Launcher(_SubprocessScriptLauncher):
-    """Lightning's launcher, without its thread that kills rank 0 when another rank ends.
-
-    Rank 0 has to record how the run ended, and the watchdog ends ranks that hang.
-    """
-
-    _is_ending = False
-
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        environment = self.cluster_environment
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        self._call_children_scripts()
-        threading.Thread(target=self._watch_connecting, name="launcher", daemon=True).start()
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        return function(*args, **kwargs)
-
-    def _watch_connecting(self) -> None:
-        """End this process with the status of a rank that ends before all ranks are connected.
-
-        Nothing has been written by then, and rank 0 would wait for that rank for half an hour.
-        """
-        while not dist.is_initialized():
-            for process in self.procs:
-                status = process.poll()
-                if status and not self._is_ending:
-                    for other in self.procs:
-                        other.kill()
-                    os._exit(status if status > 0 else 1)
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-
-    def end(self) -> None:
-        """Wait until the other ranks of this machine have ended, or kill them."""
-        self._is_ending = True
-        deadline = time.monotonic() + _SECONDS_TO_END
-        for process in self.procs:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def end_ranks(trainer: Trainer) -> None:
-    """Wait until the ranks that this process started have ended, or kill them."""
-    if isinstance(trainer.strategy.launcher, _Launcher):
-        trainer.strategy.launcher.end()
-
-
-class Single(_OptimizesModule, SingleDeviceStrategy):
+class Single(Resumable, SingleDeviceStrategy):
     """One process."""
 
 
-class DDP(_OptimizesModule, _LaunchesRanks, DDPStrategy):
+class DDP(Resumable, LaunchesRanks, DDPStrategy):
     """Every rank holds the full model. Gradients are all-reduced during the backward pass."""
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
@@ -193,7 +80,7 @@ class DDP(_OptimizesModule, _LaunchesRanks, DDPStrategy):
         return {name: every[name] for name in sorted(every)[self.global_rank :: self.world_size]}
 
 
-class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
+class FSDP2(Resumable, LaunchesRanks, ModelParallelStrategy):
     """Every rank holds a shard of each parameter, of its gradient and of its moments.
 
     Blocks are gathered one at a time. Each of `replicas` groups of ranks holds a full copy of the
@@ -201,7 +88,7 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
     """
 
     def __init__(
-        self, config: TrainerConfig, devices: list[torch.device], connecting: _Connecting
+        self, config: TrainerConfig, devices: list[torch.device], connecting: Connecting
     ) -> None:
         super().__init__(**connecting)
         self.parallel_devices = devices
@@ -218,7 +105,7 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         module = cast(Pretraining, self.model)
-        _broadcast_weights(module.model.to(self.root_device))
+        broadcast_weights(module.model.to(self.root_device))
         shard_as_configured(module.model, self._config, self.root_device.type)
         self.model_to_device()
         self.barrier()
@@ -229,222 +116,3 @@ class FSDP2(_OptimizesModule, _LaunchesRanks, ModelParallelStrategy):
         root = cast(FSDPModule, cast(Pretraining, self.model).model)
         root.set_requires_gradient_sync(is_last)
         return nullcontext()
-
-
-class DeepSpeedZero(_LaunchesRanks, DeepSpeedStrategy):
-    """DeepSpeed's ZeRO: stage 1 shards the moments, 2 the gradients too, 3 the parameters too."""
-
-    def __init__(
-        self, config: RunConfig, devices: list[torch.device], connecting: _Connecting
-    ) -> None:
-        # DeepSpeed uses torch functions that have been renamed; each call warns.
-        warnings.filterwarnings("ignore", message=".*is deprecated", module=r"torch\.distributed")
-        self._gpu = devices[0].type == "cuda"
-        # This rank's tensors of a checkpoint. The same for every save, since for each of them the
-        # save has a page-locked copy, which is slow to allocate.
-        self._kept: dict[str, Tensor] = {}
-        # Without this setting DeepSpeed would look for a GPU, and compile its shared-memory op.
-        if not self._gpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        super().__init__(
-            parallel_devices=devices,
-            # Our data loader yields ready batches, so the strategy cannot look up a batch size.
-            logging_batch_size_per_gpu=config.trainer.micro_batch,
-            config=zero_config(config, gpu=self._gpu),
-            **connecting,
-        )
-
-    def setup_environment(self) -> None:
-        # Skips the parent's own method, which refuses every device but CUDA.
-        super(DeepSpeedStrategy, self).setup_environment()
-
-    def setup_distributed(self) -> None:
-        # As the parent, without its check of the device index, which a CPU does not have.
-        reset_seed()
-        self.set_world_ranks()
-        self._init_deepspeed_distributed()
-
-    def _init_deepspeed_distributed(self) -> None:
-        from deepspeed import ops
-
-        # DeepSpeed would compile an op for collectives in one machine; that needs a C++ compiler.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        super()._init_deepspeed_distributed()
-
-    def _set_node_environment_variables(self) -> None:
-        super()._set_node_environment_variables()
-        if self._gpu:
-            # DeepSpeed takes this for the index of the rank's device.
-            os.environ["LOCAL_RANK"] = str(self.root_device.index)
-
-    def _setup_model_and_optimizer(
-        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any = None
-    ) -> Any:
-        # Imported here because it is slow to import and only this strategy needs it.
-        import deepspeed
-
-        _broadcast_weights(model.to(self.root_device))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        assert isinstance(self.config, dict)
-        self.config["zero_optimization"] |= bucket_sizes(sum(p.numel() for p in trained))
-        engine, optimizer, _, _ = deepspeed.initialize(
-            args=argparse.Namespace(device_rank=self.root_device.index or 0),
-            config=self.config,
-            model=model,
-            model_parameters=trained,
-            optimizer=optimizer,
-            dist_init_required=False,
-        )
-        return engine, optimizer
-
-    def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def update(
-        self,
-        optimizer: Optimizer,
-        max_norm: float,
-        loss: Tensor,
-        is_good: Callable[[float], bool],
-    ) -> Outcome:
-        """As _OptimizesModule.update, but the engine takes max_norm from its own config.
-
-        It reads the norm itself, so the loss is read on its own, before the engine begins.
-        """
-        engine = cast(Any, self.model)
-        loss_read = loss.item()
-        if not is_good(loss_read):
-            self._drop_gradients(engine)
-            return Outcome(loss_read, math.nan, applied=False)
-        engine.step()
-        norm = engine.get_global_grad_norm()
-        return Outcome(loss_read, float(norm), bool(engine.was_step_applied()))
-
-    def _drop_gradients(self, engine: Any) -> None:
-        """Skip the step as the engine does after an overflow; it computes no gradient norm then."""
-        zero = engine.optimizer
-        check = "_overflow_check_and_loss_scale_update" if self.zero_stage_3 else "check_overflow"
-        setattr(zero, check, lambda *args, **kwargs: setattr(zero, "overflow", True))
-        if not self.zero_stage_3:
-            was_checked, zero.check_grad_overflow = zero.check_grad_overflow, True
-        engine.step()
-        delattr(zero, check)
-        if not self.zero_stage_3:
-            zero.check_grad_overflow = was_checked
-        assert not engine.was_step_applied()
-
-    def tensors(self, model: LanguageModel, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Full tensors, gathered one by one. Each rank keeps every world_size-th parameter's."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-        zero = cast(Any, optimizer)
-        states = list(zero.optimizer.state.values())
-        if states and not self.zero_stage_3:
-            # DeepSpeed links parameters to moments after the first group's first step, when the
-            # other groups have no moments yet. Link all of them again.
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
-        for number, (name, parameter) in enumerate(model.named_parameters()):
-            gathered: dict[str, Tensor] = {}
-            if not parameter.requires_grad:
-                with self._gathered(parameter):
-                    gathered[f"model/{name}"] = parameter.detach().clone()
-            else:
-                gathered[f"model/{name}"] = safe_get_full_fp32_param(parameter)
-                if states:
-                    for key in MOMENTS:
-                        value = safe_get_full_optimizer_state(parameter, key)
-                        gathered[f"optimizer/{name}/{key}"] = value
-                    gathered[f"optimizer/{name}/step"] = states[0]["step"]
-            if number % self.world_size == self.global_rank:
-                for key, value in gathered.items():
-                    if key not in self._kept:
-                        self._kept[key] = torch.empty_like(value, device="cpu")
-                    self._kept[key].copy_(value.detach())
-        return dict(self._kept)
-
-    def restore(self, model: LanguageModel, optimizer: Optimizer, saved: SavedCheckpoint) -> None:
-        zero = cast(Any, optimizer)
-        states = [name for name in saved.tensors if name.startswith("optimizer/")]
-        has_state = bool(states)
-        step_name = next((name for name in states if name.endswith("/step")), None)
-        if has_state and step_name is None:
-            raise CheckpointError(
-                f"checkpoint {saved.path}: found no parameter's step in the optimizer's state, "
-                "wanted one"
-            )
-        if has_state and not zero.optimizer.state:
-            # The optimizer would create its state only at its first step, so create it here.
-            for flat in self._flat_shards(zero):
-                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-                step = torch.zeros((), device=flat.device)
-                zero.optimizer.state[flat] = {"step": step, **moments}
-            if not self.zero_stage_3:
-                zero._lazy_init_hp_params_optimizer_state()
-        for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
-                with self._gathered(parameter, is_written=True):
-                    parameter.data.copy_(saved.read_one(f"model/{name}"))
-                continue
-            wanted: dict[str | None, str] = {None: f"model/{name}"}
-            if has_state:
-                wanted |= {key: f"optimizer/{name}/{key}" for key in MOMENTS}
-            shape = getattr(parameter, "ds_shape", parameter.shape)
-            values = {key: torch.empty(shape, dtype=torch.float32) for key in wanted}
-            saved.read({wanted[key]: value for key, value in values.items()})
-            for key, value in values.items():
-                self._write_shard(zero, parameter, value, key)
-        if step_name is not None:
-            # The step counter is the same for every parameter.
-            step = saved.read_one(step_name)
-            for state in zero.optimizer.state.values():
-                state["step"].copy_(step)
-        if self.zero_stage_3:
-            for group in range(len(zero.fp16_groups)):
-                zero._reassign_or_swap_out_partitioned_parameters(group)
-            if zero.persistent_parameters:
-                zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-        else:
-            zero.update_lp_params()
-
-    def _flat_shards(self, zero: Any) -> list[Tensor]:
-        """This rank's float32 shards of the parameters, as the inner optimizer holds them."""
-        if self.zero_stage_3:
-            return list(zero.fp32_partitioned_groups_flat)
-        return list(zero.single_partition_of_fp32_groups)
-
-    def _write_shard(
-        self, zero: Any, parameter: nn.Parameter, value: Tensor, key: str | None
-    ) -> None:
-        """Write this rank's shard of a parameter (key None), or of one of its moments."""
-        if not self.zero_stage_3:
-            from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
-            if key is None:
-                safe_set_full_fp32_param(parameter, value)
-            else:
-                safe_set_full_optimizer_state(parameter, value, key)
-            return
-        # DeepSpeed's safe_set_* functions fail where the ranks do not divide a parameter's size.
-        shard, _ = zero._get_fp32_opt_state_partition(parameter, False, key)
-        mine = value.flatten()[shard.numel() * self.global_rank :][: shard.numel()]
-        shard.data[: mine.numel()].copy_(mine)
-
-    def _gathered(
-        self, parameter: nn.Parameter, *, is_written: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Context with the full parameter. Changes to it are kept only with `is_written`."""
-        import deepspeed
-
-        return deepspeed.zero.GatheredParameters(  # type: ignore[no-any-return]
-            [parameter], modifier_rank=0 if is_written else None, enabled=self.zero_stage_3
-        )
-
-
-def _broadcast_weights(model: nn.Module) -> None:
-    """Broadcast rank 0's weights, as DDP does.
-
-    With trainer.start_from, ranks may have read different checkpoints of a run in progress.
-    """
-    for tensor in model.state_dict().values():
-        dist.broadcast(tensor, 0)

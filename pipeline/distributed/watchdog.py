@@ -6,12 +6,13 @@ connected, and on rank 0 it also reads the heartbeats of the other ranks. The se
 how long this rank has made no progress.
 
 A rank that sends no heartbeats may be stopped for a while, as a scheduler or a debugger does, and
-is waited for. Whether it is gone, its connection with rank 0 tells (lifelines.py).
+is waited for, for five minutes. One whose process on rank 0's machine has ended is not.
 """
 
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -22,21 +23,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from longhaul.pipeline.distributed.lifelines import ADDRESS_KEY, Lifelines
+from longhaul.pipeline.system.waiting import DEAD_S, FAIL_S, HEARTBEAT_S, LATE_S, SILENT_S
 
 logger = logging.getLogger(__name__)
 
-_HEARTBEAT_S = 1.0
-# A rank without a heartbeat for this long is told of. Without a lifeline it is taken for dead.
-_SILENCE_S = 20.0
-# How long a rank that waits for one that is gone has to fail by itself, and to say in what.
-_SECONDS_TO_FAIL = 5.0
-# A thread that wakes up so much too late was stopped, with its process. The time does not count.
-_SECONDS_LATE = 5.0
-_SECONDS_BETWEEN_LOOKS = 0.02
 _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
@@ -50,7 +44,6 @@ class Watchdog:
         self,
         rank: int,
         world_size: int,
-        nodes: int,
         hang_s: float,
         on_abort: Callable[[], object],
     ) -> None:
@@ -59,11 +52,10 @@ class Watchdog:
         Args:
             rank: this process's global rank.
             world_size: number of ranks.
-            nodes: number of machines.
             hang_s: longest time that an update, a validation or a save may take, in seconds.
             on_abort: called right before the watchdog ends the process.
         """
-        self._rank, self._world_size, self._nodes = rank, world_size, nodes
+        self._rank, self._world_size = rank, world_size
         self._hang_s = hang_s
         self._on_abort = on_abort
         self._activity = (0, "starting")
@@ -75,8 +67,7 @@ class Watchdog:
             # A client of its own, because requests of one client wait for each other.
             self._store = cast(Any, _get_default_store()).clone()
             # The store does not answer while rank 0 is stopped.
-            self._store.set_timeout(timedelta(seconds=hang_s + _SILENCE_S))
-        self._lifelines: Lifelines | None = None
+            self._store.set_timeout(timedelta(seconds=hang_s + SILENT_S))
         # The last heartbeat of each other rank, and how often it was then read again.
         self._heartbeats: dict[int, tuple[str, int]] = {}
         self._main = threading.main_thread().ident
@@ -103,24 +94,22 @@ class Watchdog:
             self._wait_for_ends()
         else:
             self._wait_for_first()
-        if self._lifelines is not None:
-            self._lifelines.close()
 
     def _wait_for_ends(self) -> None:
         keys = [f"{_FINISHED_KEY}{rank}" for rank in range(self._world_size)]
         began = time.monotonic()
         while True:
             try:
-                self._store.wait(keys, timedelta(seconds=_SILENCE_S))
+                self._store.wait(keys, timedelta(seconds=SILENT_S))
                 break
             except RuntimeError:
                 seconds = time.monotonic() - began
                 missing = {n for n, key in enumerate(keys) if not self._store.check([key])}
                 logger.warning("%s: not ended %.0f s after rank 0", _list_ranks(missing), seconds)
-                if seconds > self._hang_s or not any(map(self._is_there, missing)):
+                if seconds > min(self._hang_s, DEAD_S) or all(map(self._has_ended, missing)):
                     break
         # A next watchdog of this process has the same store.
-        for key in (*keys, ADDRESS_KEY):
+        for key in keys:
             self._store.delete_key(key)
 
     def _wait_for_first(self) -> None:
@@ -130,12 +119,20 @@ class Watchdog:
             while self._store.check([f"{_FINISHED_KEY}{self._rank}"]):
                 if time.monotonic() - began > self._hang_s:
                     break
-                time.sleep(_SECONDS_BETWEEN_LOOKS)
+                time.sleep(0.02)
 
-    def _is_there(self, rank: int) -> bool:
-        """Whether a rank has a lifeline, and its process has not ended."""
-        lines = self._lifelines
-        return lines is not None and lines.has(rank) and rank not in lines.lost
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of a rank on this machine has ended; False of another machine's."""
+        text, _ = self._heartbeats.get(rank, (None, 0))
+        if text is None:
+            return False
+        *_, host, process = json.loads(text)
+        if host != socket.gethostname():
+            return False
+        try:
+            return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
 
     def report_interrupt(self) -> None:
         """Tell rank 0 that a user interrupts this rank, which is no failure of it."""
@@ -162,12 +159,12 @@ class Watchdog:
         except RuntimeError:  # rank 0, which hosts the store, has ended
             return ""
         if self._rank:
-            return None if self._read_failure(0, 2 * _HEARTBEAT_S) == message else ""
+            return None if self._read_failure(0, 2 * HEARTBEAT_S) == message else ""
         if self._is_interrupted():
             raise KeyboardInterrupt
         self._read_heartbeats()
         previous = {rank: text for rank, (text, _) in self._heartbeats.items()}
-        time.sleep(3 * _HEARTBEAT_S)
+        time.sleep(3 * HEARTBEAT_S)
         self._read_heartbeats()
         findings = []
         for rank in range(1, self._world_size):
@@ -204,17 +201,17 @@ class Watchdog:
     def _check_progress(self) -> None:
         """Thread that reads only the clock, never the store, which may not answer."""
         ticked = time.monotonic()
-        while not self._stopping.wait(_HEARTBEAT_S):
+        while not self._stopping.wait(HEARTBEAT_S):
             now = time.monotonic()
-            late, ticked = now - ticked - _HEARTBEAT_S, now
-            if late > _SECONDS_LATE:
+            late, ticked = now - ticked - HEARTBEAT_S, now
+            if late > LATE_S:
                 logger.warning("rank %d was stopped for %.0f s, and goes on", self._rank, late)
                 self._since += late
                 self._last_sent += late
             idle, unanswered = now - self._since, now - self._last_sent
             # Rank 0 knows which rank hangs, so the others give it time to report that first.
-            is_hanging = idle > self._hang_s + (2 * _SILENCE_S if self._rank else 0)
-            if unanswered > 2 * _SILENCE_S and (is_hanging or not self._is_there(0)):
+            is_hanging = idle > self._hang_s + (2 * SILENT_S if self._rank else 0)
+            if unanswered > DEAD_S or (unanswered > 2 * SILENT_S and is_hanging):
                 self._end(f"rank 0 does not answer rank {self._rank}, {self._describe_self()}")
             if is_hanging:
                 self._abort(f"no progress for {idle:.0f} s: {self._describe_ranks()}")
@@ -226,21 +223,20 @@ class Watchdog:
             try:
                 if self._store is not None:
                     self._exchange_heartbeats()
-                    if self._lifelines is None:
-                        self._lifelines = Lifelines(self._rank, self._nodes, self._store)
             except Exception as error:
                 # Rank 0 hosts the store, so a store that cannot be reached means rank 0 has ended.
-                if not self._stopping.wait(_HEARTBEAT_S):
+                if not self._stopping.wait(HEARTBEAT_S):
                     where = f"rank {self._rank}, {self._describe_self()}"
                     reason = (str(error) or repr(error)).splitlines()[0]
                     self._end(f"rank 0 is gone, seen from {where}: {reason}")
-            if self._stopping.wait(_HEARTBEAT_S):
+            if self._stopping.wait(HEARTBEAT_S):
                 return
 
     def _exchange_heartbeats(self) -> None:
         step, activity = self._activity
         # The time makes each heartbeat differ from the one before it.
-        heartbeat = [step, activity, self._current_line(), time.monotonic()]
+        place = [socket.gethostname(), os.getpid()]
+        heartbeat = [step, activity, self._current_line(), time.monotonic(), *place]
         self._store.set(f"longhaul/rank{self._rank}", json.dumps(heartbeat))
         if self._store.check([_ABORT_KEY]):
             self._end(self._store.get(_ABORT_KEY).decode())
@@ -251,21 +247,20 @@ class Watchdog:
 
     def _check_silence(self, rank: int, text: str, times: int) -> None:
         # Counted by this thread's turns: while all ranks are stopped, none is silent.
-        silent = times * _HEARTBEAT_S
-        if silent < _SECONDS_TO_FAIL:
+        silent = times * HEARTBEAT_S
+        if silent < FAIL_S:
             return
-        # Asked before whether it has finished: a rank closes its lifeline after it says so.
-        is_there = self._is_there(rank)
-        is_lost = self._lifelines is not None and rank in self._lifelines.lost
+        # Asked before whether it has finished: a process ends after it says so.
+        has_ended = self._has_ended(rank)
         if self._store.check([f"{_FINISHED_KEY}{rank}"]):
             return
-        if not is_there and (silent >= _SILENCE_S or is_lost):
+        if has_ended or silent >= DEAD_S:
             failure = self._read_failure(rank)
             how = (
                 f"is gone, last seen {_describe(text)}" if failure is None else f"failed: {failure}"
             )
             self._abort(f"rank {rank} {how}")
-        if (times - 1) * _HEARTBEAT_S < _SILENCE_S <= silent:
+        if (times - 1) * HEARTBEAT_S < SILENT_S <= silent:
             logger.warning("rank %d is silent, and waited for: last seen %s", rank, _describe(text))
 
     def _read_heartbeats(self) -> None:
@@ -284,8 +279,8 @@ class Watchdog:
         ranks_doing[self._describe_self()].append(self._rank)
         # A copy, because the other thread may add a rank meanwhile.
         for rank, (text, times) in list(self._heartbeats.items()):
-            silent = times * _HEARTBEAT_S
-            since = f"silent for {silent:.0f} s, last seen " if silent >= _SILENCE_S else ""
+            silent = times * HEARTBEAT_S
+            since = f"silent for {silent:.0f} s, last seen " if silent >= SILENT_S else ""
             ranks_doing[since + _describe(text)].append(rank)
         rarest = sorted(ranks_doing.items(), key=lambda entry: (len(entry[1]), entry[0]))[:4]
         return "; ".join(f"{_list_ranks(ranks)} {doing}" for doing, ranks in rarest)
@@ -308,7 +303,7 @@ class Watchdog:
             with suppress(RuntimeError):  # this rank has to end all the same
                 self._store.set(_ABORT_KEY, message)
             # The store ends with rank 0, so the others need time to read the message.
-            time.sleep(3 * _HEARTBEAT_S)
+            time.sleep(3 * HEARTBEAT_S)
         self._end(message)
 
     def _end(self, message: str) -> None:
@@ -324,7 +319,7 @@ class Watchdog:
 
 
 def _describe(heartbeat: str) -> str:
-    step, activity, line, _ = json.loads(heartbeat)
+    step, activity, line, *_ = json.loads(heartbeat)
     return f"after step {step}, {activity} at {line}"
 
 

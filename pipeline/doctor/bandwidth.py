@@ -18,8 +18,6 @@ GLOO_FLOOR = 50e6
 NCCL_FLOOR = 5e9
 """The same limit for NCCL: a single 100 Gb/s link gives 10 GB/s."""
 
-GLOO_CHECK_SECONDS = 60.0
-"""Time limit of an all-reduce over gloo, which raises an error by itself when nothing moves."""
 
 _GLOO_BYTES = 8 << 20
 _NCCL_BYTES = 256 << 20

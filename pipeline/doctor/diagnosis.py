@@ -15,16 +15,14 @@ from pathlib import Path
 import torch
 
 from longhaul.configs import RunConfig
-from longhaul.pipeline.doctor.bandwidth import GLOO_CHECK_SECONDS, check_gloo, check_local_nccl
+from longhaul.pipeline.doctor.bandwidth import check_gloo, check_local_nccl
 from longhaul.pipeline.doctor.finding import (
-    GPU_CHECK_SECONDS,
     Check,
     Finding,
     is_a_check_running,
     run_check,
 )
 from longhaul.pipeline.doctor.gpu_checks import (
-    COMPILING_SECONDS,
     check_cache,
     check_compile,
     check_cpus,
@@ -42,7 +40,7 @@ from longhaul.pipeline.doctor.machine_checks import (
     check_time,
     check_torch,
 )
-from longhaul.pipeline.doctor.nodes import Place, find_place, meet_other_nodes
+from longhaul.pipeline.doctor.nodes import JobTask, find_job_task, meet_other_nodes
 from longhaul.pipeline.doctor.run_checks import (
     check_shape,
     check_shards,
@@ -52,18 +50,23 @@ from longhaul.pipeline.doctor.run_checks import (
 )
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.compile_caches import use_private_caches
+from longhaul.pipeline.system.waiting import (
+    CHECK_S,
+    COMPILING_S,
+    GIT_CHECK_S,
+    GLOO_CHECK_S,
+    GPU_CHECK_S,
+)
 
 EXIT_BAD_MACHINE = 69
 """EX_UNAVAILABLE: the run may work on another node."""
 
-_SECONDS = 8.0
-_GIT_SECONDS = 12.0  # source_commit gives up after 10
 _ORDER = ("FAILURE", "warning", "ok")
 
 
 def diagnose(config: RunConfig | None) -> int:
     """Print the findings; return 0, EXIT_BAD_MACHINE, or 2 for a run that fails on any machine."""
-    here = find_place()
+    here = find_job_task()
     if here is None:
         status = _diagnose_machine(config)
     else:
@@ -84,7 +87,7 @@ def _diagnose_machine(config: RunConfig | None) -> int:
     return _status(findings)
 
 
-def _diagnose_node(config: RunConfig | None, here: Place) -> int:
+def _diagnose_node(config: RunConfig | None, here: JobTask) -> int:
     findings = [*_machine_findings(config, here), *_run_findings(config, here)]
     # Printed before the nodes wait for each other, so that the log has it even if they hang.
     _print(here, findings)
@@ -101,12 +104,12 @@ def _diagnose_node(config: RunConfig | None, here: Place) -> int:
     return _status([*findings, *shared])
 
 
-def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
-    yield run_check("torch", check_torch, _SECONDS)
-    yield run_check("commit", check_commit, _GIT_SECONDS)
+def _machine_findings(config: RunConfig | None, here: JobTask | None) -> Iterator[Finding]:
+    yield run_check("torch", check_torch, CHECK_S)
+    yield run_check("commit", check_commit, GIT_CHECK_S)
     trainer = None if config is None else config.trainer
     wanted = (None,) if trainer is None else (trainer.devices, trainer.accelerator)
-    run_gpu_check = partial(run_check, seconds=GPU_CHECK_SECONDS, if_timed_out="FAILURE")
+    run_gpu_check = partial(run_check, seconds=GPU_CHECK_S, if_timed_out="FAILURE")
     gpu = run_gpu_check("gpu", partial(check_gpus, *wanted))
     yield gpu
     # If the driver hangs, another question to it would hang here.
@@ -114,15 +117,15 @@ def _machine_findings(config: RunConfig | None, here: Place | None) -> Iterator[
         yield run_gpu_check("idle", check_idle)
         yield run_gpu_check("nccl", check_local_nccl)
         yield from _findings_beside_gpus(config)
-    yield run_check("gloo", check_gloo, GLOO_CHECK_SECONDS)
+    yield run_check("gloo", check_gloo, GLOO_CHECK_S)
     folder = Path() if config is None else RunFolder.of(config).path
     # An old checkpoint is deleted only after the new one is complete.
     needed = 0 if config is None else 2 * checkpoint_bytes(config)
-    yield run_check("disk", partial(check_disk, folder, needed), _SECONDS)
-    yield run_check("slurm", check_slurm, _SECONDS)
+    yield run_check("disk", partial(check_disk, folder, needed), CHECK_S)
+    yield run_check("slurm", check_slurm, CHECK_S)
     if "SLURM_JOB_ID" in os.environ:
         to_stop = None if config is None else seconds_to_stop(config)
-        yield run_check("time", partial(check_time, to_stop), _SECONDS)
+        yield run_check("time", partial(check_time, to_stop), CHECK_S)
         allocated, in_step = _num_nodes(here)
         if in_step < allocated:
             text = f"only {in_step} of the allocation's {allocated} nodes were checked"
@@ -139,24 +142,24 @@ def _findings_beside_gpus(config: RunConfig | None) -> Iterator[Finding]:
     trainer = None if config is None else config.trainer
     on_node = torch.cuda.device_count() if trainer is None else trainer.devices
     ranks = on_node if trainer is None else trainer.world_size
-    tools = run_check("tools", check_tools, _SECONDS)
+    tools = run_check("tools", check_tools, CHECK_S)
     yield tools
-    yield run_check("cache", partial(check_cache, ranks), _SECONDS)
+    yield run_check("cache", partial(check_cache, ranks), CHECK_S)
     use_private_caches()  # as runs do
     if tools.status == "ok":  # otherwise both fail for the same reason
-        yield run_check("triton", check_triton, COMPILING_SECONDS)
+        yield run_check("triton", check_triton, COMPILING_S)
         is_needed = trainer is None or trainer.is_compiled(on_gpu=True)
         check = partial(check_compile, is_needed=is_needed)
-        yield run_check("compile", check, COMPILING_SECONDS)
+        yield run_check("compile", check, COMPILING_S)
     for subject, one in (
         ("memlock", check_memlock),
         ("shm", check_shared_memory),
         ("cpus", partial(check_cpus, on_node)),
     ):
-        yield run_check(subject, one, _SECONDS)
+        yield run_check(subject, one, CHECK_S)
 
 
-def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Finding]:
+def _run_findings(config: RunConfig | None, here: JobTask | None) -> Iterator[Finding]:
     if config is None:
         return
     checks: dict[str, Check] = {
@@ -166,20 +169,20 @@ def _run_findings(config: RunConfig | None, here: Place | None) -> Iterator[Find
     if "SLURM_JOB_ID" in os.environ:
         checks["shape"] = partial(check_shape, config, *_num_nodes(here))
     for subject, check in checks.items():
-        finding = run_check(subject, check, _SECONDS)
+        finding = run_check(subject, check, CHECK_S)
         # A run continues without MLflow.
         if finding[:2] == ("FAILURE", "tracking"):
             finding = finding._replace(status="warning")
         yield finding
 
 
-def _num_nodes(here: Place | None) -> tuple[int, int]:
+def _num_nodes(here: JobTask | None) -> tuple[int, int]:
     """How many nodes the allocation has, and how many of them run this job step."""
     in_step = 1 if here is None else len(here.names)
     return int(os.environ.get("SLURM_JOB_NUM_NODES", in_step)), in_step
 
 
-def _print(here: Place, findings: Sequence[Finding]) -> None:
+def _print(here: JobTask, findings: Sequence[Finding]) -> None:
     ordered = sorted(findings, key=lambda finding: _ORDER.index(finding.status))
     # In one write, so that lines of other nodes do not come in between.
     print("".join(f"{here.name}: {finding}\n" for finding in ordered), end="", flush=True)

@@ -6,12 +6,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from longhaul.datamodules.files.untrusted import one_line
 
-GPU_CHECK_SECONDS = 90.0
-"""Time limit of a check that creates contexts on all GPUs of a node, or connects them.
-
-GPUs that nobody has used yet take longer.
-"""
-
 Status: TypeAlias = Literal["ok", "warning", "FAILURE"]
 
 Fault: TypeAlias = Literal["machine", "input", "either"]

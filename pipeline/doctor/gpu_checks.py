@@ -19,9 +19,6 @@ from longhaul.pipeline.system.compile_caches import TRITON, compile_caches
 from longhaul.pipeline.system.programs import output_of
 from longhaul.pipeline.terminal.numbers import in_bytes
 
-COMPILING_SECONDS = 120.0
-"""Time limit of a check that compiles, on file systems that may be slow."""
-
 _FEWEST_CPUS = 4
 _SHARED_BYTES = 1 << 30
 _INFINIBAND = Path("/sys/class/infiniband")

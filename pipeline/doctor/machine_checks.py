@@ -15,10 +15,10 @@ from longhaul.pipeline.cluster.jobs import slurm_job
 from longhaul.pipeline.doctor.finding import Finding
 from longhaul.pipeline.system.environment import source_checkout, source_commit
 from longhaul.pipeline.system.programs import driver_version, output_of
+from longhaul.pipeline.system.waiting import WRITING_S
 from longhaul.pipeline.terminal.numbers import in_bytes
 
 _WRITTEN_BYTES = 32 << 20
-_WRITING_SECONDS = 2.0
 _SLOW_DISK = 30e6  # bytes per second
 # By the major version of CUDA, from NVIDIA's table of minor version compatibility.
 _OLDEST_DRIVERS = {"11": 450, "12": 525, "13": 580}
@@ -137,7 +137,7 @@ def _write_rate(folder: Path) -> float:
     block = os.urandom(8 << 20)  # random, since some file systems compress
     written, start = 0, time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < _WRITTEN_BYTES and time.perf_counter() - start < _WRITING_SECONDS:
+        while written < _WRITTEN_BYTES and time.perf_counter() - start < WRITING_S:
             written += file.write(block)
             os.fsync(file.fileno())
     return written / (time.perf_counter() - start)

@@ -18,25 +18,18 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from longhaul.pipeline.doctor.bandwidth import (
-    GLOO_CHECK_SECONDS,
     gloo_finding,
     gloo_rate,
     nccl_finding,
     nccl_rate,
 )
-from longhaul.pipeline.doctor.finding import GPU_CHECK_SECONDS, Finding, run_check
+from longhaul.pipeline.doctor.finding import Finding, run_check
 from longhaul.pipeline.system.programs import output_of
-
-SECONDS_TO_MEET = 180.0
-"""How long the first node waits for the others, and they wait for it.
-
-Their own checks may take that much longer than its own, when nobody has used their GPUs yet or
-files arrive slowly.
-"""
+from longhaul.pipeline.system.waiting import GLOO_CHECK_S, GPU_CHECK_S, MEET_S, POLL_S
 
 
 @dataclass(frozen=True)
-class Place:
+class JobTask:
     """Which task of which node this process is, in a job step with one or more tasks per node."""
 
     job: str
@@ -54,7 +47,7 @@ class Place:
         return 11_000 + int(self.job) % 4_000
 
 
-def find_place() -> Place | None:
+def find_job_task() -> JobTask | None:
     """This process's place by Slurm's environment variables; None outside of a job step."""
     environment = os.environ
     if "SLURM_PROCID" not in environment or "SLURM_STEP_NODELIST" not in environment:
@@ -65,7 +58,7 @@ def find_place() -> Place | None:
         raise RuntimeError(
             f"scontrol show hostnames {nodes}: found a failure, wanted the nodes' names"
         )
-    return Place(
+    return JobTask(
         job=environment["SLURM_JOB_ID"],
         node=int(environment["SLURM_NODEID"]),
         names=tuple(names.split()),
@@ -74,7 +67,7 @@ def find_place() -> Place | None:
 
 
 def meet_other_nodes(
-    here: Place, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
+    here: JobTask, own_report: Mapping[str, Any], show: Callable[[Sequence[Finding]], None]
 ) -> Sequence[Finding]:
     """Exchange reports with the other nodes, and check all of them together.
 
@@ -110,7 +103,7 @@ def meet_other_nodes(
     show([*shared, *own] if here.node == 0 else own)
     store.set(f"shown/{here.node}", "")
     try:
-        _wait_for(store, [f"shown/{node}" for node in present], GPU_CHECK_SECONDS)
+        _wait_for(store, [f"shown/{node}" for node in present], GPU_CHECK_S)
         # The store ends with the first node's process, so that node exits last.
         store.set(f"left/{here.node}", "")
         if here.node == 0:
@@ -120,9 +113,9 @@ def meet_other_nodes(
     return [*shared, *own]
 
 
-def _open_store(here: Place) -> Store:
+def _open_store(here: JobTask) -> Store:
     """The store on the first node, once that node has opened it."""
-    deadline = time.monotonic() + SECONDS_TO_MEET
+    deadline = time.monotonic() + MEET_S
     while here.node > 0:
         # torch's own wait takes twice its time limit and prints a page.
         try:
@@ -131,24 +124,24 @@ def _open_store(here: Place) -> Store:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.2)
+            time.sleep(POLL_S)
     return TCPStore(
         here.names[0],
         here.port,
         is_master=here.node == 0,
         wait_for_workers=False,
-        timeout=timedelta(seconds=SECONDS_TO_MEET),
+        timeout=timedelta(seconds=MEET_S),
     )
 
 
-def _present_nodes(store: Store, here: Place) -> list[int]:
+def _present_nodes(store: Store, here: JobTask) -> list[int]:
     """The nodes that reported in time, as the first node saw it."""
     if here.node == 0:
         keys = [f"node/{node}" for node in range(len(here.names))]
-        present = [keys.index(key) for key in _wait_for(store, keys, SECONDS_TO_MEET)]
+        present = [keys.index(key) for key in _wait_for(store, keys, MEET_S)]
         store.set("present", json.dumps(present))
     else:
-        store.wait(["present"], timedelta(seconds=SECONDS_TO_MEET + 5))
+        store.wait(["present"], timedelta(seconds=MEET_S + 5))
     nodes: list[int] = json.loads(store.get("present"))
     return nodes
 
@@ -164,11 +157,11 @@ def _wait_for(store: Store, keys: list[str], seconds: float) -> list[str]:
 
 
 def _findings_from_reports(
-    here: Place, reports: Mapping[str, Mapping[str, Any]], absent: list[str]
+    here: JobTask, reports: Mapping[str, Mapping[str, Any]], absent: list[str]
 ) -> Iterator[Finding]:
     """Which nodes are absent, bad, or on another commit, according to the nodes' reports."""
     if absent:
-        text = f"{', '.join(absent)} did not report within {SECONDS_TO_MEET:.0f} s"
+        text = f"{', '.join(absent)} did not report within {MEET_S:.0f} s"
         yield Finding("FAILURE", "nodes", text, f"sbatch --exclude={','.join(absent)}")
     on_all = set.intersection(*(set(report["unless_shared"]) for report in reports.values()))
     bad = {}
@@ -189,7 +182,7 @@ def _findings_from_reports(
         yield Finding("FAILURE", "commits", text, "install the same commit on all nodes")
 
 
-def _all_reduce_findings(store: Store, here: Place, has_gpus: bool) -> Iterator[Finding]:
+def _all_reduce_findings(store: Store, here: JobTask, has_gpus: bool) -> Iterator[Finding]:
     count = len(here.names)
 
     def gloo() -> Finding:
@@ -200,8 +193,8 @@ def _all_reduce_findings(store: Store, here: Place, has_gpus: bool) -> Iterator[
         rate = nccl_rate(PrefixStore("nccl", store), here.node, count)
         return nccl_finding(rate, f"of {count} nodes, one GPU each")
 
-    findings = [run_check("gloo", gloo, GLOO_CHECK_SECONDS)]
+    findings = [run_check("gloo", gloo, GLOO_CHECK_S)]
     if has_gpus:
-        findings.append(run_check("nccl", nccl, GPU_CHECK_SECONDS, if_timed_out="FAILURE"))
+        findings.append(run_check("nccl", nccl, GPU_CHECK_S, if_timed_out="FAILURE"))
     # All nodes measure the same rate, but each node shows its own failure.
     yield from (one for one in findings if here.node == 0 or one.status == "FAILURE")

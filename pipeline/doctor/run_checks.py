@@ -8,22 +8,23 @@ import urllib.request
 from pathlib import Path
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.manifest import Manifest, load_manifest
+from longhaul.datamodules.corpus import Corpus, load_corpus
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
+from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
 from longhaul.pipeline.planning.sizes import build_on_meta
+from longhaul.pipeline.system.waiting import ANSWER_S, READING_S
 
 _HASHED = 3
-_SECONDS_OF_READING = 5.0
-_ANSWER_SECONDS = 5.0
 # Bytes per second at which a checkpoint is written to a disk that barely passes the check.
 _SLOWEST_DISK = 100e6
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of the weights and two optimizer moments, in float32."""
-    return 12 * build_on_meta(config.model).num_parameters()
+    """Bytes of the weights and of the optimizer's moments, in float32."""
+    model = build_on_meta(config.model)
+    return 4 * (model.num_parameters() + num_moments(parameter_groups(model, config.optim)))
 
 
 def seconds_to_stop(config: RunConfig) -> float:
@@ -41,7 +42,7 @@ def check_tracking(config: RunConfig) -> Finding:
             return Finding("ok", "tracking", f"{uri} can be written")
         return Finding("warning", "tracking", f"{existing} cannot be written", "set tracking.uri")
     try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_ANSWER_SECONDS):
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=ANSWER_S):
             return Finding("ok", "tracking", f"{uri} answers")
     except urllib.error.HTTPError as error:
         if error.code in (401, 403, 404):  # It asks for a password, or has no /health.
@@ -59,7 +60,7 @@ def check_shards(config: RunConfig, first: int) -> Finding:
         config: of the run.
         first: which shard is hashed first; it differs from node to node.
     """
-    end = time.monotonic() + _SECONDS_OF_READING
+    end = time.monotonic() + READING_S
     texts = []
     for name, key in (("training", "manifest"), ("validation", "validation_manifest")):
         location = getattr(config.data, key)
@@ -67,26 +68,26 @@ def check_shards(config: RunConfig, first: int) -> Finding:
             continue
         fault: Fault
         try:
-            manifest = load_manifest(location)
+            corpus = load_corpus(location)
         except (FileNotFoundError, ValueError) as error:
-            # A missing manifest may be on a mount that only this node lacks.
+            # A missing corpus may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"
             remedy = f"set data.{key}, or prepare it"
             return Finding("FAILURE", "shards", str(error), remedy, fault)
-        if manifest.vocab_size > config.model.vocabulary:
-            text = f"{location} has {manifest.vocab_size} ids"
+        if corpus.vocab_size > config.model.vocabulary:
+            text = f"{location} has {corpus.vocab_size} ids"
             remedy = f"set model.vocabulary, {config.model.vocabulary} now"
             return Finding("FAILURE", "shards", text, remedy, "input")
-        if is_remote(manifest.location):
-            texts.append(f"{name}: {len(manifest.shards)} remote shards, none read")
+        if is_remote(corpus.location):
+            texts.append(f"{name}: {len(corpus.files)} remote shards, none read")
             continue
-        unfit, damaged, sized, hashed = _bad_shards(manifest, first, end)
+        unfit, damaged, sized, hashed = _bad_shards(corpus, first, end)
         if unfit or damaged:
             # All nodes compare all sizes, but each node hashes other shards.
             fault = "either" if unfit else "input"
-            return _bad_shard_finding([*unfit, *damaged], len(manifest.shards), config, fault)
+            return _bad_shard_finding([*unfit, *damaged], len(corpus.files), config, fault)
         texts.append(
-            f"{name}: {sized} of {len(manifest.shards)} shards looked at, all of the right size; "
+            f"{name}: {sized} of {len(corpus.files)} shards looked at, all of the right size; "
             f"{hashed} of them read, all of the right hash"
         )
     return Finding("ok", "shards", ". ".join(texts))
@@ -101,20 +102,18 @@ def _bad_shard_finding(bad: list[str], count: int, config: RunConfig, fault: Fau
     return Finding("FAILURE", "shards", text, remedy, fault)
 
 
-def _bad_shards(
-    manifest: Manifest, first: int, end: float
-) -> tuple[list[str], list[str], int, int]:
-    """Compare sizes and hashes of shards with the manifest, as far as time allows.
+def _bad_shards(corpus: Corpus, first: int, end: float) -> tuple[list[str], list[str], int, int]:
+    """Compare sizes and hashes of shards with those recorded, as far as time allows.
 
     Returns:
         A message for each shard that is absent or of another size; a message for each shard with
         another hash; how many sizes were compared; how many hashes were compared.
     """
     unfit, damaged, good = [], [], []
-    for entry in manifest.shards:
-        if time.monotonic() > end - _SECONDS_OF_READING / 2:
+    for location, entry in corpus.files:
+        if time.monotonic() > end - READING_S / 2:
             break
-        path = local_path(manifest.url_of(entry.name))
+        path = local_path(location)
         try:
             size = path.stat().st_size
         except FileNotFoundError as error:

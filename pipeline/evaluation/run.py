@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.named import is_named_store
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.options import TaskOptions
@@ -18,7 +18,7 @@ from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import with_context
-from longhaul.pipeline.runs.data import check_same_data, recorded_manifest, with_moved_data
+from longhaul.pipeline.runs.data import check_same_data, recorded_corpus, with_moved_data
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.named_keys import READ, check_named
 from longhaul.pipeline.runs.ranks import Ranks, measure_together
@@ -28,6 +28,7 @@ from longhaul.pipeline.runs.trained_model import (
     find_checkpoint,
     load_trained_model,
 )
+from longhaul.pipeline.system.waiting import EVALUATION_UPLOAD_S
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 from longhaul.pipeline.tracking.tracker import Tracker
 
@@ -185,9 +186,9 @@ def _validation_text_id(trained: TrainedModel) -> str:
     data = trained.config.data
     if data.validation_manifest is None:
         return ""
-    recorded = recorded_manifest(trained.folder, "validation_manifest")
-    manifest = recorded or load_manifest(data.validation_manifest)
-    return f"{data.validation_tokens} tokens of {manifest.shards_sha256}"
+    recorded = recorded_corpus(trained.folder, "validation_manifest")
+    corpus = recorded or load_corpus(data.validation_manifest)
+    return f"{data.validation_tokens} tokens of {corpus.fingerprint}"
 
 
 def _show(result: TaskResult) -> None:
@@ -238,4 +239,4 @@ def _log(
     for file in (summary, *result.files):
         own.log_artifact(file, f"evaluation/{label(trained, options)}")
     if tracker is None:
-        own.finish(None, timeout_s=60.0)
+        own.finish(None, timeout_s=EVALUATION_UPLOAD_S)

@@ -10,12 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.corpus import Corpus, load_corpus
 from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.datamodules.loaders import HeldOut
-from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.order import windows_per_document
 from longhaul.datamodules.stream import Batch, BatchLoader
-from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.options import TextOptions
 from longhaul.pipeline.runs.data import moved_data_are_explained
@@ -71,13 +69,13 @@ class CutWindows:
 
 
 def validation_batches(
-    config: RunConfig, train: Manifest, context_key: str = "data.context", *, every: int = 1
+    config: RunConfig, train: Corpus, context_key: str = "data.context", *, every: int = 1
 ) -> BatchLoader:
     """All validation samples of a run, in batches.
 
     Args:
         config: of the run.
-        train: manifest of the training shards.
+        train: the training corpus.
         context_key: that data.context was given with.
         every: read only the first of each so many samples.
 
@@ -89,7 +87,7 @@ def validation_batches(
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
     with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train, data.validation_manifest)
-    windows_per_document(read.manifest, data.context, context_key)
+    read.corpus.windows_per_block(data.context, context_key)
     # The first of so many ranks has these samples.
     return read.loader(config.trainer.micro_batch, rank=0, world_size=every)
 
@@ -108,9 +106,9 @@ def read_windows(
             names = ("document_tokens", "context")
             own = [name for name in names if context == getattr(options, name, None)]
             key = "--" + (own[0].replace("_", "-") if own else "contexts")
-        return validation_batches(config, trained.manifest, key)
+        return validation_batches(config, trained.corpus, key)
     texts = _read_texts(trained, options, context)
-    return CutWindows(texts, context, trained.manifest.bos_id, config.trainer.micro_batch)
+    return CutWindows(texts, context, trained.corpus.bos_id, config.trainer.micro_batch)
 
 
 def read_documents(
@@ -130,16 +128,16 @@ def _targets(batches: Iterable[Batch]) -> list[Int[Tensor, "T"]]:
     ]
 
 
-def bytes_per_token(targets: Iterable[Int[Tensor, "T"]], manifest: Manifest) -> float:
+def bytes_per_token(targets: Iterable[Int[Tensor, "T"]], corpus: Corpus) -> float:
     """Bytes of text in UTF-8 for each token of these windows; NaN if there are none.
 
     The ids that begin and end texts are tokens that a model predicts, but no text. Of the
     characters that a window's ends cut, nothing is counted.
     """
-    tokenizer = tokenizer_of(manifest)
+    tokenizer = corpus.load_tokenizer()
     num_tokens = num_bytes = 0
     for target in targets:
-        ids = [one for one in target.tolist() if one not in (manifest.bos_id, manifest.eot_id)]
+        ids = [one for one in target.tolist() if one not in (corpus.bos_id, corpus.eot_id)]
         num_bytes += len(tokenizer.decode(ids).strip("\ufffd").encode(errors="replace"))
         num_tokens += len(target)
         if num_tokens >= _ENOUGH_TOKENS:
@@ -150,9 +148,9 @@ def bytes_per_token(targets: Iterable[Int[Tensor, "T"]], manifest: Manifest) -> 
 def read_beginnings(
     trained: TrainedModel, options: TextOptions, length: int
 ) -> list[Int[Tensor, "length"]]:
-    """The first tokens of each document: of each text, or of documents of the validation shards.
+    """The first tokens of each text that the options name, or of each validation block.
 
-    Of the shards, as many documents are read as hold about as many such tokens as are read in
+    So many blocks are read that their first tokens are about as many as validation reads in
     training.
     """
     if options.text:
@@ -160,15 +158,15 @@ def read_beginnings(
     config = with_context(trained.config, length)
     data = config.data
     assert data.validation_manifest is not None  # or `check` would have refused
-    each = load_manifest(data.validation_manifest).document_tokens // length
+    each = load_corpus(data.validation_manifest).block_tokens // length
     data = dataclasses.replace(data, validation_tokens=each * data.validation_tokens)
     config = dataclasses.replace(config, data=data)
-    return _targets(validation_batches(config, trained.manifest, every=each))
+    return _targets(validation_batches(config, trained.corpus, every=each))
 
 
 def _read_texts(trained: TrainedModel, options: TextOptions, least: int) -> list[Int[Tensor, "T"]]:
     """The tokens of each text; ValueError if there are less than `least` in one of them."""
-    tokenizer = tokenizer_of(trained.manifest)
+    tokenizer = trained.corpus.load_tokenizer()
     texts = []
     for path in options.text:
         tokens = torch.from_numpy(tokenizer.encode(_read(path)))

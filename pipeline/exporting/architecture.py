@@ -3,11 +3,12 @@
 `longhaul export` adds lines that import the modules of the model's kinds, which registers them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-from longhaul.modules.language_model import LanguageModel, config_of_layers
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 
 
-def build_model(**shape: Any) -> LanguageModel:
-    """The model of this shape: the arguments of `config_of_layers`, named as in config.json."""
-    return LanguageModel(config_of_layers(**shape))
+def build_model(shape: Mapping[str, Any]) -> LanguageModel:
+    """The model of this shape, the value of `longhaul` in config.json."""
+    return LanguageModel(LanguageModelConfig.from_dict(shape))

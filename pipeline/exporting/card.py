@@ -7,9 +7,9 @@ from typing import Any
 
 from longhaul.configs import RunConfig
 from longhaul.configs.loader import flatten, to_dict
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
-from longhaul.datamodules.manifest import Manifest
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
 
@@ -67,7 +67,7 @@ def write_card(
     config: RunConfig,
     checkpoint: Path,
     progress: dict[str, Any],
-    manifest: Manifest,
+    corpus: Corpus,
     parameters: int,
     *,
     adds_bos: bool,
@@ -80,16 +80,16 @@ def write_card(
         config: of the run.
         checkpoint: of the run.
         progress: the step and tokens of the checkpoint.
-        manifest: of the training data.
+        corpus: that the model was trained on.
         parameters: number of elements in all weights.
         adds_bos: whether the exported tokenizer puts bos before a text.
     """
-    rows = _rows(run, config, checkpoint, progress, manifest)
+    rows = _rows(run, config, checkpoint, progress, corpus)
     text = _TEXT.format(
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
         name=_escaped(config.name),
         parameters=parameters,
-        bos=manifest.bos_id,
+        bos=corpus.bos_id,
         begins="the tokenizer puts it before a text" if adds_bos else "put it before every text",
         evaluation=_evaluation(run, checkpoint),
         **{
@@ -105,7 +105,7 @@ def _rows(
     config: RunConfig,
     checkpoint: Path,
     progress: dict[str, Any],
-    manifest: Manifest,
+    corpus: Corpus,
 ) -> dict[str, dict[str, object]]:
     """The rows of the tables of model, data and training."""
     model, trainer, optim = config.model, config.trainer, config.optim
@@ -120,9 +120,9 @@ def _rows(
             "rows of the embedding": f"{model.vocabulary:,}",
         },
         "data": {
-            "tokenizer": f"{manifest.tokenizer}, sha256 {manifest.tokenizer_sha256}",
-            "tokens": f"{manifest.num_tokens:,} in {manifest.num_documents:,} documents",
-            "source": json.dumps(manifest.source),
+            "tokenizer": f"{corpus.tokenizer_name}, sha256 {corpus.tokenizer_sha256}",
+            "tokens": f"{corpus.num_tokens:,} in {corpus.num_blocks:,} blocks",
+            "source": json.dumps(corpus.origin),
         },
         "training": {
             "run": f"{config.name}, {checkpoint.name}",

@@ -32,7 +32,6 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.exporting.model_files import has_large_states
 from longhaul.pipeline.exporting.source import file_of
 from longhaul.pipeline.exporting.weights import files_of_tensors
-from longhaul.pipeline.runs.exported import exported_shape
 
 _TOKENS, _PADDING, _STEPS = 64, 24, 8
 # No text is longer than three chunks of this many tokens: scores of longer ones in float64 would be
@@ -78,7 +77,7 @@ def check_export(
     wanted["a row with padding before it"] = wanted[alone]
     try:
         with _code_of(folder) as import_module, torch.device("meta"):
-            exported = import_module("architecture").build_model(**exported_shape(folder))
+            exported = import_module("architecture").build_model(_shape_in(folder))
             found = _logits(exported, cases, _reader(folder))
             rows = cases[f"{_TOKENS} tokens"].tokens.repeat(2, 1)
             padded = _padded(folder, import_module, rows)
@@ -98,6 +97,10 @@ def check_export(
                 f"attention.kind: found logits of the exported {kinds} that differ from the run's "
                 f"by {difference:.3g} for {name}, wanted at most {_TOLERANCE * size:.3g}"
             )
+
+
+def _shape_in(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_bytes())["longhaul"]
 
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:

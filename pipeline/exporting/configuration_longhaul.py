@@ -13,33 +13,31 @@ class LonghaulConfig(PreTrainedConfig):
 
     def __init__(
         self,
-        vocab_size: int = 50_304,
-        hidden_size: int = 768,
-        num_attention_heads: int = 12,
-        attention: list[dict[str, Any]] | None = None,
-        embedding_norm: bool = True,
-        parallel_residual: bool = False,
-        biases: bool = False,
+        longhaul: dict[str, Any] | None = None,
+        vocab_size: int | None = None,
         use_cache: bool = True,
-        tie_word_embeddings: bool = True,
+        tie_word_embeddings: bool | None = None,
         caches_tokens: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`attention` has one dict per layer: its `kind`, and that kind's options.
+        """`longhaul` is the shape of the model, the `model` of the run's config.
 
-        With caches_tokens the cache holds tokens, which are all read again for each new one: states
-        would be too large.
+        vocab_size and tie_word_embeddings, which transformers may change, win over those of the
+        shape. With caches_tokens the cache holds tokens, which are all read again for each new one:
+        states would be too large.
         """
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.attention = [{"kind": "softmax"}] * 12 if attention is None else attention
-        self.embedding_norm = embedding_norm
-        self.parallel_residual = parallel_residual
-        self.biases = biases
+        shape = {"vocabulary": 50_304, "width": 768, "heads": 12, "layers": 12, "tied_head": True}
+        self.longhaul = shape | {"attention": {"kind": "softmax"}} | (longhaul or {})
+        if vocab_size is not None:
+            self.longhaul["vocabulary"] = vocab_size
+        if tie_word_embeddings is not None:
+            self.longhaul["tied_head"] = tie_word_embeddings
+        self.vocab_size = self.longhaul["vocabulary"]
+        self.tie_word_embeddings = self.longhaul["tied_head"]
+        self.hidden_size = self.longhaul["width"]
+        self.num_attention_heads = self.longhaul["heads"]
+        self.num_hidden_layers = self.longhaul["layers"]
         self.use_cache = use_cache
         self.caches_tokens = caches_tokens
-        self.tie_word_embeddings = tie_word_embeddings
-        self.num_hidden_layers = len(self.attention)
-        kwargs.pop("num_hidden_layers", None)
-        super().__init__(**kwargs)
+        derived = ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        super().__init__(**{key: value for key, value in kwargs.items() if key not in derived})

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from longhaul.datamodules.tokenizer import tokenizer_of
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.integrity import CheckpointError, verify
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint, read_state
@@ -18,7 +17,7 @@ from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.source import model_code
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
-from longhaul.pipeline.runs.data import training_manifest
+from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
 from longhaul.pipeline.runs.trained_model import read_checkpoint
 from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder
@@ -58,8 +57,8 @@ def export(
 
 def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> None:
     config = stored_config(run)
-    manifest = training_manifest(run, config)
-    tokenizer = tokenizer_of(manifest)
+    corpus = training_corpus(run, config)
+    tokenizer = corpus.load_tokenizer()
     layers = [config.model.attention_of(layer) for layer in range(config.model.layers)]
     code = model_code(layers)
     with torch.device("meta"):
@@ -71,11 +70,9 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
         adds_bos, pad_id = write_tokenizer(folder, tokenizer, config.model.vocabulary)
-        write_model_files(folder, config, manifest, model, code, pad_id)
+        write_model_files(folder, config, corpus, model, code, pad_id)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        write_card(
-            folder, run, config, checkpoint, progress, manifest, parameters, adds_bos=adds_bos
-        )
+        write_card(folder, run, config, checkpoint, progress, corpus, parameters, adds_bos=adds_bos)
         saved = SavedCheckpoint(checkpoint, "model", verified=names)
         check_export(folder, model, saved, tokenizer)
 

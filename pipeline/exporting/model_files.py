@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.manifest import Manifest
+from longhaul.configs.loader import to_dict
+from longhaul.datamodules.corpus import Corpus
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.exporting.source import file_of
-from longhaul.pipeline.runs.exported import shape_of
 
 # A layer whose state has more bytes than this for one sequence makes the cache hold tokens instead.
 _LARGEST_STATE = 1 << 28
@@ -21,7 +21,7 @@ _LARGEST_STATE = 1 << 28
 def write_model_files(
     folder: Path,
     config: RunConfig,
-    manifest: Manifest,
+    corpus: Corpus,
     model: LanguageModel,
     code: Mapping[str, str],
     pad_id: int,
@@ -31,14 +31,14 @@ def write_model_files(
     Args:
         folder: to write to.
         config: of the run.
-        manifest: of the training data.
+        corpus: that the model was trained on.
         model: on `meta`.
         code: of `source.model_code`.
         pad_id: the token of the padding.
     """
     ids = {
-        "bos_token_id": manifest.bos_id,
-        "eos_token_id": manifest.eot_id,
+        "bos_token_id": corpus.bos_id,
+        "eos_token_id": corpus.eot_id,
         "pad_token_id": pad_id,
     }
     described = {
@@ -49,8 +49,13 @@ def write_model_files(
         },
         "model_type": "longhaul",
         "dtype": "float32",
-        **shape_of(config.model),
+        "longhaul": to_dict(config.model),
+        # What transformers and its tools look for, by their names.
+        "vocab_size": config.model.vocabulary,
+        "hidden_size": config.model.width,
+        "num_attention_heads": config.model.heads,
         "num_hidden_layers": config.model.layers,
+        "tie_word_embeddings": config.model.tied_head,
         # The context in training; no kind of attention is limited to it.
         "max_position_embeddings": config.data.context,
         "use_cache": True,
@@ -59,7 +64,7 @@ def write_model_files(
     }
     generation: dict[str, Any] = dict(ids)
     # Rows of the embedding beyond the tokenizer's ids are padding, and must not be generated.
-    if padding := list(range(manifest.vocab_size, config.model.vocabulary)):
+    if padding := list(range(corpus.vocab_size, config.model.vocabulary)):
         generation["suppress_tokens"] = padding
     (folder / "config.json").write_text(json.dumps(described, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")

@@ -36,16 +36,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LonghaulConfig) -> None:
         super().__init__(config)
-        model = build_model(
-            attention=config.attention,
-            hidden_size=config.hidden_size,
-            num_attention_heads=config.num_attention_heads,
-            vocab_size=config.vocab_size,
-            embedding_norm=config.embedding_norm,
-            parallel_residual=config.parallel_residual,
-            biases=config.biases,
-            tie_word_embeddings=config.tie_word_embeddings,
-        )
+        model = build_model(config.longhaul)
         # The parts are this module's own, so that weights have their names of training.
         self.embedding = model.embedding
         self.embedding_norm = model.embedding_norm

@@ -30,12 +30,10 @@ _STAND_INS = {
     for name, file in {
         "jaxtyping": "jaxtyping",
         "longhaul.kernels.backend": "backend",
-        "longhaul.kernels.cross_entropy.triton": "triton",
         "longhaul.kernels.native": "native",
-        "longhaul.kernels.power.triton": "triton",
-        "longhaul.kernels.rotary.triton": "triton",
     }.items()
 }
+_TRITON = re.compile(r"longhaul\.kernels\.\w+\.triton")  # the kernels of an op
 _ROOTS = (f"{_HERE}.configuration_longhaul", f"{_HERE}.modeling_longhaul")
 _REGISTRATION = f"{_HERE}.architecture"
 # Any machine that loads an export has these; numpy comes with transformers.
@@ -185,7 +183,7 @@ class _Code:
         is_carried = top in self.packages or source.startswith(
             ("longhaul.modules", "longhaul.kernels", _HERE)
         )
-        if source not in _STAND_INS and not is_carried:
+        if _copied(source) == source and not is_carried:
             self._refuse(
                 f"imports {source} in {module}, which an export cannot carry; wanted torch, numpy, "
                 "einops, jaxtyping, longhaul.modules or longhaul.kernels"
@@ -194,7 +192,7 @@ class _Code:
 
     def _origin(self, source: str, name: str, module: str) -> tuple[str, str | None]:
         """Where `from source import name` finds it: a module, and a name in it or None."""
-        if source in _STAND_INS or not _is_package(source):
+        if _copied(source) != source or not _is_package(source):
             return source, name
         spec = _spec(source)
         initial = Path(str(spec.origin)) if spec is not None and spec.origin else None
@@ -205,7 +203,7 @@ class _Code:
                     if (alias.asname or alias.name) == name:
                         below = "." * node.level + (node.module or "")
                         return self._origin(resolve_name(below, source), alias.name, module)
-        if f"{source}.{name}" not in _STAND_INS and _spec(f"{source}.{name}") is None:
+        if _spec(f"{source}.{name}") is None:
             self._refuse(
                 f"imports {name} from the package {source} in {module}; wanted it from the module "
                 "that defines it"
@@ -217,6 +215,9 @@ class _Code:
 
 
 def _copied(module: str) -> str:
+    """The module whose code is carried in place of this one: itself, or its stand-in."""
+    if _TRITON.fullmatch(module):
+        return f"{_HERE}.stand_ins.triton"
     return _STAND_INS.get(module, module)
 
 

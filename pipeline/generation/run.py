@@ -6,8 +6,6 @@ from typing import cast
 import torch
 
 from longhaul.datamodules.decoding import StoppingDecoder
-from longhaul.datamodules.tokenizer import tokenizer_of
-from longhaul.modules.attention.power import PowerAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
@@ -21,7 +19,7 @@ def check_state_dtype(model: LanguageModel) -> None:
     """Raise ValueError unless every layer has a state that may be kept in bfloat16."""
     for block in model.blocks:
         attention = cast(Block, block).attention
-        if not isinstance(attention, PowerAttention) or not attention.can_round_state:
+        if not attention.can_round_state:
             raise ValueError(
                 f"--state-dtype: found bfloat16 with kind {attention.config.kind}, wanted float32, "
                 "or a kind with a state of fixed size that can be rounded"
@@ -32,7 +30,7 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
     """Print each prompt and its continuation.
 
     Raises:
-        ValueError: the saved state is damaged or of another model, there is no manifest, or a
+        ValueError: the saved state is damaged or of another model, there is no corpus, or a
             layer has no state that can be in bfloat16.
         OSError: the state could not be written.
     """
@@ -40,10 +38,10 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         check_state_dtype(trained.model)
     model_origin = origin(trained)
     prompts = options.prompts or [""]
-    manifest = trained.manifest
-    tokenizer = tokenizer_of(manifest)
+    corpus = trained.corpus
+    tokenizer = corpus.load_tokenizer()
     encoded = [tokenizer.encode(prompt).tolist() for prompt in prompts]
-    start, earlier = Session([manifest.bos_id]), list[int]()
+    start, earlier = Session([corpus.bos_id]), list[int]()
     if options.state is not None:
         start = load_session(options.state, trained.model, model_origin)
         earlier = start.unread
@@ -57,7 +55,7 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
         for index, ids in enumerate(encoded)
     ]
     sampling = Sampling(
-        vocabulary=manifest.vocab_size,
+        vocabulary=corpus.vocab_size,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,

@@ -11,6 +11,7 @@ from pydantic import Field
 from safetensors.torch import load_file, save
 from torch.utils import _pytree as pytree
 
+from longhaul.configs.loader import to_dict
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.datamodules.native import foreign_content
@@ -18,7 +19,6 @@ from longhaul.kernels import PowerState
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.generation.decoding import Session, map_power_states
-from longhaul.pipeline.runs.exported import shape_of
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 _KEY = "longhaul_session"
@@ -39,7 +39,7 @@ def origin(trained: TrainedModel) -> str:
     """What a state depends on (checkpoint, config and positions), as text with a hash."""
     positions = trained.positions
     scaled = "" if positions.name == "none" else f" {positions.factor:g}"
-    content = trained.checksums + json.dumps(shape_of(trained.config.model)).encode()
+    content = trained.checksums + json.dumps(to_dict(trained.config.model)).encode()
     return (
         f"{trained.config.name}/{trained.checkpoint.name} (sha256 "
         f"{hashlib.sha256(content).hexdigest()[:16]}, positions {positions.name}{scaled})"

@@ -1,18 +1,20 @@
 """Whether this machine can hold a model at all, asked before it is built."""
 
 import dataclasses
+from collections.abc import Callable
 
 import psutil
 import torch
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.modules.language_model import LanguageModelConfig
+from longhaul.configs.schema import TrainerConfig
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
+from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.system.devices import uses_gpu
 from longhaul.pipeline.terminal.numbers import in_bytes
 
-# Bytes per parameter in float32; there are two moments.
-_WEIGHT, _GRADIENT, _MOMENTS = 4, 4, 8
+_WIDTH = 4  # bytes of a number in float32
 
 
 def check_capacity(config: RunConfig) -> None:
@@ -25,7 +27,10 @@ def check_capacity(config: RunConfig) -> None:
     """
     gpu = uses_gpu(config.trainer.accelerator)
     parameters = num_parameters(config.model)
-    wanted = parameters * _bytes_per_parameter(config, gpu)
+    moments = _extrapolate(
+        config.model, lambda model: num_moments(parameter_groups(model, config.optim))
+    )
+    wanted = _WIDTH * _numbers(config.trainer, parameters, moments, gpu)
     if gpu:
         found, where = torch.cuda.get_device_properties(0).total_memory, "a GPU of this machine"
     else:
@@ -39,34 +44,36 @@ def check_capacity(config: RunConfig) -> None:
         )
 
 
-def num_parameters(model: LanguageModelConfig) -> int:
-    """Parameters of a model, if all its layers had the variant of most of them.
+def num_parameters(config: LanguageModelConfig) -> int:
+    """Parameters of a model, if all its layers had the variant of most of them."""
+    return _extrapolate(config, LanguageModel.num_parameters)
 
-    From models of one and of two layers, since even without memory, many layers take long to build.
+
+def _extrapolate(config: LanguageModelConfig, count: Callable[[LanguageModel], int]) -> int:
+    """What is counted in a model, from models of one and of two layers.
+
+    Many layers take long to build, even without memory.
     """
     one, two = (
-        build_on_meta(
-            dataclasses.replace(model, layers=layers, layer_attention={})
-        ).num_parameters()
+        count(build_on_meta(dataclasses.replace(config, layers=layers, layer_attention={})))
         for layers in (1, 2)
     )
-    return one + (model.layers - 1) * (two - one)
+    return one + (config.layers - 1) * (two - one)
 
 
-def _bytes_per_parameter(config: RunConfig, gpu: bool) -> float:
-    """Bytes of a rank for each of the model's parameters."""
-    trainer = config.trainer
+def _numbers(trainer: TrainerConfig, parameters: int, moments: int, gpu: bool) -> float:
+    """Numbers in float32 that a rank holds: weights, gradients and moments."""
     if trainer.train_only is not None:
-        return _WEIGHT
+        return parameters
     ranks = trainer.world_size
     if trainer.strategy == "fsdp":
-        return (_WEIGHT + _GRADIENT + _MOMENTS) * trainer.replicas / ranks
+        return (2 * parameters + moments) * trainer.replicas / ranks
     if trainer.strategy != "deepspeed":
-        return _WEIGHT + _GRADIENT + _MOMENTS
+        return 2 * parameters + moments
     stage = trainer.deepspeed_stage
     is_elsewhere = trainer.offload_optimizer and gpu
     return (
-        (0 if is_elsewhere else _MOMENTS / ranks)
-        + (_GRADIENT / ranks if stage > 1 else _GRADIENT)
-        + (_WEIGHT / ranks if stage > 2 else _WEIGHT)
+        (0 if is_elsewhere else moments / ranks)
+        + (parameters / ranks if stage > 1 else parameters)
+        + (parameters / ranks if stage > 2 else parameters)
     ) / 2  # weights and gradients may be in 16 bits

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import RunConfig
 from longhaul.modules.language_model import LanguageModel
-from longhaul.modules.optim import build_optimizer
+from longhaul.modules.optim import build_optimizer, num_moments
 from longhaul.pipeline.distributed.blocks import (
     num_replicas,
     prepare_blocks,
@@ -68,7 +68,7 @@ class Plan:
     workspace: int  # inside of ops: logits, states, features
     sent: float
     groups: int = 0  # of ranks that communicate over NCCL
-    evaluated: int = 0  # of the model that is evaluated beside the training; 0: none is
+    evaluation_model: int = 0  # of the copy that evaluation.tasks use; 0 without tasks
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ class Plan:
     def held(self) -> int:
         """Bytes of a GPU that the process holds at its peak, in an update or an evaluation."""
         lasting = self.parameters + self.gradients + self.optimizer
-        tensors = max(self.total, lasting + self.evaluated if self.evaluated else 0)
+        tensors = max(self.total, lasting + self.evaluation_model if self.evaluation_model else 0)
         return math.ceil((1 + _GAPS) * tensors) + _CONTEXT + self.groups * _GROUP
 
 
@@ -98,7 +98,9 @@ class Planner:
         plan = self._plan_of_update(settings, micro_batch)
         # An evaluation loads the whole model on each rank, in float32.
         whole = 4 * num_parameters(config.model) if config.evaluation.tasks else 0
-        return dataclasses.replace(plan, groups=_num_groups(config, settings), evaluated=whole)
+        return dataclasses.replace(
+            plan, groups=_num_groups(config, settings), evaluation_model=whole
+        )
 
     def _plan_of_update(self, settings: MemorySettings, micro_batch: int | None) -> Plan:
         config = self._config
@@ -174,6 +176,7 @@ class _Traced:
     peak_besides_gradients: dict[str, int]
     gradients: int  # of all trained parameters
     trained: int  # number of their elements
+    moments: int  # number of elements of the optimizer's moments
     parameters: int  # of the model, trained or not
     communicated: int  # bytes of an update's collectives of FSDP, as whole tensors
     exchanged: int  # bytes that an update sends to the ranks that share its sequences
@@ -208,6 +211,7 @@ def _trace_update(
                         lambda one: tracker.assign(one.grad, "gradients")
                     )
             optimizer = build_optimizer(model, config.optim)
+            moments = num_moments(optimizer.param_groups)
             _create_optimizer_state(optimizer, tracker)
             tracker.reset_peak()
             inner, last, exchanged = _update(config, model, optimizer, tracker)
@@ -217,6 +221,7 @@ def _trace_update(
         peak_besides_gradients=tracker.peak_besides_gradients,
         gradients=gradients,
         trained=trained,
+        moments=moments,
         parameters=parameters,
         communicated=communicated,
         exchanged=config.accumulation * exchanged,
@@ -290,7 +295,7 @@ def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> 
     """Activations as traced, the rest by the formulas of the ZeRO paper and DeepSpeed's docs.
 
     Parameters and gradients have the precision of the forward pass. The optimizer has a float32
-    copy of the parameters and two moments, 12 bytes per parameter.
+    copy of the parameters, and the moments.
     """
     ranks, stage, size = config.trainer.world_size, settings.stage, traced.trained
     frozen = traced.peak["parameters"] - 4 * size
@@ -307,7 +312,9 @@ def _deepspeed(config: RunConfig, settings: MemorySettings, traced: _Traced) -> 
     return Plan(
         parameters=frozen + (math.ceil(whole / ranks) if stage == 3 else whole),
         gradients=whole if stage == 1 else math.ceil(whole / ranks),
-        optimizer=0 if config.trainer.offload_optimizer else math.ceil(12 * size / ranks),
+        optimizer=0
+        if config.trainer.offload_optimizer
+        else math.ceil(4 * (size + traced.moments) / ranks),
         activations=traced.peak_besides_gradients["activations"],
         copies=buffers,
         workspace=traced.peak_besides_gradients["workspace"],

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from longhaul.kernels.backend import assuming_triton
-from longhaul.kernels.power import library
-from longhaul.kernels.power.call import PowerCall, SavedState
+from longhaul.kernels.common.custom_ops import CODE
 from longhaul.pipeline.planning.memory_tracker import MemoryTracker
 
 Backend = Literal["torch", "triton"]
@@ -31,10 +30,9 @@ def traced_as(backend: Backend) -> Iterator[None]:
 
 
 class OpWorkspace:
-    """Bytes that an op needs while it runs, including its results.
+    """Bytes that a custom op needs while it runs, including its results.
 
-    The power op's own code runs on `meta` tensors, where it makes its usual allocations. The result
-    for each call is cached.
+    The op's own code runs on `meta` tensors. The result for each call is cached.
     """
 
     def __init__(self) -> None:
@@ -42,43 +40,29 @@ class OpWorkspace:
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         name = op.name()
-        if not name.startswith("longhaul::power_"):
+        if name not in CODE:
             return 0
         key = (name, tuple(map(_shape, args)), tuple(sorted(map(str, kwargs.items()))))
         if key not in self._cached:
             # Launchers cache tables for later calls, which must not be fake tensors.
             with unset_fake_temporarily():
-                self._cached[key] = self._power_bytes(name, args, dict(kwargs))
+                self._cached[key] = _peak_bytes(name, args, kwargs)
         return self._cached[key]
 
-    def _power_bytes(self, name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> int:
-        inputs = [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-            if isinstance(x, Tensor)
-            else x
-            for x in args
-        ]
-        needs = tuple(settings.pop("needs", ()))
-        run = library.implementation(settings.pop("backend"))
-        call = library.state_call(**settings) if "state" in name else PowerCall(**settings)
-        tracker = MemoryTracker()
-        tracker.assign(inputs, "activations")
-        given = sum(tracker.now.values())
-        with torch.no_grad(), tracker:
-            match name.removeprefix("longhaul::power_"):
-                case "forward":
-                    run.forward(call, *inputs)
-                case "backward":
-                    saved = library.saved_of(call, inputs[: library.NUM_SAVED])
-                    run.backward(call, saved, *inputs[library.NUM_SAVED :], needs)
-                case "state":
-                    run.state_forward(call, *inputs)
-                case "state_backward":
-                    saved_state = SavedState(*inputs[: len(SavedState._fields)])
-                    run.state_backward(call, saved_state, *inputs[len(SavedState._fields) :])
-                case _:
-                    raise AssertionError(f"{name} has no workspace")
-        return sum(tracker.peak.values()) - given
+
+def _peak_bytes(name: str, args: tuple[Any, ...], settings: dict[str, Any]) -> int:
+    inputs = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        if isinstance(x, Tensor)
+        else x
+        for x in args
+    ]
+    tracker = MemoryTracker()
+    tracker.assign(inputs, "activations")
+    given = sum(tracker.now.values())
+    with torch.no_grad(), tracker:
+        CODE[name](*inputs, **settings)
+    return sum(tracker.peak.values()) - given
 
 
 def _shape(x: Any) -> Any:

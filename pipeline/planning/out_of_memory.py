@@ -8,11 +8,8 @@ from longhaul.configs import RunConfig
 from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.planning.fit import smallest_change
 from longhaul.pipeline.runs.folder import RunFolder
+from longhaul.pipeline.system.waiting import ADVICE_S
 from longhaul.pipeline.training.post_mortem import OutOfGpuMemory
-
-# Planning traces a few updates, in a process that has yet to import torch. Slurm ends all ranks a
-# minute after the first one has ended.
-_SECONDS_TO_PLAN = 20.0
 
 
 def with_advice(error: OutOfGpuMemory, config: RunConfig) -> RuntimeError:
@@ -30,7 +27,7 @@ def _advice(config: RunConfig, memory_bytes: int) -> str:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         planned = pool.apply_async(smallest_change, (config, memory_bytes))
         try:
-            change = planned.get(_SECONDS_TO_PLAN)
+            change = planned.get(ADVICE_S)
         except Exception:  # Whatever planning met, the run's own error is what counts.
             return "halve it, or set trainer.activation_checkpointing=1"
     if change is None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
-from longhaul.datamodules.preparation.corpus import open_corpus
 from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
+from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import cuts_files, prepare_text
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
@@ -23,7 +23,7 @@ def prepare_from_longcrawl64(
         source: the store.
         destination: folder of the shards.
         rows: as `parse_rows` reads them, such as "0:1000" or "0:10,50:60"; None means all.
-        docs_per_shard: documents per shard.
+        docs_per_shard: blocks per shard.
     """
     store = open_store(source)
     ranges = parse_rows(store, rows)
@@ -41,7 +41,7 @@ def prepare_from_text(
     destination: Path,
     *,
     tokenizer: str,
-    document_tokens: int,
+    block_tokens: int,
     docs_per_shard: int,
     validation_fraction: float,
     bos: str | None,
@@ -53,13 +53,13 @@ def prepare_from_text(
         sources: files and folders of text, or STANDARD_LIBRARY.
         destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
         tokenizer: its name, or the path of a tokenizer.json.
-        document_tokens: tokens per document.
-        docs_per_shard: documents per shard.
+        block_tokens: tokens per block.
+        docs_per_shard: blocks per shard.
         validation_fraction: share of the text that becomes validation data.
         bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
     """
     built = build_tokenizer(tokenizer, bos=bos, eos=eos)
-    corpus = open_corpus(sources, destination)
+    corpus = open_sources(sources, destination)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None) as progress:
@@ -67,7 +67,7 @@ def prepare_from_text(
             corpus,
             destination if validation_fraction else folders[0],
             built,
-            document_tokens=document_tokens,
+            block_tokens=block_tokens,
             docs_per_shard=docs_per_shard,
             validation_fraction=validation_fraction,
             progress=progress.show,
@@ -91,7 +91,7 @@ def _why(validation: Manifest, what: str) -> str:
     """Why the validation part has another share of the tokens than was asked for."""
     if validation.dropped_tokens > _CLOSE * validation.num_tokens:
         return (
-            f"it drops {validation.dropped_tokens:,} tokens that fill no document; smaller "
+            f"it drops {validation.dropped_tokens:,} tokens that fill no block; smaller "
             "--doc-tokens drop fewer"
         )
     if what == "whole texts":
@@ -113,5 +113,5 @@ def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
         empty = f", {manifest.empty_texts:,} empty texts skipped" if manifest.empty_texts else ""
         print(
             f"{manifest.location}: {before}{manifest.num_tokens:,} tokens{dropped}, "
-            f"{manifest.num_documents:,} documents, {len(manifest.shards):,} shards{empty}"
+            f"{manifest.num_blocks:,} blocks, {len(manifest.shards):,} shards{empty}"
         )

@@ -84,7 +84,7 @@ class Run:
     hardware: str
     data: Data
     tokenizer: str
-    """Its name in the manifest; empty where MLflow does not know it."""
+    """Its name in the corpus; empty where MLflow does not know it."""
 
     validation_data: str
     """What identifies the validation text: the beginning of its shards' hash, and its tokens."""

@@ -1,7 +1,7 @@
 """Checks of a run before a process of its own begins it."""
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.urls import is_remote
 from longhaul.pipeline.runs.folder import RunFolder
 
@@ -17,6 +17,6 @@ def check_run(config: RunConfig) -> None:
         if location is None or is_remote(location):
             continue
         try:
-            load_manifest(location)
+            load_corpus(location)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.{key}: {error}") from error

@@ -1,14 +1,14 @@
 """Reads a folder that `longhaul export` wrote: the model's shape, tokenizer and weights."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ConfigDict
 from safetensors.torch import load_file
 from torch import Tensor
 
-from longhaul.configs.loader import to_dict
 from longhaul.datamodules.files.untrusted import (
     Count,
     PlainName,
@@ -31,19 +31,28 @@ WEIGHTS_INDEX = f"{WEIGHTS}.index.json"
 _MOST_BYTES = 16 << 20
 
 
+# Attention configs as in JSON; which fields they have depends on the kind.
+_OPTIONS: dict[str, Any] = {
+    "attention": dict[str, Any],
+    "layer_attention": dict[str, dict[str, Any]],
+}
+_Shape = dataclasses.make_dataclass(
+    "_Shape",
+    [(one.name, _OPTIONS.get(one.name, one.type)) for one in fields(LanguageModelConfig)],
+    # A key of a later version would mean another model.
+    namespace={"__pydantic_config__": ConfigDict(extra="forbid")},
+)
+
+
 @dataclass(frozen=True)
 class _ExportedConfig:
     """The part of config.json that decides what the weights mean."""
 
     model_type: Literal["longhaul"]
+    # transformers may have changed these: a resized embedding, a head untied from it.
     vocab_size: Count
-    hidden_size: Count
-    num_attention_heads: Count
-    embedding_norm: bool
-    parallel_residual: bool
-    biases: bool
     tie_word_embeddings: bool
-    attention: list[dict[str, Any]]
+    longhaul: _Shape | None = None  # type: ignore[valid-type]  # exports of earlier versions: none
 
 
 @dataclass(frozen=True)
@@ -64,37 +73,13 @@ class _Index:
     weight_map: dict[str, PlainName]
 
 
-def shape_of(model: LanguageModelConfig) -> dict[str, Any]:
-    """The options that determine what a model's weights mean, named as in the exported config.json.
-
-    `attention` has, for each layer, all options of its variant that change its results.
-    """
-    return {
-        "vocab_size": model.vocabulary,
-        "hidden_size": model.width,
-        "num_attention_heads": model.heads,
-        "embedding_norm": model.embedding_norm,
-        "parallel_residual": model.parallel_residual,
-        "biases": model.biases,
-        "tie_word_embeddings": model.tied_head,
-        "attention": [
-            {
-                key: value
-                for key, value in to_dict(config).items()
-                if key not in config.speed_options
-            }
-            for config in map(model.attention_of, range(model.layers))
-        ],
-    }
-
-
 def is_exported(path: str | Path) -> bool:
     """Whether a folder holds an exported model rather than a run."""
     return (Path(path) / "config.json").is_file()
 
 
-def exported_shape(folder: Path) -> dict[str, Any]:
-    """`shape_of` the model in an exported folder. Raises ValueError for any other folder."""
+def exported_model(folder: Path) -> LanguageModelConfig:
+    """The model that an exported folder describes. Raises ValueError for any other folder."""
     path = folder / "config.json"
     what = f"{path}: not the config of an exported model"
     try:
@@ -102,9 +87,15 @@ def exported_shape(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ValueError(f"{what}: {one_line(error)}") from error
     values = parse_json(_ExportedConfig, content, what)
-    shape = dataclasses.asdict(values)
-    del shape["model_type"]
-    return shape
+    try:
+        if values.longhaul is None:
+            raise ValueError(
+                "longhaul: found nothing, as in earlier versions; export the run again"
+            )
+        changed = {"vocabulary": values.vocab_size, "tied_head": values.tie_word_embeddings}
+        return LanguageModelConfig.from_dict({**dataclasses.asdict(values.longhaul), **changed})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{what}: {one_line(error)}") from error
 
 
 def exported_tokenizer(folder: Path) -> Tokenizer:

@@ -9,7 +9,7 @@ from longhaul.configs import ConfigError
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
-from longhaul.pipeline.runs.exported import exported_shape, exported_weights, is_exported, shape_of
+from longhaul.pipeline.runs.exported import exported_model, exported_weights, is_exported
 from longhaul.pipeline.runs.folder import stored_config
 from longhaul.pipeline.runs.trained_model import find_checkpoint
 
@@ -64,18 +64,18 @@ def _compared_configs(
     """The source of the weights, and the options to compare: the source's and the model's."""
     if is_exported(start_from):
         source = Path(start_from)
-        return source, _weight_options(exported_shape(source)), _weight_options(shape_of(model))
-    folder, checkpoint = find_checkpoint(start_from)
-    before = {"model": to_dict(stored_config(folder).model)}
-    return checkpoint, _weight_options(before), _weight_options({"model": to_dict(model)})
+        before = exported_model(source)
+    else:
+        folder, source = find_checkpoint(start_from)
+        before = stored_config(folder).model
+    return source, _weight_options(before), _weight_options(model)
 
 
-def _weight_options(values: dict[str, Any]) -> dict[str, Any]:
+def _weight_options(model: LanguageModelConfig) -> dict[str, Any]:
     """The options of a model, by flat name, that determine what its weights mean."""
-    if "attention" in values:  # of a list, so that every option has a name of its own
-        values = values | {"attention": {str(n): one for n, one in enumerate(values["attention"])}}
     free = ("initial_state", "rank", "chunk_size")
-    return {key: v for key, v in flatten(values).items() if key.rsplit(".", 1)[-1] not in free}
+    options = flatten(to_dict(model), "model.")
+    return {key: value for key, value in options.items() if key.rsplit(".", 1)[-1] not in free}
 
 
 def _shape(tensor: Tensor | None) -> str:

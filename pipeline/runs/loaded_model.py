@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longhaul.datamodules.tokenizer import Tokenizer, tokenizer_of
-from longhaul.modules.language_model import LanguageModel, LanguageModelConfig, config_of_layers
+from longhaul.datamodules.tokenizer import Tokenizer
+from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.runs.exported import (
-    exported_shape,
+    exported_model,
     exported_tokenizer,
     exported_weights,
     is_exported,
@@ -39,12 +39,12 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     """The model in a run folder, a checkpoint or an exported folder; see `longhaul.load`."""
     folder = Path(path)
     if is_exported(folder):
-        config, tokenizer = _exported_config(folder), exported_tokenizer(folder)
+        config, tokenizer = exported_model(folder), exported_tokenizer(folder)
         weights = exported_weights(folder)
     else:
         trained = load_trained_model(folder)
         config, weights = trained.config.model, trained.model.state_dict()
-        tokenizer = tokenizer_of(trained.manifest)
+        tokenizer = trained.corpus.load_tokenizer()
     with torch.device("meta"):
         model = LoadedModel(config, tokenizer)
     try:
@@ -52,11 +52,3 @@ def load_model(path: str | PathLike[str]) -> LoadedModel:
     except RuntimeError as error:
         raise ValueError(f"{path}: the weights are not those of its config, {error}") from error
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _exported_config(folder: Path) -> LanguageModelConfig:
-    shape = exported_shape(folder)
-    try:
-        return config_of_layers(**shape)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / 'config.json'}: not the config of a model, {error}") from error

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from longhaul.datamodules.files.untrusted import one_line
+from longhaul.pipeline.system.waiting import EVALUATION_FAIL_S
 from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
@@ -26,8 +27,6 @@ P = ParamSpec("P")
 _PADDING = object()
 # Long, because the other processes wait while the first one does some of the work by itself.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
-# How long this process has, after another failed, to fail with an error message of its own.
-_SECONDS_TO_FAIL = 3.0
 
 
 class RankFailedError(RuntimeError):
@@ -108,7 +107,7 @@ class Ranks:
         return progress
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 def measure_together(
@@ -120,7 +119,7 @@ def measure_together(
     processes, and only this one reports it.
     """
     if count == 1:
-        measure(ALONE, *args, **kwargs)
+        measure(SINGLE_PROCESS, *args, **kwargs)
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as rendezvous:
@@ -224,7 +223,7 @@ def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Seque
             process.join()
             # If this process failed first, the others fail as a consequence, and it reports the
             # cause.
-            if process.exitcode not in (0, 2) and not has_failed.wait(_SECONDS_TO_FAIL):
+            if process.exitcode not in (0, 2) and not has_failed.wait(EVALUATION_FAIL_S):
                 rank = others.index(process) + 1
                 line = f"rank {rank} ended with status {process.exitcode}, wanted 0"
                 os.write(2, f"longhaul: {'interrupted' if interrupts else line}\n".encode())

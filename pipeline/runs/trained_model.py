@@ -10,17 +10,17 @@ from typing import NamedTuple, TypeVar, cast
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.untrusted import read_regular
-from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, CheckpointError
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.checkpoints.store import newest_checkpoint, newest_step
 from longhaul.pipeline.checkpoints.training_state import TrainingState
-from longhaul.pipeline.runs.data import training_manifest
+from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
-from longhaul.pipeline.runs.ranks import ALONE, Ranks
+from longhaul.pipeline.runs.ranks import SINGLE_PROCESS, Ranks
 from longhaul.pipeline.system.compile_caches import use_private_caches
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,11 @@ class TrainedModel:
     step: int
     device: torch.device
     positions: PositionScaling
-    manifest: Manifest
-    """Of the training data; its tokenizer is in the run folder."""
+    corpus: Corpus
+    """That it was trained on."""
     checksums: bytes
     """Of the checkpoint's files, which identify the weights."""
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_PROCESS
     """The processes that evaluate it together."""
 
 
@@ -59,7 +59,7 @@ def load_trained_model(
     run_or_checkpoint: str | Path,
     positions: str = "none",
     factor: float = 1.0,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     device: torch.device | None = None,
 ) -> TrainedModel:
     """The model of a checkpoint, or of the newest intact checkpoint of a run.
@@ -85,7 +85,9 @@ def load_trained_model(
 
 
 def read_checkpoint(
-    run_or_checkpoint: str | Path, read: Callable[[RunFolder, Path], T], ranks: Ranks = ALONE
+    run_or_checkpoint: str | Path,
+    read: Callable[[RunFolder, Path], T],
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> T:
     """The result of `read`, called with a path's run folder and its checkpoint, on all ranks alike.
 
@@ -149,10 +151,10 @@ def _load(
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     step = saved.state(TrainingState).progress.step
-    manifest = training_manifest(folder, config)
+    corpus = training_corpus(folder, config)
     checksums = read_regular(checkpoint / CHECKSUMS, 16 << 20)
     return TrainedModel(
-        model, config, folder, checkpoint, step, device, scaling, manifest, checksums, ranks
+        model, config, folder, checkpoint, step, device, scaling, corpus, checksums, ranks
     )
 
 

@@ -16,6 +16,7 @@ from longhaul.datamodules.files.untrusted import Sha256, sha256_of
 from longhaul.kernels.backend import why_unavailable
 from longhaul.modules.attention import attention_config
 from longhaul.pipeline.system.programs import driver_version, output_of
+from longhaul.pipeline.system.waiting import GIT_S
 
 _PACKAGES = ("configs", "datamodules", "kernels", "modules", "pipeline", "slurm")
 
@@ -55,7 +56,7 @@ def _triton_configurations() -> dict[str, Any] | None:
     if why_unavailable("triton", device) is not None:
         return None
     # Triton takes long to import, and may not be installed.
-    from longhaul.kernels.power.triton.launch import chip_of
+    from longhaul.kernels.common.triton.launch import chip_of
     from longhaul.kernels.power.triton.tile_sizes import choices
 
     chip = chip_of(device)
@@ -102,11 +103,11 @@ def source_commit() -> str | None:
     if checkout is None:
         return None
     git = ("git", "-C", str(checkout))
-    commit = output_of(*git, "describe", "--always", "--dirty", "--abbrev=40", seconds=10)
+    commit = output_of(*git, "describe", "--always", "--dirty", "--abbrev=40", seconds=GIT_S)
     if not commit or commit.endswith("-dirty"):
         return commit or None
     listing = ("ls-files", "--others", "--exclude-standard", "--", *_PACKAGES)
-    untracked = output_of(*git, *listing, seconds=10)
+    untracked = output_of(*git, *listing, seconds=GIT_S)
     return commit if untracked == "" else f"{commit}-dirty"
 
 

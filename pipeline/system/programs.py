@@ -4,6 +4,8 @@ import subprocess
 from contextlib import suppress
 from pathlib import Path
 
+from longhaul.pipeline.system.waiting import MACHINE_S
+
 
 def output_of(*command: str, seconds: float = 5) -> str | None:
     """A program's stdout; None if it is not installed, fails, or exceeds the time limit."""
@@ -17,7 +19,7 @@ def output_of(*command: str, seconds: float = 5) -> str | None:
 def driver_version() -> str | None:
     """The version of NVIDIA's or AMD's driver, None if neither tells."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    if found := output_of(*query, seconds=20):
+    if found := output_of(*query, seconds=MACHINE_S):
         return found
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()

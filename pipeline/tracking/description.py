@@ -2,12 +2,11 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import main_device, source_commit, source_hashes
 from longhaul.pipeline.terminal.numbers import amount
@@ -29,18 +28,18 @@ class Description:
 
 
 def describe(
-    config: RunConfig, num_parameters: int, train: Manifest, validation: Manifest | None
+    config: RunConfig, num_parameters: int, train: Corpus, validation: Corpus | None
 ) -> Description:
-    """Describe a run whose model has so many parameters, and the shards that it reads."""
+    """Describe a run whose model has so many parameters, and the corpora that it reads."""
     commit = source_commit()
-    data = data_name(train)
+    data = train.name
     # The last update is a whole one, also where the budget ends within it.
     tokens = config.num_updates * config.optim.tokens_per_update
     params = {
         "parameters": str(num_parameters),
         "tokens": str(tokens),
         "data": data,
-        "data_sha256": train.shards_sha256,
+        "data_sha256": train.fingerprint,
         "hardware": f"{config.trainer.world_size} x {main_device()}",
         "commit": str(commit),
         # A commit says nothing of a kind's file that was changed since.
@@ -67,19 +66,8 @@ def describe(
     return Description(params, tags, tuple(datasets))
 
 
-def data_name(manifest: Manifest) -> str:
-    """The last two folders of the manifest's path or URL, such as `gpt2/train`."""
-    location = manifest.location
-    if not is_remote(location):
-        location = os.fspath(local_path(location).absolute())
-    # The URL may be one argument of a command.
-    words = [word for word in location.split() if MANIFEST_NAME in word] or [location]
-    path = re.sub(r"^[\w+.-]+://([^/@]*@)?", "", words[0]).partition(MANIFEST_NAME)[0]
-    return "/".join([part for part in path.split("/") if part][-2:]) or "unknown"
-
-
-def _dataset(manifest: Manifest, context: str) -> Dataset:
-    location = manifest.location
+def _dataset(corpus: Corpus, context: str) -> Dataset:
+    location = corpus.location
     if is_remote(location):
         source_type, source = location.partition(":")[0], without_secrets(location)
     else:
@@ -87,14 +75,14 @@ def _dataset(manifest: Manifest, context: str) -> Dataset:
     # MLflow's pages look for the address of a web page under another name.
     key = "url" if source_type in ("http", "https") else "uri"
     profile = {
-        "num_tokens": manifest.num_tokens,
-        "num_documents": manifest.num_documents,
-        "num_shards": len(manifest.shards),
-        "tokenizer": manifest.tokenizer,
+        "num_tokens": corpus.num_tokens,
+        "num_documents": corpus.num_blocks,
+        "num_shards": len(corpus.files),
+        "tokenizer": corpus.tokenizer_name,
     }
     return Dataset(
-        data_name(manifest),
-        manifest.shards_sha256[:_DIGEST_CHARACTERS],
+        corpus.name,
+        corpus.fingerprint[:_DIGEST_CHARACTERS],
         source_type.replace("https", "http"),
         json.dumps({key: source}),
         json.dumps(profile),

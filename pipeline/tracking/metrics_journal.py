@@ -35,12 +35,11 @@ from longhaul.datamodules.files.untrusted import (
     open_to_write,
     parse_json,
 )
+from longhaul.pipeline.system.waiting import LOCK_AGAIN_S, POLL_S
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20
-# A file server may consider a crashed node's lock as held until it notices that the node is gone.
-_SECONDS_TO_LOCK_AGAIN = 120.0
 EXIT_BUSY = 73
 """Exit status if another process is writing the journal: the run itself has not failed."""
 
@@ -147,7 +146,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A requeued job waits for the lock, other processes do not.
-            seconds = _SECONDS_TO_LOCK_AGAIN if "SLURM_RESTART_COUNT" in os.environ else 0.0
+            seconds = LOCK_AGAIN_S if "SLURM_RESTART_COUNT" in os.environ else 0.0
             self._lock_handle = _lock_file(self._lock_path, seconds)
             self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
             _cut_incomplete_line(self._file)
@@ -402,7 +401,7 @@ def _lock_file(path: Path, seconds: float) -> int:
         if not has_warned:
             logger.warning("%s; waiting for %.0f s at most", message, seconds)
             has_warned = True
-        time.sleep(0.2)
+        time.sleep(POLL_S)
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"pid {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return handle

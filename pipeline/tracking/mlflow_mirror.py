@@ -10,7 +10,6 @@ It relies on this behaviour of mlflow 3.17.2, observed on sqlite and with `mlflo
 - MLflow refuses a changed param, and with it all params of the batch. It accepts metrics for a
   finished run, but not for a deleted one. Values above 6,000 characters (params) or 8,000 (tags)
   are truncated.
-- `log_outputs` refuses a link that exists, and two logged models can have the same name.
 - `log_inputs` again with a dataset of the same name and digest adds nothing.
 - A thousand rows take 0.07 to 0.2 s of this process's time on sqlite, 0.02 s with a server.
 """
@@ -45,7 +44,6 @@ from longhaul.pipeline.tracking.mlflow_run import (
 )
 
 if TYPE_CHECKING:
-    from mlflow.entities import LoggedModel
     from mlflow.tracking import MlflowClient
 
 logger = logging.getLogger(__name__)
@@ -57,17 +55,13 @@ MAX_METRICS = 900
 PARENT_TAG = "mlflow.parentRunId"
 CHECKPOINT_TAG = "longhaul.checkpoint"
 CHANGED_TAG = "config_changed."
-REMOVED_TAG = "longhaul.checkpoint_removed"
 UPLOADED_TAG = "longhaul.uploaded."  # and the journal's name; a single tag, since people read tags
 NOTE_TAG = "mlflow.note.content"  # the text that MLflow's pages call the description
-
-_REMOVED_NOTE = "The files of this checkpoint were removed, as checkpoint.keep_last says."
 
 # A config, an environment, tables and figures are small.
 _MOST_ARTIFACT_BYTES = 256 << 20
 
-# For artifacts and checkpoints only: an artifact store may fail permanently while metrics still
-# work.
+# For artifacts only: an artifact store may fail permanently while metrics still work.
 _MAX_ATTEMPTS = 5
 
 
@@ -97,7 +91,6 @@ class MlflowMirror:
         self.parent_run_id = parent_run_id
         self.run_id = ""
         self._connection: MlflowClient | None = None
-        self._experiment_id = ""
         self._uploaded: dict[str, int] = {}
         self._attempts: dict[tuple[str, int], int] = {}
         self._offset = 0
@@ -160,12 +153,11 @@ class MlflowMirror:
             is_training=self.is_training,
         )
         self.run_id = run.info.run_id
-        self._experiment_id = run.info.experiment_id
         self._uploaded = parsed_positions(run.data.tags.get(self._position_tag, ""))
         self._offset = 0
         self._losses = _Losses(self.run_name)
         self._connection = client
-        self.parent_run_id = checked_parent(client, self.parent_run_id, self._experiment_id)
+        self.parent_run_id = checked_parent(client, self.parent_run_id, run.info.experiment_id)
 
     def _unsent(self, lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         return [line for line in lines if position(line) > self._uploaded.get(line["kind"], -1)]
@@ -198,7 +190,7 @@ class MlflowMirror:
     def _is_final(self, error: Exception, line: dict[str, Any]) -> bool:
         """Whether sending this line again is pointless. Raises if the run itself was deleted."""
         if not is_refusal(error):
-            if line["kind"] not in ("artifact", "checkpoint"):
+            if line["kind"] != "artifact":
                 return False
             key = (line["kind"], position(line))
             self._attempts[key] = self._attempts.get(key, 0) + 1
@@ -207,11 +199,11 @@ class MlflowMirror:
         check_active(self._client.get_run(self.run_id))
         return True
 
-    def _send_metrics(self, group: Sequence[dict[str, Any]], model_id: str | None = None) -> None:
+    def _send_metrics(self, group: Sequence[dict[str, Any]]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(clean_name(name), float(value), line["time_ms"], line["step"], model_id=model_id)
+            Metric(clean_name(name), float(value), line["time_ms"], line["step"])
             for line in group
             for name, value in line["values"].items()
         ]
@@ -364,67 +356,11 @@ class MlflowMirror:
         return False
 
     def _send_checkpoint(self, line: dict[str, Any]) -> None:
-        """Create a logged model with the checkpoint's path; its weights are not uploaded."""
-        from mlflow.entities import LoggedModelOutput
-
-        existing = self._client.search_logged_models(
-            [self._experiment_id],
-            f"source_run_id = '{self.run_id}' AND tags.`{CHECKPOINT_TAG}` = '{line['path']}'",
-            max_results=1,
-        )
-        if existing:
-            model = existing[0]
-        else:
-            model = self._client.create_logged_model(
-                self._experiment_id,
-                name=Path(line["path"]).name,
-                source_run_id=self.run_id,
-                tags={CHECKPOINT_TAG: line["path"], "mlflow.model.isExternal": "true"},
-                params={"path": str((self.run_dir / line["path"]).absolute())},
-                model_type="checkpoint",
-            )
-        self._show_state(model)
-        model_id = model.model_id
-        outputs = self._client.get_run(self.run_id).outputs
-        if model_id not in [
-            output.model_id for output in (outputs.model_outputs if outputs else [])
-        ]:
-            self._client.log_outputs(self.run_id, [LoggedModelOutput(model_id, line["step"])])
-        if line["values"]:
-            self._send_metrics([line], model_id)
+        """Log what was measured of a checkpoint; the newest one of a training becomes a tag."""
         if self.is_training:
-            self._mark_removed()
-
-    def _mark_removed(self) -> None:
-        """Mark the models whose checkpoints the run has removed, as `checkpoint.keep_last` says.
-
-        Only the process that removes them does this: to another machine, the folder of a new
-        checkpoint on a file server may not be visible yet.
-        """
-        # By the tag, since a search by status finds nothing.
-        kept = self._client.search_logged_models(
-            [self._experiment_id],
-            f"source_run_id = '{self.run_id}' AND tags.`{REMOVED_TAG}` = 'false'",
-        )
-        for model in kept:
-            if not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists():
-                self._show_state(model)
-
-    def _show_state(self, model: "LoggedModel") -> None:
-        """Show a model as ready, or without a state and with a description if its files are gone.
-
-        MLflow's other states, pending and failed, would not be true.
-        """
-        from mlflow.entities import LoggedModelStatus
-
-        is_removed = not (self.run_dir / model.tags[CHECKPOINT_TAG]).exists()
-        tags = {REMOVED_TAG: str(is_removed).lower()}
-        # A description that someone wrote stays.
-        if model.tags.get(NOTE_TAG, "") in ("", _REMOVED_NOTE):
-            tags[NOTE_TAG] = _REMOVED_NOTE if is_removed else ""
-        self._client.set_logged_model_tags(model.model_id, tags)
-        status = LoggedModelStatus.UNSPECIFIED if is_removed else LoggedModelStatus.READY
-        self._client.finalize_logged_model(model.model_id, status)
+            self._set_tags({CHECKPOINT_TAG: line["path"]})
+        if line["values"]:
+            self._send_metrics([line])
 
     @property
     def _position_tag(self) -> str:

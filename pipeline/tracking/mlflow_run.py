@@ -40,6 +40,7 @@ from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import open_regular, open_to_write, read_regular
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.urls import SQLITE
+from longhaul.pipeline.system.waiting import ANSWER_S, REQUEST_S
 from longhaul.pipeline.tracking.metrics_journal import last_status
 from longhaul.pipeline.tracking.mlflow_limits import (
     InUseError,
@@ -69,15 +70,12 @@ ENVIRONMENT = {
     "MLFLOW_LOGGING_LEVEL": "CRITICAL",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "GIT_PYTHON_REFRESH": "quiet",
-    # The tracker does the retries, because it can be asked to stop. A slow server may need seconds
-    # for a thousand rows that it already has, but one that hangs must not block the thread for
-    # long.
+    # The tracker does the retries, because it can be asked to stop.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": f"{REQUEST_S:.0f}",
 }
 
 _MOST_ID_BYTES = 1 << 16
-_SECONDS_TO_ANSWER = 5.0
 
 _lock_between_threads = threading.Lock()
 
@@ -210,7 +208,7 @@ def check_answers(uri: str, where: str) -> None:
         return  # A proxy may reach what this machine does not.
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        socket.create_connection((parts.hostname, port), _SECONDS_TO_ANSWER).close()
+        socket.create_connection((parts.hostname, port), ANSWER_S).close()
     except OSError as error:
         reason = error.strerror or str(error)
         raise RuntimeError(f"{where}: {without_secrets(uri)} cannot be reached: {reason}") from None

@@ -15,6 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from longhaul.pipeline.system.waiting import (
+    MAX_BACKOFF_S,
+    SLOW_UPLOAD_S,
+    SYSTEM_METRICS_EVERY_S,
+    UPLOAD_EVERY_S,
+)
 from longhaul.pipeline.tracking.metrics_journal import Dataset, Journal, plain_values, position
 from longhaul.pipeline.tracking.mlflow_limits import is_lasting, short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
@@ -23,11 +29,6 @@ from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, loa
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-UPLOAD_EVERY_S = 2.0
-SYSTEM_METRICS_EVERY_S = 10.0
-MAX_BACKOFF_S = 30.0
-SLOW_UPLOAD_S = 120.0
 
 
 class Tracker:
@@ -147,12 +148,12 @@ class Tracker:
     def log_checkpoint(
         self, path: Path, step: int, values: Mapping[str, float] | None = None
     ) -> None:
-        """Show a checkpoint in MLflow as a model of the run, without uploading its files.
+        """Show a checkpoint of a training in MLflow as a tag, without uploading its files.
 
         Args:
             path: the checkpoint folder.
             step: its step.
-            values: metrics of its evaluation, shown with the model and with the run.
+            values: metrics of its evaluation, shown at its step.
         """
         self._journal.add(
             "checkpoint", step=step, path=self._relative(path), values=plain_values(values or {})

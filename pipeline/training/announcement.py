@@ -1,25 +1,25 @@
-"""What is said at the start of a run: what will be trained on what, and what may not be meant."""
+"""Start-up messages: two lines of summary, and warnings about settings that look like mistakes."""
 
 from collections.abc import Iterator
 
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.datamodules.manifest import Manifest
 from longhaul.modules.optim import learning_rate_factor
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 
 def summary(
-    config: RunConfig, folder: RunFolder, train: Manifest, parameters: int, device: torch.device
+    config: RunConfig, folder: RunFolder, train: Corpus, parameters: int, device: torch.device
 ) -> tuple[str, str]:
     """Two lines: the model and its budget; the devices, and where results go.
 
     Args:
         config, folder: of the run.
-        train: manifest of the training shards.
+        train: the training corpus.
         parameters: number of elements in all weights.
         device: of this rank.
     """
@@ -27,7 +27,7 @@ def summary(
     tokens = _budget(config)
     updates = f"{config.num_updates:,} update{'s' if config.num_updates > 1 else ''}"
     dropped = train.dropped_tokens
-    unused = f", {dropped:,} more did not fill a document" if dropped else ""
+    unused = f", {dropped:,} more did not fill a block" if dropped else ""
     name = f"CPU, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -41,7 +41,7 @@ def summary(
     )
 
 
-def doubts(
+def config_warnings(
     config: RunConfig, data: TokenDataModule, before: RunConfig | None, trained: int
 ) -> Iterator[str]:
     """A line for each part of the config that does not do what it seems to ask for.
@@ -85,7 +85,7 @@ def doubts(
             f"{config.trainer.max_tokens:,} tokens begins within the warm-up of "
             f"{schedule.warmup_tokens:,}; the learning rate never reaches its peak"
         )
-    validation = data.validation_manifest
+    validation = data.validation_corpus
     if validation is None:
         return
     context = config.data.context
@@ -96,10 +96,10 @@ def doubts(
             f"data.validation_tokens: {validation.location} has {there:,} of the "
             f"{config.data.validation_tokens:,} tokens asked for"
         )
-    if _is_other_corpus(data.manifest, validation):
+    if _is_other_corpus(data.corpus, validation):
         yield (
             f"data.validation_manifest: {validation.location} is of another corpus than "
-            f"data.manifest, {data.manifest.location}"
+            f"data.manifest, {data.corpus.location}"
         )
 
 
@@ -108,12 +108,12 @@ def _budget(config: RunConfig) -> int:
     return config.num_updates * config.optim.tokens_per_update
 
 
-def _is_other_corpus(train: Manifest, validation: Manifest) -> bool:
-    """Whether two sets of shards neither come from one source nor lie in one folder."""
-    sources = [
-        {key: value for key, value in manifest.source.items() if key != "split"}
-        for manifest in (train, validation)
+def _is_other_corpus(train: Corpus, validation: Corpus) -> bool:
+    """Whether two corpora neither come from one origin nor lie in one folder."""
+    origins = [
+        {key: value for key, value in corpus.origin.items() if key != "split"}
+        for corpus in (train, validation)
     ]
     # FOLDER/NAME/manifest.json, which may be a URL.
-    folders = [manifest.location.rsplit("/", 2)[0] for manifest in (train, validation)]
-    return sources[0] != sources[1] and folders[0] != folders[1]
+    folders = [corpus.location.rsplit("/", 2)[0] for corpus in (train, validation)]
+    return origins[0] != origins[1] and folders[0] != folders[1]

@@ -22,12 +22,12 @@ from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.system.waiting import POLL_S
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_INTERRUPTED = 130  # as any command ends after Ctrl-C
-_SECONDS_BETWEEN_LOOKS = 0.2
 # Loaded before it is needed, since a forked process should do as little as it can.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
@@ -76,7 +76,7 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
                 for process in running:
                     # The run saves a checkpoint; at a second signal it ends at once.
                     process.popen.send_signal(signal.SIGTERM)
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            time.sleep(POLL_S)
             for process in [one for one in running if one.popen.poll() is not None]:
                 running.remove(process)
                 places.append(process.environment)
@@ -84,7 +84,7 @@ def train_sweep(sweep: Sweep, *, parallel: int) -> int:
                 if received and status == -signal.SIGTERM:  # it had not begun to train
                     status = EXIT_CHECKPOINTED
                 statuses[process.name] = status
-                print(f"sweep: run {process.name} {_told(process, status)}", flush=True)
+                print(f"sweep: run {process.name} {_describe_exit(process, status)}", flush=True)
     return _outcome(sweep.folder, statuses, len(waiting), received)
 
 
@@ -193,7 +193,7 @@ def _stopped_on_failure(running: Sequence[_Process]) -> Iterator[None]:
         raise
 
 
-def _told(process: _Process, status: int) -> str:
+def _describe_exit(process: _Process, status: int) -> str:
     told = {
         0: "is finished",
         EXIT_CHECKPOINTED: "is stopped",

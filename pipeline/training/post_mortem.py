@@ -12,10 +12,9 @@ import torch
 from longhaul.configs import RunConfig
 from longhaul.datamodules.files.untrusted import open_to_write
 from longhaul.pipeline.distributed.gpu_environment import FLIGHT_RECORD
+from longhaul.pipeline.system.waiting import FLIGHT_RECORD_S
 from longhaul.pipeline.terminal.numbers import in_bytes
 
-# The record is made while NCCL hangs.
-_SECONDS_TO_RECORD = 5.0
 # What torch's own functions for it, which it may change, raise on devices that they do not serve.
 _UNSUPPORTED = (AttributeError, RuntimeError)
 
@@ -48,7 +47,7 @@ def leave_stacks(logs: Path, rank: int) -> None:
 
     thread = threading.Thread(target=record, daemon=True)
     thread.start()
-    thread.join(_SECONDS_TO_RECORD)
+    thread.join(FLIGHT_RECORD_S)
 
 
 def _new_file(path: Path) -> BinaryIO:

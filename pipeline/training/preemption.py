@@ -21,6 +21,7 @@ from typing import Any, cast
 import psutil
 
 from longhaul.datamodules.files.untrusted import one_line, open_regular
+from longhaul.pipeline.system.waiting import CONNECT_S, REPEATED_SIGNAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,6 @@ SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP)
 # Exit status of a run that has saved a checkpoint and is to be run again. In sysexits.h it is
 # EX_TEMPFAIL, which asks to try again later.
 EXIT_CHECKPOINTED = 75
-# A scheduler may signal both the job step and the batch script, which forwards the signal: one
-# request arrives as two signals.
-_SECONDS_OF_DUPLICATES = 2.0
-# How long a signal waits for the ranks to connect, and Ctrl-C for Python to handle it, before the
-# process is ended.
-_SECONDS_TO_CONNECT = 5.0
 # Number of updates that an empty file PROFILE asks for, and the largest number that it may ask for:
 # a trace is kept in memory until it is complete.
 _DEFAULT_TRACED_UPDATES, _MAX_TRACED_UPDATES = 3, 100
@@ -215,7 +210,7 @@ class StopRequests:
         if number == signal.SIGHUP:
             self._leave_terminal()
         if self._received is not None:
-            if time.monotonic() - self._received_at < _SECONDS_OF_DUPLICATES:
+            if time.monotonic() - self._received_at < REPEATED_SIGNAL_S:
                 return
             _end_process(
                 f"{number.name} after {self._received.name}: ending without a checkpoint", number
@@ -237,11 +232,11 @@ class StopRequests:
     def _enforce_interrupt(self) -> None:
         self.on_interrupt()
         # The main thread may wait for other ranks in C++ code, which Python cannot interrupt.
-        if not self._is_interrupted.wait(_SECONDS_TO_CONNECT):
+        if not self._is_interrupted.wait(CONNECT_S):
             _end_process("interrupted while waiting for other ranks", signal.SIGINT)
 
     def _enforce_deadline(self, number: signal.Signals) -> None:
-        if not self._ranks_connected.wait(_SECONDS_TO_CONNECT):
+        if not self._ranks_connected.wait(CONNECT_S):
             # There is nothing to save yet.
             _end_process(f"{number.name} while waiting for other ranks", number, EXIT_CHECKPOINTED)
         if not self._has_ended.wait(self._deadline_s):

@@ -18,10 +18,10 @@ _SECONDS_BETWEEN_LINES = 10.0
 # A long run writes about this many lines of losses to its log.
 _LINES_IN_LOG = 1000
 
-LOG = logging.getLogger("longhaul.progress")
+PROGRESS_LOGGER = logging.getLogger("longhaul.progress")
 """Takes what is shown, for logs/train.log alone: on the terminal it is shown already."""
-LOG.propagate = False
-LOG.setLevel(logging.INFO)
+PROGRESS_LOGGER.propagate = False
+PROGRESS_LOGGER.setLevel(logging.INFO)
 
 
 class ProgressLine:
@@ -74,7 +74,7 @@ class ProgressLine:
         )
         if is_due or is_last:
             self._logged_at, self._logged_step = now, progress.step
-            LOG.info("%s", line)
+            PROGRESS_LOGGER.info("%s", line)
 
     def validation(self, progress: Progress, loss: float) -> None:
         """Show a validation loss."""
@@ -83,7 +83,7 @@ class ProgressLine:
     def say(self, text: str) -> None:
         """Show a line, and log it."""
         self._print(text)
-        LOG.info("%s", text)
+        PROGRESS_LOGGER.info("%s", text)
 
     def end(self) -> None:
         """Close the bar."""

@@ -22,15 +22,14 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.system.devices import peak_flops
+from longhaul.pipeline.system.waiting import FAILURE_UPLOAD_S
 from longhaul.pipeline.tracking.tracker import Tracker
-from longhaul.pipeline.training.announcement import doubts, summary
+from longhaul.pipeline.training.announcement import config_warnings, summary
 from longhaul.pipeline.training.profiling import Communication
 from longhaul.pipeline.training.progress import ProgressLine
 from longhaul.pipeline.training.stragglers import StragglerReport
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_TO_RECORD_FAILURE = 10.0
 
 
 class RankReport(NamedTuple):
@@ -110,9 +109,9 @@ class Recorder:
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
-        for line in summary(config, folder, self._data.manifest, self._parameters, device):
+        for line in summary(config, folder, self._data.corpus, self._parameters, device):
             self._progress_line.say(line)
-        for line in (*changed, *doubts(config, self._data, before, progress.tokens)):
+        for line in (*changed, *config_warnings(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)
         self._progress_line.begin(progress)
         if self._source is not None:
@@ -184,7 +183,7 @@ class Recorder:
     def record_failure(self) -> None:
         """Record the status FAILED. Called right before the process ends."""
         if self.has_begun:
-            self.tracker.finish("FAILED", timeout_s=_SECONDS_TO_RECORD_FAILURE)
+            self.tracker.finish("FAILED", timeout_s=FAILURE_UPLOAD_S)
 
     def _record_skip(self, skip: Skip, update: Update) -> None:
         cause = "a spike" if skip.is_spike else "not finite"

@@ -32,7 +32,8 @@ from longhaul.pipeline.distributed.launch import (
     disconnect_ranks,
     rank_devices,
 )
-from longhaul.pipeline.distributed.strategies import build_strategy, end_ranks
+from longhaul.pipeline.distributed.strategies import build_strategy
+from longhaul.pipeline.distributed.strategy import end_ranks
 from longhaul.pipeline.evaluation.registry import check_tasks
 from longhaul.pipeline.runs.data import check_same_data
 from longhaul.pipeline.runs.done import Finished
@@ -40,6 +41,7 @@ from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
 from longhaul.pipeline.system.compile_caches import use_private_caches
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.system.waiting import UPLOAD_S
 from longhaul.pipeline.terminal.output import PlainFormatter
 from longhaul.pipeline.tracking.description import Description, describe
 from longhaul.pipeline.tracking.metrics_journal import JournalError
@@ -48,14 +50,10 @@ from longhaul.pipeline.tracking.tracker import Status, Tracker
 from longhaul.pipeline.training.callback import TrainingCallback
 from longhaul.pipeline.training.post_mortem import explain
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED, StopRequests
-from longhaul.pipeline.training.progress import LOG
+from longhaul.pipeline.training.progress import PROGRESS_LOGGER
 from longhaul.pipeline.training.recorder import Recorder
 
 logger = logging.getLogger(__name__)
-
-# How long the end of a run waits for MLflow to take the remaining metrics. What it has not taken by
-# then is sent when the same command runs again.
-_SECONDS_TO_UPLOAD = 30.0
 
 # What training writes into a run folder.
 _WRITTEN = (
@@ -114,7 +112,7 @@ def _train_on_rank_0(
 ) -> int:
     """Train together with the other ranks, and record metrics and the run's status."""
     parameters = module.model.num_parameters()
-    description = describe(config, parameters, data.manifest, data.validation_manifest)
+    description = describe(config, parameters, data.corpus, data.validation_corpus)
     try:
         tracker = _new_tracker(config, folder, description)
     except JournalError as error:
@@ -154,7 +152,7 @@ def _train_on_rank_0(
     finally:
         # What was refused before it began leaves the run's status as it was.
         ended = status if recorder.has_begun else None
-        is_tracked = tracker.finish(ended, timeout_s=_SECONDS_TO_UPLOAD)
+        is_tracked = tracker.finish(ended, timeout_s=UPLOAD_S)
     if finished is None:
         print(
             f"longhaul: stopped after step {module.progress.step}, saved; "
@@ -184,7 +182,7 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
         data.check_present()
     except FileNotFoundError as error:
         raise ConfigError(f"data: {error}") from error
-    vocabulary = data.manifest.vocab_size
+    vocabulary = data.corpus.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "
@@ -254,7 +252,7 @@ def _build_trainer(config: RunConfig, callbacks: Sequence[Callback]) -> Trainer:
         strategy=build_strategy(config, devices),
         devices=1,  # Those of the other ranks, too, the strategy knows.
         num_nodes=config.trainer.nodes,
-        precision=config.trainer.precision,  # type: ignore[arg-type]
+        precision=config.trainer.precision,
         # Sets what torch and cuBLAS need for it; the rest is in gpu_environment.py.
         deterministic=config.trainer.deterministic,
         plugins=[cluster_environment()],
@@ -332,7 +330,7 @@ def _upload_rest(config: RunConfig, folder: RunFolder, finished: Finished) -> No
     """Upload to MLflow what was still missing there when the run ended."""
     tracker = _new_tracker(config, folder)
     tracker.start()
-    if tracker.finish("FINISHED", timeout_s=_SECONDS_TO_UPLOAD):
+    if tracker.finish("FINISHED", timeout_s=UPLOAD_S):
         folder.mark_finished(dataclasses.replace(finished, is_tracked=True))
 
 
@@ -365,7 +363,7 @@ def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     """Within the context, log to a file as well, and the traceback of a failure after the start."""
     handler = _LogFile(file)
     handler.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    loggers = logging.getLogger(), LOG
+    loggers = logging.getLogger(), PROGRESS_LOGGER
     for one in loggers:
         one.addHandler(handler)
     try:
@@ -373,7 +371,7 @@ def _log_to(file: Path, recorder: Recorder) -> Iterator[None]:
     except Exception:
         if recorder.has_begun:
             # The terminal shows only one line; the file gets the traceback.
-            LOG.exception("the run failed")
+            PROGRESS_LOGGER.exception("the run failed")
         raise
     finally:
         for one in loggers:

@@ -9,17 +9,10 @@ from typing import Any
 
 import torch
 
-from longhaul.kernels.verify.cases import Case, check, shrunk
-from longhaul.kernels.verify.catalogue import (
-    DTYPES,
-    candidate_cases,
-    extreme_cases,
-    feature_cases,
-    headline_cases,
-    long_cases,
-    other_cases,
-)
-from longhaul.kernels.verify.peers import own_backend
+from longhaul.kernels.backend import own_backend
+from longhaul.kernels.ops import OPS
+from longhaul.kernels.verify.cases import Case, check
+from longhaul.kernels.verify.op import DTYPES
 from longhaul.pipeline.verification.check import Check, Needs, Place
 
 _SANITIZER = "compute-sanitizer"
@@ -28,7 +21,7 @@ _STATUS_OF_FINDINGS = 86
 _PLAIN_ALLOCATIONS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 _SANITIZED = """
 import sys, torch
-from longhaul.kernels.verify import catalogue
+from longhaul.kernels.power.verify import catalogue
 case = next(one for one in catalogue.feature_cases("bfloat16") if one.name == sys.argv[1])
 device = torch.device("cuda")
 inputs = case.inputs(device)
@@ -43,29 +36,29 @@ _CPU_TOKENS, _CPU_WIDTH = 72, 16
 
 
 def headline_checks(device: str) -> list[Check]:
-    return _checks(headline_cases(), device)
+    return _checks([case for op in OPS for case in op.headline], device)
 
 
 def training_dtype_checks(device: str) -> list[Check]:
     """Every feature in bfloat16, the other kernels, and the extremes."""
     backend = own_backend(torch.device(device))
-    cases = [*feature_cases("bfloat16"), *other_cases("bfloat16"), *extreme_cases(backend)]
+    cases = [case for op in OPS for case in op.features("bfloat16")]
+    cases += [case for op in OPS for case in op.extremes(backend)]
     return _checks(cases, device)
 
 
 def candidate_checks(device: str) -> list[Check]:
     """Every feature again, with every other configuration of the kernels."""
-    return _checks(candidate_cases(), device, Needs(gpu=True))
+    return _checks([case for op in OPS for case in op.candidates], device, Needs(gpu=True))
 
 
 def remaining_checks(device: str) -> list[Check]:
     """The other dtypes, long sequences, and accesses out of bounds."""
-    features = [
-        case for dtype in DTYPES[1:] for case in [*feature_cases(dtype), *other_cases(dtype)]
-    ]
+    features = [case for dtype in DTYPES[1:] for op in OPS for case in op.features(dtype)]
+    long = [case for op in OPS for case in op.long]
     return [
         *_checks(features, device),
-        *_checks(long_cases(), device, Needs(gpu=True), seconds=280),
+        *_checks(long, device, Needs(gpu=True), seconds=280),
         *(
             Check(
                 part="kernels",
@@ -86,7 +79,7 @@ def _checks(
 ) -> list[Check]:
     needs = Needs() if needs is None else needs
     if device == "cpu" and not needs.gpu:
-        cases = [shrunk(case, _CPU_TOKENS, _CPU_WIDTH) for case in cases]
+        cases = [case.shrunk(_CPU_TOKENS, _CPU_WIDTH) for case in cases]
     return [
         Check(
             part="kernels",

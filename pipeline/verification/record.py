@@ -148,7 +148,7 @@ class Record:
             self.results[key] = {"status": "begun", "attempts": attempts}
         self._write()
 
-    def take_back(self) -> None:
+    def forget_attempts(self) -> None:
         """Forget the last attempt at what has not ended: this command, and not the check, ends."""
         for key in [key for key, one in self.results.items() if one["status"] == "begun"]:
             self.results[key]["attempts"] -= 1

@@ -108,7 +108,7 @@ def run_checks(
             place = Place(machine.device, Path(name))
             _Run(record, machine, place, len(checks) - skipped).run(left, deadline)
     finally:
-        record.take_back()
+        record.forget_attempts()
     record.finish(targets(record.results))
     print_summary(record, [check.key for check in checks])
     if not all(record.has(check.key) for check in checks):

@@ -1,36 +1,28 @@
 """The measurements: the kernels beside their peers, and a step of training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from longhaul.kernels.verify.benchmark import Compilation, Task, measure
-from longhaul.kernels.verify.targets import Measured, targets_of
-from longhaul.kernels.verify.tasks import (
-    Sizes,
-    compilations_of,
-    headline_tasks,
-    op_tasks,
-    package_of,
-    peer_tasks,
-)
+from longhaul.kernels.ops import OPS
+from longhaul.kernels.verify.op import Compilation, Measured, Measurement
 from longhaul.pipeline.verification.check import Check, Needs, Place
 from longhaul.pipeline.verification.training_step import STEPS, Step, measure_step
 
-_SIZES = Sizes()
+_TIMED = [op.timings for op in OPS if op.timings is not None]
 
 
 def headline_timings() -> list[Check]:
-    return _timings(headline_tasks(_SIZES))
+    return [_timing(task) for timings in _TIMED for task in timings.headline]
 
 
 def op_timings() -> list[Check]:
-    return _timings(op_tasks(_SIZES))
+    return [_timing(task) for timings in _TIMED for task in timings.others]
 
 
 def peer_timings() -> list[Check]:
-    return _timings(peer_tasks(_SIZES))
+    return [_timing(task) for timings in _TIMED for task in timings.peers]
 
 
 def step_timings() -> list[Check]:
@@ -51,17 +43,18 @@ def step_timings() -> list[Check]:
 def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each target of speed beside what the results of these checks say."""
     checks = [*headline_timings(), *op_timings(), *peer_timings()]
-    return targets_of(
-        [Measured(check.argument, results.get(check.key, {}).get("result")) for check in checks]
-    )
+    measured = [
+        Measured(check.argument, results.get(check.key, {}).get("result")) for check in checks
+    ]
+    return [
+        target
+        for timings in _TIMED
+        for target in timings.targets([one for one in measured if one.task in timings.tasks])
+    ]
 
 
-def _timings(tasks: Sequence[Task]) -> list[Check]:
-    return [_timing(task) for task in tasks]
-
-
-def _timing(task: Task) -> Check:
-    package = package_of(task)
+def _timing(task: Measurement) -> Check:
+    package = task.package
     needs = Needs(gpu=True, packages=() if package is None else (package,))
     before = tuple(
         Check(
@@ -73,7 +66,7 @@ def _timing(task: Task) -> Check:
             is_alone=False,
             gigabytes=3,
         )
-        for job in compilations_of(task)
+        for job in task.compilations()
     )
     return Check(
         part="timings",
@@ -82,14 +75,14 @@ def _timing(task: Task) -> Check:
         argument=task,
         seconds=150,
         needs=needs,
-        is_ours=task.implementation.partition(",")[0] in ("longhaul", "torch"),
+        is_ours=task.is_ours,
         before=before,
     )
 
 
-def time_task(task: Task, place: Place) -> dict[str, Any]:
+def time_task(task: Measurement, place: Place) -> dict[str, Any]:
     """A measurement, and no memory kept for the next one."""
-    found = measure(task, torch.device(place.device))
+    found = task.measure(torch.device(place.device))
     _free(place)
     return found
 

@@ -47,16 +47,16 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
             "0.tap: unknown key, wanted one of rot",
         ),
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
-        ("model.attention.degree='2'", 'model.attention.degree: expected int, got "2"'),
+        ("model.attention.degree='2'", "model.attention.degree: found '2', wanted a valid integer"),
         ("model.attention.degree=3", "model.attention.degree: found 3, wanted an even number"),
         (
             "model.attention.kind=sofmax",
             "model.attention.kind: found 'sofmax', wanted one of .*softmax",
         ),
-        ("model.width=1.5", "model.width: expected int, got 1.5"),
-        ("model.width=true", "model.width: expected int, got true"),
-        ("optim.learning_rate=fast", 'optim.learning_rate: expected float, got "fast"'),
-        ("model.width=[1]", r"model.width: expected int, got \[1\]"),
+        ("model.width=1.5", "model.width: found 1.5, wanted a valid integer"),
+        ("model.width=true", "model.width: found true, wanted a valid integer"),
+        ("optim.learning_rate=fast", "optim.learning_rate: found 'fast', wanted a valid number"),
+        ("model.width=[1]", r"model.width: found \[1\], wanted a valid integer"),
         ("data=3", "data: expected a mapping of keys, got 3"),
         ("model=3", "model: expected a mapping of keys, got 3"),
         ("trainer=[1,2]", r"trainer: expected a mapping of keys, got \[1, 2\]"),
@@ -65,7 +65,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ("model.width=[1", "command line: while parsing"),
         ("optim.schedule=[1]", r"optim.schedule: expected a mapping of keys, got \[1\]"),
         ("data.context=null", "data.context: "),
-        ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted one of single, ddp"),
+        ("trainer.strategy=dp", "trainer.strategy: found 'dp', wanted 'single', 'ddp', 'fsdp' or"),
         ("trainer.devices=2", "trainer.strategy: found single with 2 processes, wanted ddp"),
         ("name=a/b", "name: found 'a/b'"),
         ("tracking.uri=file:///x", "tracking.uri: found 'file:///x'"),
@@ -94,7 +94,7 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
         ),
         (
             "model.layer_attention.3::4={kind: sympow, degree: '2'}",
-            'model.layer_attention.3::4.degree: expected int, got "2"',
+            "model.layer_attention.3::4.degree: found '2', wanted a valid integer",
         ),
         (
             "model.layer_attention.3::4={kind: sympow, chunk_size: 0}",
@@ -194,7 +194,11 @@ def test_a_broken_file_is_named_in_one_line(text: str, message: str, tmp_path: P
         ("layers: 4", f"layers: {10**400}", "layers: found 10+[.][.][.]0+, wanted a finite number"),
         ("hang_seconds: 1800.0", "hang_seconds: .inf", "hang_seconds: found inf, wanted a finite"),
         ("hang_seconds: 1800.0", "hang_seconds: .nan", "hang_seconds: found nan, wanted a finite"),
-        ("epsilon: 1.0e-08", "epsilon: 2026-13-45", "epsilon: expected float, got .2026-13-45."),
+        (
+            "epsilon: 1.0e-08",
+            "epsilon: 2026-13-45",
+            "epsilon: found .2026-13-45., wanted a valid number",
+        ),
         ("learning_rate:", "epsilon: 1.0\n  learning_rate:", "found duplicate key epsilon"),
         ("name: demo", "name: !!python/object/apply:os.getcwd []", "could not determine a con"),
         ("name: demo", "name: " + "[" * 5000, "found|recursion"),
@@ -260,7 +264,7 @@ def test_no_number_takes_long_to_read() -> None:
         ("optim.gradient_clip=.inf", "optim.gradient_clip: found inf, wanted a finite number"),
         (
             "trainer.hang_seconds=1e9",
-            "trainer.hang_seconds: found 1000000000.0, wanted 100000000 at",
+            "trainer.hang_seconds: found 1000000000.0, wanted less than or equal to 100000000",
         ),
         (f"trainer.seed={10**30}", f"trainer.seed: found {10**30}, wanted a finite number"),
         # No float is as large.
@@ -273,8 +277,14 @@ def test_no_number_takes_long_to_read() -> None:
         ("trainer.devices=1e300", r"trainer.devices: found 1e\+300, wanted a finite number"),
         ("model.layers=1000000000", "model.layers: found 1000000000, wanted 1 to 1024"),
         ("model.width=1000000000", "model.width: found 1000000000, wanted 1 to 1048576"),
-        ("data.workers=1000000000", "data.workers: found 1000000000, wanted 0 to 4096"),
-        ("trainer.micro_batch=1000000000", "trainer.micro_batch: found 1000000000, wanted 1048576"),
+        (
+            "data.workers=1000000000",
+            "data.workers: found 1000000000, wanted less than or equal to 4096",
+        ),
+        (
+            "trainer.micro_batch=1000000000",
+            "trainer.micro_batch: found 1000000000, wanted less than or equal to 1048576",
+        ),
     ],
 )
 def test_numbers_that_nothing_could_run_are_refused(override: str, message: str) -> None:
@@ -284,9 +294,7 @@ def test_numbers_that_nothing_could_run_are_refused(override: str, message: str)
 
 def test_a_context_of_the_command_line_may_be_any_number() -> None:
     data = load_run_config("run/demo.yaml").data
-    with pytest.raises(
-        ValueError, match=r"^data.context: found 10+[.][.][.]0+, wanted 2.40 at most"
-    ):
+    with pytest.raises(ValueError, match=r"^data.context: found 10+[.][.][.]0+, wanted less than"):
         dataclasses.replace(data, context=10**400)
 
 
@@ -417,5 +425,7 @@ def test_whole_numbers_may_be_written_with_an_exponent(tmp_path: Path) -> None:
     assert found == (1_000_000, 30_000, attention_config("conformal_sympow")(degree=4))
     assert all(type(one) is int for one in found[:2])
     for value in ("1.5", "1e-3"):
-        with pytest.raises(ConfigError, match=r"trainer\.max_tokens: expected int, got"):
+        with pytest.raises(
+            ConfigError, match=r"trainer\.max_tokens: found .*, wanted a valid integer"
+        ):
             load_run_config(file, [f"trainer.max_tokens={value}"])

@@ -9,7 +9,7 @@ from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.shards import Tokens
 
-DOCUMENT_TOKENS = 64
+BLOCK_TOKENS = 64
 MakeShards = Callable[..., Manifest]
 
 
@@ -18,8 +18,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-class CountingDocuments:
-    """Document d holds the numbers from d * DOCUMENT_TOKENS on, so a token shows its origin."""
+class CountingBlocks:
+    """Block b holds the numbers from b * BLOCK_TOKENS on, so a token shows its origin."""
 
     version = 1
     dropped_tokens = empty_texts = 0
@@ -27,31 +27,31 @@ class CountingDocuments:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def documents(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
         for number in range(cursor[0] if cursor else 0, self.count):
-            start = number * DOCUMENT_TOKENS
-            yield np.arange(start, start + DOCUMENT_TOKENS, dtype=np.uint32), [number + 1]
+            start = number * BLOCK_TOKENS
+            yield np.arange(start, start + BLOCK_TOKENS, dtype=np.uint32), [number + 1]
 
 
 @pytest.fixture
 def make_shards(tmp_path: Path) -> MakeShards:
-    def make(documents: int = 10, docs_per_shard: int = 3, name: str = "shards") -> Manifest:
-        vocab_size = documents * DOCUMENT_TOKENS + 1
+    def make(blocks: int = 10, docs_per_shard: int = 3, name: str = "shards") -> Manifest:
+        vocab_size = blocks * BLOCK_TOKENS + 1
         template = Manifest(
             tokenizer="bytes",
             tokenizer_sha256=f"{vocab_size}",
             vocab_size=vocab_size,
             bos_id=vocab_size - 1,
             eot_id=vocab_size - 1,
-            document_tokens=DOCUMENT_TOKENS,
+            document_tokens=BLOCK_TOKENS,
             dtype="uint32",
-            source={"documents": documents},
+            source={"blocks": blocks},
             shards=(),
         )
         return prepare_shards(
             tmp_path / name,
             template,
-            CountingDocuments(documents),
+            CountingBlocks(blocks),
             docs_per_shard=docs_per_shard,
             prefix="train",
             progress=lambda tokens: None,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
-from longhaul.datamodules.order import DocumentOrder, SampleLocations, SampleOrder
+from longhaul.datamodules.order import SampleLocations, SampleOrder, StoredOrder
 from longhaul.datamodules.shards import ShardError, UnreadShardError
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.stream import TokenWindows, ValidationBatches
@@ -37,9 +38,9 @@ def module_of(location: str, *, rank: int = 0, world_size: int = 1, **options) -
 def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
     make_shards, world_size: int, workers: int
 ) -> None:
-    manifest = make_shards(documents=10)
+    manifest = make_shards(blocks=10)
     micro_batch = {1: 1, 2: 3, 3: 2, 4: 1}[world_size]
-    order = SampleOrder(manifest, CONTEXT, 5, 2)
+    order = Corpus(manifest).training_order(CONTEXT, 5, 2)
     stride = micro_batch * world_size
     for rank in range(world_size):
         module = module_of(
@@ -52,7 +53,7 @@ def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
         )
         batches = list(module.train_dataloader())
         # The samples of a micro-step are assigned in order of rank. In these shards, tokens count
-        # on from document to document, with 64 tokens per document and 3 documents per shard.
+        # on from block to block, with 64 tokens per block and 3 blocks per shard.
         assert [batch["index"].tolist() for batch in batches] == [
             list(range(start, start + micro_batch))
             for start in range(rank * micro_batch, 72, stride)
@@ -60,7 +61,7 @@ def test_updates_are_the_same_for_any_number_of_ranks_and_workers(
         for batch in batches:
             for index, target in zip(batch["index"].tolist(), batch["target"], strict=True):
                 at = order.locate(index)
-                first = (at.shard * 3 + at.document) * 64 + at.window * CONTEXT
+                first = (at.shard * 3 + at.block) * 64 + at.window * CONTEXT
                 assert target.tolist() == list(range(first, first + CONTEXT))
 
 
@@ -69,11 +70,12 @@ def test_a_worker_locates_its_own_samples_alone(
     make_shards, monkeypatch: pytest.MonkeyPatch, is_validation: bool
 ) -> None:
     """The second of three workers of the second of four ranks."""
-    manifest = make_shards(documents=150, docs_per_shard=50)
+    manifest = make_shards(blocks=150, docs_per_shard=50)
     store = ShardStore(
         manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0, keep_open=4
     )
-    order = DocumentOrder(manifest, CONTEXT) if is_validation else SampleOrder(manifest, 16, 5, 2)
+    corpus = Corpus(manifest)
+    order = corpus.stored_order(16) if is_validation else corpus.training_order(16, 5, 2)
     stride = 4 * 3 * 2
     if is_validation:  # 600 samples, of which the last batch lacks some
         sampler = ValidationBatches(num_samples=600, micro_batch=2, rank=1, world_size=4)
@@ -83,19 +85,19 @@ def test_a_worker_locates_its_own_samples_alone(
     located: list[int] = []
     real = type(order).locate_many
 
-    def spy(self: SampleOrder | DocumentOrder, indices: np.ndarray) -> SampleLocations:
+    def spy(self: SampleOrder | StoredOrder, indices: np.ndarray) -> SampleLocations:
         located.extend(indices.tolist())
         return real(self, indices)
 
     monkeypatch.setattr(type(order), "locate_many", spy)
-    own = TokenWindows(store, order, CONTEXT, stride)
+    own = TokenWindows([store], order, CONTEXT, stride)
     monkeypatch.setattr("longhaul.datamodules.stream._MOST_LOCATED", 100)
     found = [own.__getitems__(batch).tokens for batch in batches]
     wanted = {max(index, 0) for batch in batches for index in batch}
     assert wanted <= set(located)
     assert len(located) <= len(wanted) + 200
     for batch, tokens in zip(batches, found, strict=True):
-        fresh = TokenWindows(store, order, CONTEXT, 1).__getitems__(batch)
+        fresh = TokenWindows([store], order, CONTEXT, 1).__getitems__(batch)
         assert np.array_equal(tokens, fresh.tokens)
 
 
@@ -108,14 +110,14 @@ def test_micro_steps_assign_samples_in_order_of_rank(make_shards) -> None:
 
 
 def test_a_batch_holds_the_windows_in_order_with_bos_in_front(make_shards) -> None:
-    manifest = make_shards(documents=10, docs_per_shard=3)
+    manifest = make_shards(blocks=10, docs_per_shard=3)
     module = module_of(manifest.location, num_samples=48)
-    order = SampleOrder(manifest, CONTEXT, 5, 2)
+    order = Corpus(manifest).training_order(CONTEXT, 5, 2)
     for batch in module.train_dataloader():
         assert {name: t.dtype for name, t in batch.items()} == dict.fromkeys(batch, torch.int64)
         for row, index in enumerate(batch["index"].tolist()):
             at = order.locate(index)
-            first = (at.shard * 3 + at.document) * 64 + at.window * CONTEXT
+            first = (at.shard * 3 + at.block) * 64 + at.window * CONTEXT
             assert batch["target"][row].tolist() == list(range(first, first + CONTEXT))
             assert batch["input"][row, 0] == manifest.bos_id
             assert batch["input"][row, 1:].equal(batch["target"][row, :-1])
@@ -132,7 +134,7 @@ def test_starting_later_gives_the_same_samples(make_shards, workers: int) -> Non
 
 
 def test_the_stream_is_endless_without_num_samples(make_shards) -> None:
-    loader = module_of(make_shards(documents=2).location).train_dataloader()
+    loader = module_of(make_shards(blocks=2).location).train_dataloader()
     with pytest.raises(TypeError):
         len(loader)
     for expected, batch in zip(range(50), loader, strict=False):
@@ -164,16 +166,16 @@ def test_validation_is_divided_among_ranks_and_padded(make_shards, world_size: i
 
 
 def test_validation_is_limited_to_the_samples_that_exist(make_shards) -> None:
-    small = make_shards(documents=1).location
+    small = make_shards(blocks=1).location
     module = module_of(small, validation_manifest=small, validation_tokens=64 * CONTEXT)
     assert [b["index"].tolist() for b in module.val_dataloader()] == [[0, 1], [2, 3]]
     assert module_of(small).val_dataloader() == []
 
 
 def test_manifests_of_two_tokenizers_are_refused(make_shards) -> None:
-    train, other = make_shards(), make_shards(documents=3, name="other")
+    train, other = make_shards(), make_shards(blocks=3, name="other")
     with pytest.raises(
-        ValueError, match=r"data.validation_manifest: tokenizer is bytes \(sha256 193"
+        ValueError, match=r"data.validation_manifest: found tokenizer bytes \(sha256 193"
     ):
         module_of(train.location, validation_manifest=other.location)
 

@@ -3,23 +3,26 @@ import itertools
 import numpy as np
 import pytest
 
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest, ShardEntry
-from longhaul.datamodules.order import DocumentOrder, SampleOrder, permute
+from longhaul.datamodules.order import SampleOrder, permute
 
 
-def manifest_of(*documents: int, document_tokens: int = 64) -> Manifest:
-    return Manifest(
-        tokenizer="bytes",
-        tokenizer_sha256="",
-        vocab_size=257,
-        bos_id=256,
-        eot_id=256,
-        document_tokens=document_tokens,
-        dtype="uint16",
-        shards=tuple(
-            ShardEntry(name=f"train-{i}.tar", bytes=1, documents=count, sha256="")
-            for i, count in enumerate(documents)
-        ),
+def corpus_of(*blocks: int, block_tokens: int = 64) -> Corpus:
+    return Corpus(
+        Manifest(
+            tokenizer="bytes",
+            tokenizer_sha256="",
+            vocab_size=257,
+            bos_id=256,
+            eot_id=256,
+            document_tokens=block_tokens,
+            dtype="uint16",
+            shards=tuple(
+                ShardEntry(name=f"train-{i}.tar", bytes=1, documents=count, sha256="")
+                for i, count in enumerate(blocks)
+            ),
+        )
     )
 
 
@@ -29,7 +32,7 @@ def samples_of(order: SampleOrder, first: int, last: int) -> list[tuple[int, int
         zip(
             found.epoch.tolist(),
             found.shard.tolist(),
-            found.document.tolist(),
+            found.block.tolist(),
             found.window.tolist(),
             strict=True,
         )
@@ -37,14 +40,12 @@ def samples_of(order: SampleOrder, first: int, last: int) -> list[tuple[int, int
 
 
 @pytest.mark.parametrize("shuffle_shards", [1, 2, 3, 100])
-@pytest.mark.parametrize("documents", [(1,), (5, 3), (4, 4, 4, 1, 7)])
-def test_an_epoch_contains_every_window_once(
-    documents: tuple[int, ...], shuffle_shards: int
-) -> None:
-    order = SampleOrder(manifest_of(*documents), 16, seed=3, shuffle_shards=shuffle_shards)
+@pytest.mark.parametrize("blocks", [(1,), (5, 3), (4, 4, 4, 1, 7)])
+def test_an_epoch_contains_every_window_once(blocks: tuple[int, ...], shuffle_shards: int) -> None:
+    order = corpus_of(*blocks).training_order(16, seed=3, shuffle_shards=shuffle_shards)
     size = order.samples_per_epoch
-    assert size == sum(documents) * 4
-    every = {(s, d, w) for s, count in enumerate(documents) for d in range(count) for w in range(4)}
+    assert size == sum(blocks) * 4
+    every = {(s, d, w) for s, count in enumerate(blocks) for d in range(count) for w in range(4)}
     for epoch in range(3):
         samples = samples_of(order, epoch * size, (epoch + 1) * size)
         assert {sample[0] for sample in samples} == {epoch}
@@ -52,9 +53,9 @@ def test_an_epoch_contains_every_window_once(
 
 
 def test_epochs_and_seeds_have_different_orders() -> None:
-    manifest = manifest_of(8, 8, 8, 8)
-    order = SampleOrder(manifest, 16, seed=0, shuffle_shards=2)
-    other = SampleOrder(manifest, 16, seed=1, shuffle_shards=2)
+    corpus = corpus_of(8, 8, 8, 8)
+    order = corpus.training_order(16, seed=0, shuffle_shards=2)
+    other = corpus.training_order(16, seed=1, shuffle_shards=2)
     size = order.samples_per_epoch
     orders = [
         [sample[1:] for sample in samples_of(order, 0, size)],
@@ -67,32 +68,32 @@ def test_epochs_and_seeds_have_different_orders() -> None:
             assert agreeing < size / 8
 
 
-def test_a_block_mixes_its_own_shards_and_no_others() -> None:
-    order = SampleOrder(manifest_of(*[4] * 9), 16, seed=0, shuffle_shards=3)
-    blocks = [
+def test_a_group_mixes_its_own_shards_and_no_others() -> None:
+    order = corpus_of(*[4] * 9).training_order(16, seed=0, shuffle_shards=3)
+    groups = [
         [sample[1] for sample in samples_of(order, start, start + 48)] for start in (0, 48, 96)
     ]
-    assert [len(set(block)) for block in blocks] == [3, 3, 3]
-    assert set().union(*blocks) == set(range(9))
-    # Within a block, consecutive samples mostly come from different shards.
-    for block in blocks:
-        assert sum(a != b for a, b in itertools.pairwise(block)) > 20
+    assert [len(set(group)) for group in groups] == [3, 3, 3]
+    assert set().union(*groups) == set(range(9))
+    # Within a group, consecutive samples mostly come from different shards.
+    for group in groups:
+        assert sum(a != b for a, b in itertools.pairwise(group)) > 20
 
 
 def test_a_far_index_is_located_without_earlier_ones() -> None:
-    manifest = manifest_of(*[256] * 3000, document_tokens=65_536)
+    corpus = corpus_of(*[256] * 3000, block_tokens=65_536)
     index = 10**9
-    order = SampleOrder(manifest, 8192, seed=0, shuffle_shards=8)
+    order = corpus.training_order(8192, seed=0, shuffle_shards=8)
     near = samples_of(order, index - 3, index + 3)
-    fresh = SampleOrder(manifest, 8192, seed=0, shuffle_shards=8).locate(index)
-    assert tuple(fresh) == near[3]
+    fresh = corpus.training_order(8192, seed=0, shuffle_shards=8).locate(index)
+    assert tuple(fresh) == (0, *near[3])
     assert fresh.epoch == index // order.samples_per_epoch == 162
 
 
 def test_the_order_never_changes_between_versions() -> None:
     # Recorded once. If these numbers change, no existing run can resume correctly.
-    order = SampleOrder(manifest_of(5, 3, 7), 16, seed=42, shuffle_shards=2)
-    assert [tuple(order.locate(index)) for index in (0, 1, 2, 59, 60, 10**9)] == [
+    order = corpus_of(5, 3, 7).training_order(16, seed=42, shuffle_shards=2)
+    assert [tuple(order.locate(index))[1:] for index in (0, 1, 2, 59, 60, 10**9)] == [
         (0, 1, 1, 0),
         (0, 2, 2, 1),
         (0, 1, 1, 2),
@@ -103,18 +104,18 @@ def test_the_order_never_changes_between_versions() -> None:
 
 
 def test_validation_reads_windows_in_stored_order() -> None:
-    order = DocumentOrder(manifest_of(1, 2), 32)
+    order = corpus_of(1, 2).stored_order(32)
     found = order.locate_many(np.arange(6))
     assert found.shard.tolist() == [0, 0, 1, 1, 1, 1]
-    assert found.document.tolist() == [0, 0, 0, 0, 1, 1]
+    assert found.block.tolist() == [0, 0, 0, 0, 1, 1]
     assert found.window.tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def test_a_context_that_does_not_divide_a_document_is_refused() -> None:
+def test_a_context_that_does_not_divide_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data.context: 24 .* 64 tokens .* is 16"):
-        SampleOrder(manifest_of(1), 24, seed=0, shuffle_shards=1)
+        corpus_of(1).training_order(24, seed=0, shuffle_shards=1)
     with pytest.raises(ValueError, match=r"data.context: 128 .* is 64"):
-        SampleOrder(manifest_of(1), 128, seed=0, shuffle_shards=1)
+        corpus_of(1).training_order(128, seed=0, shuffle_shards=1)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 17, 64, 65, 1000])

@@ -48,7 +48,7 @@ DAMAGES = {
 
 
 def test_stock_webdataset_reads_the_same_tokens(make_shards) -> None:
-    manifest = make_shards(documents=10, docs_per_shard=4)
+    manifest = make_shards(blocks=10, docs_per_shard=4)
     urls = [manifest.url_of(shard.name) for shard in manifest.shards]
     samples = list(webdataset.WebDataset(urls, shardshuffle=False).decode())
     assert [sample["__key__"] for sample in samples] == [f"{n:09d}" for n in range(10)]
@@ -66,10 +66,10 @@ def test_stock_webdataset_reads_the_same_tokens(make_shards) -> None:
 
 
 def test_the_manifest_describes_the_files(make_shards) -> None:
-    manifest = load_manifest(make_shards(documents=10, docs_per_shard=4).location)
+    manifest = load_manifest(make_shards(blocks=10, docs_per_shard=4).location)
     assert [shard.name for shard in manifest.shards] == [f"train-00000{n}.tar" for n in range(3)]
     assert [shard.documents for shard in manifest.shards] == [4, 4, 2]
-    assert (manifest.num_documents, manifest.num_tokens) == (10, 640)
+    assert (manifest.num_blocks, manifest.num_tokens) == (10, 640)
     for position, shard in enumerate(manifest.shards):
         path = path_of(manifest, position)
         assert (path.stat().st_size, sha256_of(path)) == (shard.bytes, shard.sha256)
@@ -88,7 +88,7 @@ def test_a_bad_shard_is_named(make_shards, damage: str) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_bad_shard_is_replaced_by_the_next_good_one(make_shards, damage: str) -> None:
-    manifest = make_shards(documents=10, docs_per_shard=2)
+    manifest = make_shards(blocks=10, docs_per_shard=2)
     for position in (1, 2, 4):
         DAMAGES[damage][0](path_of(manifest, position))
     expected = {0: 0, 1: 3, 2: 3, 3: 3, 4: 0}
@@ -132,7 +132,7 @@ def test_a_failing_file_system_marks_no_shard_as_bad(
 
 
 def test_too_many_bad_shards_stop_the_run(make_shards) -> None:
-    manifest = make_shards(documents=10, docs_per_shard=1)
+    manifest = make_shards(blocks=10, docs_per_shard=1)
     store = store_of(manifest, replaces_bad=True, max_bad_fraction=0.2)
     for position in (1, 4, 7):
         path_of(manifest, position).unlink()
@@ -143,7 +143,7 @@ def test_too_many_bad_shards_stop_the_run(make_shards) -> None:
 
 
 def test_no_good_shard_at_all_is_an_error(make_shards) -> None:
-    manifest = make_shards(documents=2, docs_per_shard=1)
+    manifest = make_shards(blocks=2, docs_per_shard=1)
     for position in (0, 1):
         path_of(manifest, position).unlink()
     with pytest.raises(ShardError, match="all 2 shards are bad"):
@@ -151,7 +151,7 @@ def test_no_good_shard_at_all_is_an_error(make_shards) -> None:
 
 
 def test_a_shard_is_hashed_again_only_when_it_changed(make_shards, monkeypatch) -> None:
-    manifest = make_shards(documents=4, docs_per_shard=1)
+    manifest = make_shards(blocks=4, docs_per_shard=1)
     hashed = []
     real = sha256_of
 
@@ -212,7 +212,7 @@ def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> N
         ('"documents": 3', f'"documents": 1{"0" * 30}', "shards.0.documents: found 10+, wanted "),
         ('"document_tokens": 64', f'"document_tokens": 1{"0" * 30}', "document_tokens: found 10+,"),
         ('"documents": 3', f'"documents": {1 << 60}', "shards: found [0-9]+ tokens in all, want"),
-        ('"documents": 10', f'"documents": {"[" * 10_000}', "wanted JSON: recursion limit"),
+        ('"blocks": 10', f'"blocks": {"[" * 10_000}', "wanted JSON: recursion limit"),
         ('"shards"', '"other"', "shards: found nothing, wanted a value"),
         ('"shards"', '"shards": [], "other"', r"shards: found \[\], wanted at least 1 item"),
         ("{", "", "found no JSON, wanted JSON"),
@@ -277,7 +277,7 @@ SHARDS = {
     "link": (tar_with(b"", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "wanted a plain file"),
     "extended": (tar_with(b"", type=tarfile.XHDTYPE, size=1 << 40), "wanted a plain file"),
     "noise": (b"x" * 5000, "not a readable tar file, invalid header"),
-    "zeros": (bytes(5000), "0 documents, wanted 3"),
+    "zeros": (bytes(5000), "0 blocks, wanted 3"),
 }
 
 
@@ -310,14 +310,14 @@ def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
     small = dataclasses.replace(manifest, vocab_size=300, bos_id=0, eot_id=0)
     store = store_of(small)
     assert first_tokens(store, 0) == [0, 64, 128]
-    message = "train-000001.tar: id 319 in document 1, wanted ids below the manifest's vocab_size"
+    message = "train-000001.tar: id 319 in block 1, wanted ids below the manifest's vocab_size"
     with pytest.raises(ShardError, match=message):
         store[1]
     replacing = store_of(small, replaces_bad=True)
     assert first_tokens(replacing, 1) == [0, 64, 128]
-    document = np.array([1, 2, 300], np.uint16)
-    message = r"id 300 in document 0, wanted ids below .* 300$"
-    new = new_shard(tmp_path / "new.tar", 0, [document], 300)
+    block = np.array([1, 2, 300], np.uint16)
+    message = r"id 300 in block 0, wanted ids below .* 300$"
+    new = new_shard(tmp_path / "new.tar", 0, [block], 300)
     with pytest.raises(ShardError, match=message), new:
         pass
     assert not list(tmp_path.glob("*new*"))

@@ -45,7 +45,7 @@ def store_of(location: str, cache_dir: Path) -> ShardStore:
 
 
 def last_token(store: ShardStore) -> int:
-    position = len(store.manifest.shards) - 1
+    position = len(store) - 1
     shard = store[position]
     return int(shard.tokens[shard.starts[-1] + 63])
 
@@ -53,8 +53,8 @@ def last_token(store: ShardStore) -> int:
 def test_shards_of_the_same_name_from_two_sources_do_not_collide(
     make_shards, served, tmp_path
 ) -> None:
-    make_shards(documents=3, name="a/shards")
-    make_shards(documents=2, name="b/shards")
+    make_shards(blocks=3, name="a/shards")
+    make_shards(blocks=2, name="b/shards")
     url, asked = served
     for _ in range(2):
         assert (
@@ -66,7 +66,7 @@ def test_shards_of_the_same_name_from_two_sources_do_not_collide(
 
 
 def test_a_damaged_copy_is_fetched_again(make_shards, served, tmp_path) -> None:
-    make_shards(documents=2)
+    make_shards(blocks=2)
     store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
     (copy,) = (tmp_path / "cache").glob("*.tar")
     copy.write_bytes(copy.read_bytes()[:-5])
@@ -77,7 +77,7 @@ def test_a_damaged_copy_is_fetched_again(make_shards, served, tmp_path) -> None:
 def test_a_lock_in_the_cache_is_neither_waited_for_nor_followed(
     make_shards, served, tmp_path, form
 ) -> None:
-    make_shards(documents=2)
+    make_shards(blocks=2)
     store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
     (copy,) = (tmp_path / "cache").glob("*.tar")
     copy.unlink()  # no lock is needed to read it
@@ -95,7 +95,7 @@ def test_a_file_damaged_at_its_source_is_not_cached(
     make_shards, served, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(urls.time, "sleep", lambda seconds: None)
-    shard = Path(make_shards(documents=2).url_of("train-000000.tar"))
+    shard = Path(make_shards(blocks=2).url_of("train-000000.tar"))
     content = shard.read_bytes()
     store = store_of(f"{served[0]}/shards", tmp_path / "cache")
     shard.write_bytes(content[:-5])
@@ -107,12 +107,12 @@ def test_a_file_damaged_at_its_source_is_not_cached(
 
 
 def test_a_pipe_command_is_a_source_of_shards(make_shards, tmp_path) -> None:
-    location = make_shards(documents=2).location
+    location = make_shards(blocks=2).location
     assert last_token(store_of(f"pipe:cat {location}", tmp_path / "cache")) == 127
 
 
 def test_a_file_url_needs_no_cache(make_shards) -> None:
-    manifest = load_manifest("file://" + make_shards(documents=2).location)
+    manifest = load_manifest("file://" + make_shards(blocks=2).location)
     store = ShardStore(
         manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2
     )
@@ -120,7 +120,7 @@ def test_a_file_url_needs_no_cache(make_shards) -> None:
 
 
 def test_a_remote_manifest_without_a_cache_is_refused(make_shards) -> None:
-    manifest = load_manifest(f"pipe:cat {make_shards(documents=2).location}")
+    manifest = load_manifest(f"pipe:cat {make_shards(blocks=2).location}")
     with pytest.raises(ValueError, match=r"data.cache_dir: found null, wanted a folder"):
         ShardStore(manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2)
 
@@ -128,7 +128,7 @@ def test_a_remote_manifest_without_a_cache_is_refused(make_shards) -> None:
 def test_a_copy_that_is_there_is_checked_outside_the_lock(
     make_shards, served, tmp_path, monkeypatch
 ) -> None:
-    make_shards(documents=2)
+    make_shards(blocks=2)
     store_of(f"{served[0]}/shards", tmp_path / "cache")[0]
 
     def locked(path: Path) -> None:

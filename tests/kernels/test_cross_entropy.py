@@ -7,8 +7,8 @@ import torch
 
 from longhaul.kernels.backend import Backend
 from longhaul.kernels.cross_entropy import cross_entropy_
+from longhaul.kernels.cross_entropy.verify import LossCase
 from longhaul.kernels.verify.cases import check
-from longhaul.kernels.verify.other_cases import LossCase
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from longhaul.modules.attention.base import register
 from longhaul.modules.documents import Documents
 
 WIDTH, HEADS = 16, 2
-SHAPE = LayerShape(width=WIDTH, heads=HEADS)
+SHAPE = LayerShape(width=WIDTH, heads=HEADS, key_heads=HEADS)
 
 
 def test_state_size_matches_the_published_one() -> None:
@@ -50,7 +50,7 @@ def test_what_an_unfinished_kind_lacks_is_named() -> None:
 class Everything(Attention):
     """All that a kind must write; the rest is measured."""
 
-    def forward(self, x, state=None, *, cu_seqlens=None, keep_state=True):  # type: ignore
+    def forward(self, x, state=None, *, documents=None, keep_state=True):  # type: ignore
         seen = x if state is None else torch.cat([state, x], dim=1)
         return x + (x @ seen.mT) @ seen, seen if keep_state else None
 
@@ -118,7 +118,7 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("cartan", {"lengths": "one"}, "lengths: found 'one', wanted one of unit, ratio, raw"),
         ("cartan", {"step_size": True, "generator": "product"}, "step_size: found true with"),
         ("cartan", {"bilinear": False, "lengths": "raw"}, "lengths: found 'raw' with bilinear"),
-        ("complex", {"normalizer": "sum"}, "normalizer: found 'sum', wanted head_norm or"),
+        ("complex", {"normalizer": "sum"}, "normalizer: found 'sum', wanted one of head_norm"),
         ("complex", {"decay": True, "learned_sizes": True}, "decay: found true with learned_sizes"),
         (
             "complex",
@@ -129,12 +129,12 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("zeros", {"form": "notes", "zeroth": "first_layer"}, "zeroth: found 'first_layer' with"),
         ("zeros", {"bilinear": False}, "bilinear: found false with form published"),
         ("zeros", {"zeroth": "all"}, "zeroth: found 'all'"),
-        ("sympow_gated", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
-        ("zeros", {"gate_init": "ones"}, "gate_init: found 'ones', wanted plain or"),
+        ("sympow_gated", {"gate_init": "ones"}, "gate_init: found 'ones', wanted one of plain"),
+        ("zeros", {"gate_init": "ones"}, "gate_init: found 'ones', wanted one of plain"),
         ("sympow_gated", {"gate": "none"}, "gate: found 'none', wanted one of data, learned, ret"),
-        ("linear", {"gate": "retention"}, "gate: found 'retention', wanted none or data"),
-        ("sympow", {"rotary": "learned"}, "rotary: found 'learned', wanted fixed or none"),
-        ("linear", {"rotary": "learned"}, "rotary: found 'learned', wanted none or fixed"),
+        ("linear", {"gate": "retention"}, "gate: found 'retention', wanted one of none, data"),
+        ("sympow", {"rotary": "learned"}, "rotary: found 'learned', wanted one of fixed, none"),
+        ("linear", {"rotary": "learned"}, "rotary: found 'learned', wanted one of none, fixed"),
         ("sympow", {"degree": 1}, "degree: found 1"),
         ("sympow", {"initial_state": "low"}, "initial_state: found 'low'"),
         ("sympow", {"initial_state": "learned", "degree": 6}, "initial_state: found learned with"),
@@ -144,6 +144,7 @@ def test_gates_and_rates_are_not_rounded_by_autocast() -> None:
         ("softmx", {}, "wanted one of"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_options_are_named(kind: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_attention(kind, WIDTH, HEADS, **options)

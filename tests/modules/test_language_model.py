@@ -4,6 +4,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ model = LanguageModel(
 T = int(sys.argv[1])
 tokens = torch.zeros(1, T, dtype=torch.int64)
 hidden = torch.randn(1, T, 16, requires_grad=True)
-model.activations = lambda tokens, state=None, keep_state=False: (hidden, None)
+model.activations = lambda tokens, state=None, **options: (hidden, None)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 loss = model.loss(tokens, tokens)
 loss.backward()
@@ -308,3 +309,47 @@ def test_a_learned_initial_state_alone_lowers_the_loss_on_unseen_documents(kind:
         model.loss(*seen).backward()
         optimizer.step()
     assert model.loss(*unseen).item() < before - 0.01
+
+
+@pytest.mark.parametrize("kind", ["conformal_sympow", "softmax"])
+def test_rows_hold_documents_by_their_first_tokens_or_by_offsets(kind: str) -> None:
+    model = small(kind).double()
+    tokens, target = torch.randint(64, (2, 1, 20))
+    is_first = torch.zeros(1, 20, dtype=torch.bool)
+    is_first[0, [0, 1, 13]] = True
+    wanted = [model.activations(part)[0] for part in tokens.split([1, 12, 7], dim=1)]
+    for documents in ({"is_first": is_first}, {"cu_seqlens": torch.tensor([0, 1, 13, 20])}):
+        hidden, _ = model.activations(tokens, **documents)
+        torch.testing.assert_close(hidden, torch.cat(wanted, 1), rtol=0, atol=1e-12)
+        loss = F.cross_entropy(model.head(hidden[0]), target[0])
+        assert model.loss(tokens, target, **documents).item() == pytest.approx(loss.item(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ({"cu_seqlens": torch.tensor([0, 10, 10, 20])}, "cu_seqlens: found document 1 from 10"),
+        ({"cu_seqlens": torch.tensor([0, 10, 19])}, "cu_seqlens: found .*, wanted offsets from 0"),
+        ({"cu_seqlens": torch.tensor([0, 20]), "B": 2}, "cu_seqlens: found B = 2, wanted 1"),
+        ({"is_first": torch.zeros(1, 19).bool()}, r"is_first: found \(1, 19\), wanted \(1, 20\)"),
+        (
+            {"is_first": torch.zeros(1, 20).bool(), "cu_seqlens": torch.tensor([0, 20])},
+            "is_first: found together with cu_seqlens, wanted one of them",
+        ),
+        (
+            {"is_first": torch.zeros(1, 20).bool(), "keep_state": True},
+            "documents: found with a state or keep_state, wanted neither",
+        ),
+        (
+            {"is_first": torch.zeros(1, 20).bool(), "positions": "dynamic_ntk"},
+            "positions: found dynamic_ntk with several documents per row",
+        ),
+    ],
+)
+def test_documents_that_do_not_fit_are_refused(documents: dict[str, Any], message: str) -> None:
+    model, options = small("softmax"), dict(documents)
+    tokens = torch.zeros(options.pop("B", 1), 20, dtype=torch.long)
+    if scaling := options.pop("positions", None):
+        model.set_positions(PositionScaling(name=scaling, factor=2.0, context=10))
+    with pytest.raises(ValueError, match=message):
+        model.activations(tokens, **options)

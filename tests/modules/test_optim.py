@@ -34,6 +34,7 @@ def test_rate_at_chosen_tokens(options: dict[str, object], wanted: dict[int, flo
         ({"name": "cosine", "decay_tokens": 5}, "decay_tokens"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=f"optim.schedule.{field}: found"):
         ScheduleConfig(**options)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from longhaul.modules import pretraining
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer
+from longhaul.modules.optim import OptimConfig, build_optimizer, set_learning_rate
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.distributed.blocks import device_mesh, shard
@@ -75,8 +75,8 @@ def fit(
     [p for p in module.model.parameters() if p.requires_grad][-1].register_hook(hook)
     loss_of, losses = module.model.loss, []
 
-    def loss(tokens: Tensor, target: Tensor) -> Tensor:
-        return loss_of(tokens, target) + add(module.progress.step)
+    def loss(*batch: Tensor, **documents: Tensor | None) -> Tensor:
+        return loss_of(*batch, **documents) + add(module.progress.step)
 
     module.model.loss = loss  # type: ignore[method-assign]
 
@@ -108,6 +108,24 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update is not None
     assert whole.last_update is not None
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
+
+
+def test_a_batch_says_which_tokens_begin_documents() -> None:
+    module = build(1)
+    tokens = torch.randint(64, (1, CONTEXT))
+    is_first = torch.zeros(1, CONTEXT, dtype=torch.bool)
+    is_first[0, 5] = True
+    batch = {"input": tokens, "target": tokens, "is_first": is_first}
+    parts = tokens.split([5, CONTEXT - 5], dim=1)
+    wanted = sum(module.model.loss(one, one) * one.shape[1] for one in parts) / CONTEXT
+    losses: list[Tensor] = []
+    module._parallelism = Single(torch.device("cpu"))
+    module.manual_backward = losses.append  # type: ignore[method-assign, assignment]
+    module.training_step(batch, 0)
+    assert losses[0].item() * module.accumulation == pytest.approx(wanted.item(), rel=1e-5)
+    module.log = lambda name, value, **_: losses.append(value)  # type: ignore[method-assign]
+    module.validation_step(batch | {"index": torch.tensor([0])}, 0)
+    assert losses[1].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment() -> None:
@@ -245,10 +263,23 @@ def test_without_decay_parameters_have_the_order_of_earlier_versions() -> None:
     ]
 
 
-def test_a_matrix_that_is_no_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Attention, "matrices", lambda self: {"w"})
-    with pytest.raises(ValueError, match=r"sympow_gated, whose matrices\(\) has attention\.w;"):
-        build(8, weight_decay=0.1).configure_optimizers()
+def test_a_layer_may_state_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "roles", {"out.weight": "other"}, raising=False)
+    with torch.device("meta"):
+        model = LanguageModel(equipped("sympow_gated"))
+    assert "blocks.0.attention.qkv.weight" in decayed(model)
+    assert "blocks.0.attention.out.weight" not in decayed(model)
+    monkeypatch.setattr(Attention, "roles", {"w": "matrix"})
+    with pytest.raises(ValueError, match=r"SympowGated\.roles: found w, wanted names"):
+        decayed(model)
+
+
+def test_a_group_has_a_multiple_of_the_rate() -> None:
+    optimizer = build_optimizer(build(8).model, OptimConfig(tokens_per_update=1))
+    first, second = optimizer.param_groups
+    second["lr_factor"] = 0.5
+    set_learning_rate(optimizer, 0.3)
+    assert (first["lr"], second["lr"]) == (0.3, 0.15)
 
 
 def test_parameters_not_trained_are_frozen_without_moments() -> None:
@@ -275,6 +306,7 @@ def test_parameters_not_trained_are_frozen_without_moments() -> None:
         ({"name": "adam", "weight_decay": 0.1}, "weight_decay"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_values_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=f"optim.{field}: found"):
         OptimConfig(tokens_per_update=1, **options)  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def test_dynamic_ntk_refuses_a_state(kind: str) -> None:
         lambda: attention(x),
         lambda: attention(x, state, keep_state=False),
         lambda: attention.step(x[:, :1], state),
-        lambda: attention(x, cu_seqlens=torch.tensor([0, 40]), keep_state=False),
+        lambda: attention(x, documents=Documents(x), keep_state=False),
     ):
         with pytest.raises(ValueError, match="positions: found dynamic_ntk"):
             call()

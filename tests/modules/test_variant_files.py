@@ -21,7 +21,7 @@ class Config(AttentionConfig):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An importable package for files of kinds, which are forgotten after the test."""
-    for name in ("_REGISTRY", "_TWICE", "_LEFT_OUT"):
+    for name in ("_REGISTRY", "_DUPLICATES", "_LEFT_OUT"):
         monkeypatch.setattr(base, name, getattr(base, name).copy())
     (tmp_path / "own_kinds").mkdir()
     monkeypatch.syspath_prepend(tmp_path)

@@ -24,6 +24,8 @@ MISTYPED = {
         ["train", "run/demo.yaml", "slurm.time=soon"],
         ["train", "run/demo.yaml", "model.attention.degre=2"],
         ["train", "run/demo.yaml", "model.attention.kind=sofmax"],
+        ["train", "run/demo.yaml", "model.attention.gate=dta"],
+        ["train", "run/demo.yaml", "optim.name=adm"],
         ["train", "own.yaml"],
         ["train", "run/demo.yaml", "--sweep", "trainer.sed=1,2"],
         ["train", "run/demo.yaml", "--sweep", "trainer.seed,data.context=1:256,2"],

@@ -56,7 +56,7 @@ def trace(file: Path) -> None:
                 return
             if fault == "spike":
                 loss = self.model.loss
-                self.model.loss = lambda *batch: loss(*batch) + 100  # type: ignore[method-assign]
+                self.model.loss = lambda *batch, **named: loss(*batch, **named) + 100  # type: ignore[method-assign]
                 original(self, batch, batch_idx)
                 del self.model.loss
                 return
@@ -76,9 +76,9 @@ def trace(file: Path) -> None:
 
 def mark(name: str, file: Path) -> None:
     """Let a file be there while rank 0 is in a function that the training calls."""
-    from longhaul.pipeline.training import callback
+    from longhaul.pipeline.training import evaluating
 
-    original = getattr(callback, name)
+    original = getattr(evaluating, name)
 
     def marked(*arguments: Any) -> Any:
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -88,7 +88,7 @@ def mark(name: str, file: Path) -> None:
         file.unlink()
         return result
 
-    setattr(callback, name, marked)
+    setattr(evaluating, name, marked)
 
 
 class Clock:

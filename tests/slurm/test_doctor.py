@@ -114,7 +114,7 @@ def test_a_node_with_other_code_is_named(cluster: Any) -> None:
 @pytest.mark.wide
 def test_an_absent_node_is_named_in_time(cluster: Any) -> None:
     for absent, present in (("node2", "node1"), ("node1", "node2")):
-        bound = "nodes.SECONDS_TO_MEET = 4"
+        bound = "nodes.MEET_S = 4"
         change = f"{bound}\nif node == {absent!r}: sys.exit(0)"
         done = _doctor(cluster, change=change)
         assert done.returncode == 69, f"{done.stdout}\n{done.stderr}"

@@ -184,7 +184,7 @@ def test_the_files_of_a_job_that_may_be_queued_are_kept(
 ) -> None:
     does = "case $* in *one*) echo queued;; *late*) exec sleep 60;; *) kill -INT $PPID; esac"
     replace_sbatch(tmp_path, monkeypatch, does)
-    monkeypatch.setattr(submission, "_SECONDS_TO_QUEUE", 1.0)
+    monkeypatch.setattr(submission, "QUEUE_S", 1.0)
     submit = ["submit", "run/demo.yaml", *on(corpus)]
     # A shell starts what runs in the background with SIGINT ignored, and so perhaps these tests.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

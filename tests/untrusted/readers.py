@@ -33,14 +33,16 @@ from mutations import (
 from safetensors.torch import save
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
+from longhaul.configs.loader import to_dict
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.order import SampleOrder
-from longhaul.datamodules.preparation.corpus import open_corpus
 from longhaul.datamodules.preparation.longcrawl64 import open_store
 from longhaul.datamodules.preparation.resumable import _read_progress, prepare_shards
+from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.store import ShardStore
-from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
+from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.language_model import LanguageModel
+from longhaul.modules.optim import OptimConfig, build_optimizer
 from longhaul.pipeline.checkpoints.integrity import CHECKSUMS, STATE, checksum
 from longhaul.pipeline.checkpoints.optimizer_state import restore_training, training_tensors
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
@@ -59,7 +61,7 @@ from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.runs.done import Finished
-from longhaul.pipeline.runs.exported import exported_shape, exported_weights, shape_of
+from longhaul.pipeline.runs.exported import exported_model, exported_weights
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.tracking.metrics_journal import Journal, read_lines
 
@@ -81,12 +83,12 @@ class Reader:
 
 
 class Documents:
-    """Six documents of four ids."""
+    """Six blocks of four ids."""
 
     version = 1
     dropped_tokens = empty_texts = 0
 
-    def documents(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
+    def blocks(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
         for number in range(cursor[0] if cursor else 0, 6):
             yield np.full(4, number, np.uint16), [number + 1]
 
@@ -124,14 +126,14 @@ def mend_manifest(folder: Folder) -> None:
 
 
 def read_shards(folder: Folder) -> None:
-    manifest = load_manifest(folder)
+    corpus = load_corpus(folder)
     with contextlib.suppress(ValueError):
-        tokenizer_of(manifest)
-    SampleOrder(manifest, min(2, manifest.document_tokens), 0, 2).locate(0)
+        corpus.load_tokenizer()
+    corpus.training_order(min(2, corpus.block_tokens), 0, 2).locate(0)
     store = ShardStore(
-        manifest, cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2
+        corpus.sources[0], cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2
     )
-    for position in range(min(3, len(manifest.shards))):
+    for position in range(min(3, len(store))):
         store[position]
 
 
@@ -207,7 +209,7 @@ def write_texts(folder: Folder) -> None:
 
 
 def read_texts(folder: Folder) -> None:
-    for text in open_corpus([str(folder)]).texts():
+    for text in open_sources([str(folder)]).texts():
         for piece in text.pieces():
             build_tokenizer("bytes").encode(piece)
 
@@ -225,7 +227,7 @@ def small_model() -> LanguageModel:
 
 def trained() -> tuple[LanguageModel, torch.optim.Optimizer]:
     model = small_model()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, OptimConfig(tokens_per_update=1))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -400,7 +402,12 @@ def read_status(folder: Folder) -> None:
 
 def write_exported(folder: Folder) -> None:
     model = small_model()
-    described = {**shape_of(model.config), "model_type": "longhaul"}
+    described = {
+        "model_type": "longhaul",
+        "longhaul": to_dict(model.config),
+        "vocab_size": model.config.vocabulary,
+        "tie_word_embeddings": model.config.tied_head,
+    }
     (folder / "config.json").write_text(json.dumps(described))
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (folder / "a.safetensors").write_bytes(save(tensors, {"format": "pt"}))
@@ -410,7 +417,7 @@ def write_exported(folder: Folder) -> None:
 
 
 def read_exported(folder: Folder) -> None:
-    exported_shape(folder)
+    exported_model(folder)
     exported_weights(folder)
 
 

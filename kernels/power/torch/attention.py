@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.state import unit_above
-from longhaul.kernels.power.torch.chunking import Problem, exp2_flushed_
+from longhaul.kernels.power.torch.chunking import CallSizes, exp2_flushed_
 from longhaul.kernels.power.torch.compiled import attend, attend_backward, is_compiled
 
 # Bytes of a tensor of scores, of which some exist at a time: what second-level caches can hold.
@@ -56,7 +56,7 @@ class InsideChunks:
     queries divided by den^(1/p), so that weights are those of the mean, and at most 1.
     """
 
-    def __init__(self, problem: Problem, like: Tensor) -> None:
+    def __init__(self, problem: CallSizes, like: Tensor) -> None:
         self.degree, self._V, self._like = problem.degree, problem.V, like
         self._fades_scores, self._rows = problem.fades_scores, problem.num_rows
         self._is_compiled = is_compiled(problem.degree, like)

@@ -11,7 +11,7 @@ from torch import Tensor
 from longhaul.kernels import native
 from longhaul.kernels.power.call import Forward, PowerCall, Saved
 from longhaul.kernels.power.torch.chunked.backward import Gradients
-from longhaul.kernels.power.torch.chunking import Problem, log2_sums
+from longhaul.kernels.power.torch.chunking import CallSizes, log2_sums
 from longhaul.kernels.power.torch.compiled import functions, is_compiled
 from longhaul.kernels.power.torch.gates import gate_gradient
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
@@ -33,7 +33,7 @@ def forward(
     call: PowerCall, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, into: Forward
 ) -> None:
     """Fill the output, and the denominators for the backward pass."""
-    problem = Problem.of(call, q, v)
+    problem = CallSizes.of(call, q, v)
     log_decay = None if log_g is None else log2_sums(log_g, problem).contiguous()
     _call(
         "attention_form",
@@ -45,7 +45,7 @@ def forward(
 
 def backward(call: PowerCall, saved: Saved, dout: Tensor | None, into: Gradients) -> None:
     """Fill the gradients of q, k, v and the gates."""
-    problem = Problem.of(call, saved.q, saved.v)
+    problem = CallSizes.of(call, saved.q, saved.v)
     log_decay = None if saved.log_g is None else log2_sums(saved.log_g, problem).contiguous()
     dout = torch.zeros_like(saved.out) if dout is None else dout
     row_sums, k_dk = into.dq.new_empty(dout.shape[:3]), into.dk.new_empty(into.dk.shape[:3])
@@ -78,7 +78,7 @@ class _Sizes(Structure):
 
 
 def _call(
-    name: str, problem: Problem, inputs: list[Tensor | None], outputs: list[Tensor | None]
+    name: str, problem: CallSizes, inputs: list[Tensor | None], outputs: list[Tensor | None]
 ) -> None:
     """Call a function with tensors (B, T, heads, width) or (B, T, heads); float64 is passed as
     it is."""

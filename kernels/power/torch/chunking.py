@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class CallSizes:
     """Sizes and settings of one call without packing.
 
     A chunk is `blocks_per_chunk` blocks of `block_size` tokens. All chunks are equally long, so
@@ -75,7 +75,7 @@ class Problem:
     blocks_per_chunk: int
 
     @classmethod
-    def of(cls, call: PowerCall, q: Tensor, v: Tensor) -> Problem:
+    def of(cls, call: PowerCall, q: Tensor, v: Tensor) -> CallSizes:
         """From q (B, T, H, K) and v (…, G, V). The attention form is a single chunk."""
         B, T, H, K = q.shape
         longest = T if call.form == "attention" else min(call.chunk_size, T)
@@ -130,8 +130,8 @@ class Problem:
     def chunks_at_once(self) -> int:
         """Chunks of a segment: several only if each is a single block.
 
-        Rows with units get them from their scores in the first chunk, and from |q| later, so these
-        chunks cannot be processed together.
+        Above degree 4, a row's scale comes from its scores in the first chunk and from |q|
+        afterwards, so these chunks are processed one at a time.
         """
         if self.blocks_per_chunk > 1 or self.scales_rows:
             return 1
@@ -191,7 +191,7 @@ def _divide_up(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def log2_sums(log_g: Tensor, problem: Problem) -> Tensor:
+def log2_sums(log_g: Tensor, problem: CallSizes) -> Tensor:
     """Running sums of log2 γ from the start of every chunk, (chunks, B, G, tokens of a chunk).
 
     They are float64: float32 would lose small decays after a reset. Absent tokens have gates of 1,
@@ -216,7 +216,7 @@ class Decay(NamedTuple):
 class Decays:
     """The decays of all chunks of a call."""
 
-    def __init__(self, log_g: Tensor, problem: Problem, dtype: torch.dtype) -> None:
+    def __init__(self, log_g: Tensor, problem: CallSizes, dtype: torch.dtype) -> None:
         """From log gates (B, T, G)."""
         B, _, G = log_g.shape
         sums = log2_sums(log_g, problem)

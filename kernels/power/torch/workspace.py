@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from longhaul.kernels.power.torch.attention import InsideChunks, Keys
-from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
+from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Rows, Segment
 from longhaul.kernels.power.torch.compiled import (
     CompiledFeatureMap,
     copy_transposed,
@@ -28,7 +28,7 @@ FeatureMap = TorchFeatureMap | CompiledFeatureMap
 class _Buffers:
     """Buffers of one side, queries or keys. Those of values and numerators have V + 1 rows."""
 
-    def __init__(self, problem: Problem, scratch: FeatureScratch, like: Tensor) -> None:
+    def __init__(self, problem: CallSizes, scratch: FeatureScratch, like: Tensor) -> None:
         self._problem, self._scratch, self._like = problem, scratch, like
 
     def _new(self, width: int) -> Tensor:
@@ -131,7 +131,7 @@ def add_faded(into: Tensor, x: Tensor, decay: Tensor | None) -> None:
 class Workspace:
     """All buffers of a pass."""
 
-    def __init__(self, problem: Problem, like: Tensor) -> None:
+    def __init__(self, problem: CallSizes, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows = problem.rows_per_block
         # Queries and keys share this memory, as only one φ exists at a time.

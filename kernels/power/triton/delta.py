@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
-from longhaul.kernels.power.triton.powers import sum_of_products
+from longhaul.kernels.common.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.common.triton.rows import sum_of_products
 
 _BLOCK_ROWS = 32
 

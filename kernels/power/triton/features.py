@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.launch import chip, is_interpreted
+from longhaul.kernels.common.triton.launch import block_of, chip, is_interpreted
 from longhaul.kernels.shapes import padded_width, state_features, tile_width
 
 # The index of a tile beyond every key width: all its coordinates are masked.
@@ -104,6 +104,16 @@ def in_pairs(K: int, V: int, degree: int, dtype: torch.dtype) -> bool:
     if degree != 2 or max(K, V) > 64:
         return False
     return is_interpreted() or (dtype == torch.bfloat16 and chip() in ("sm_90", "sm_100"))
+
+
+def norm_columns(K: int) -> int:
+    """Columns of the norm matrix of degree 2 that a kernel holds at a time.
+
+    128 x 128 float32 fill AMD's shared memory. On NVIDIA's chips half of them would be held in
+    registers, which are then too few.
+    """
+    whole = block_of(K)
+    return 64 if whole > 64 and not chip().startswith("sm_") else whole
 
 
 def _orderings(tiles: tuple[int, ...]) -> int:

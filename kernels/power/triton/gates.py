@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.chunking import (
-    _LOG2_E,
-    _LOG2_SMALLEST,
+from longhaul.kernels.common.triton.chunking import (
+    LOG2_E,
+    LOG2_SMALLEST,
     Chunks,
     load_chunk,
 )
@@ -88,11 +88,11 @@ def _power_bwd_gates_kernel(
                     tl.float64
                 )
         difference /= DEGREE
-        own = tl.load(log_g_ptr + token * stride_t, mask=mask, other=0.0) * _LOG2_E
-        next_one = tl.load(log_g_ptr + (token + 1) * stride_t, mask=follows, other=0.0) * _LOG2_E
-        stop = (next_one < _LOG2_SMALLEST).to(tl.int32)
+        own = tl.load(log_g_ptr + token * stride_t, mask=mask, other=0.0) * LOG2_E
+        next_one = tl.load(log_g_ptr + (token + 1) * stride_t, mask=follows, other=0.0) * LOG2_E
+        stop = (next_one < LOG2_SMALLEST).to(tl.int32)
         total, stopped = tl.associative_scan((difference, stop), 0, _sum_from_right, reverse=True)
         total += tl.where(stopped > 0, 0.0, carried)
-        gradient = tl.where(own < _LOG2_SMALLEST, 0.0, total)
+        gradient = tl.where(own < LOG2_SMALLEST, 0.0, total)
         tl.store(out_ptr + token * stride_ot, gradient.to(out_ptr.dtype.element_ty), mask=mask)
         carried = tl.sum(tl.where(t == 0, total, 0.0))

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.common.triton.rows import sum_of_products
 from longhaul.kernels.power.state import HASH_MULTIPLIERS, PowerState
 from longhaul.kernels.power.triton.features import features, tiles_of
-from longhaul.kernels.power.triton.launch import block_of, with_dense_rows
-from longhaul.kernels.power.triton.powers import power, sum_of_products
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
 _FLOOR = tl.constexpr(DENOMINATOR_FLOOR)

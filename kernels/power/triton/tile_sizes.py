@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from longhaul.kernels.power.triton.launch import Candidates, candidates, config, is_interpreted
+from longhaul.kernels.common.triton.launch import Candidates, candidates, config, is_interpreted
 
 
 class ChunkedCandidates(NamedTuple):

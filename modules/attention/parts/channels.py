@@ -10,7 +10,7 @@ from torch import Tensor
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import RotaryConfig
 from longhaul.modules.attention.parts.vector_gates import VectorGates
-from longhaul.modules.attention.power import GatedSum, Operands
+from longhaul.modules.attention.power import GatedSum, OpInputs
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -44,7 +44,7 @@ class Channels(VectorGates):
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
-    ) -> tuple[Operands, dict[str, Tensor]]:
+    ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
@@ -59,11 +59,11 @@ class Channels(VectorGates):
             )
             for one in sums
         )
-        operands = Operands(ones, ones, rotated_kv, sums)
+        operands = OpInputs(ones, ones, rotated_kv, sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def merge(
-        self, out: Float[Tensor, "B T NH V2"], operands: Operands
+        self, out: Float[Tensor, "B T NH V2"], operands: OpInputs
     ) -> Float[Tensor, "B T H V"]:
         first, second = super().merge(out, operands).chunk(2, dim=-1)
         return first + second
@@ -73,7 +73,7 @@ class Channels(VectorGates):
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
-        sums, after = self.generate(x, documents, self.initial_carried(documents.count, x.device))
+        sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
         q, k, _ = self.queries_keys_values(x)
         cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
         q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
@@ -99,4 +99,4 @@ class Channels(VectorGates):
 
         parts = tuple(GatedSum(gate(g), scale(column), scale(row)) for g, column, row in sums)
         ones = x.new_ones(*x.shape[:2], N * self.num_heads, 1)
-        return self.coefficients(Operands(ones, ones, ones, parts))
+        return self.coefficients(OpInputs(ones, ones, ones, parts))

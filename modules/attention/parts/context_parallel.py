@@ -1,13 +1,58 @@
-"""Power attention under context parallelism: one part of a sequence, given the earlier parts."""
+"""Context parallelism: the state before a part of a sequence, and power attention on the part."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils import _pytree as pytree  # torch has no public name for it yet
 
 from longhaul.kernels import PowerState, power_attention, power_state
-from longhaul.modules.documents import Documents
+from longhaul.modules.sequence_part import SequencePart
+
+State = TypeVar("State")
+
+
+def state_before(
+    part: SequencePart,
+    own: tuple[Tensor, ...],
+    compose: Callable[[tuple[Tensor, ...], State | None], State],
+    start: State | None,
+) -> State:
+    """The state before the first token of this part.
+
+    Only `own` is exchanged between ranks.
+
+    Args:
+        part: which part of the sequence this rank has.
+        own: what the tokens of this part make of a state, for example a transition and the state
+            that they leave when they start from zero: tensors of B rows. A document that begins in
+            the part makes the transition zero.
+        compose: from each of those tensors of all earlier parts, (parts, B, ...) in their order,
+            perhaps none, and `start`, the state after those parts.
+        start: the state at the beginning of the sequence, None where that is zero.
+    """
+    every = tuple(one[: part.index] for one in part.gather(*own))
+    state = compose(every, start)
+    return pytree.tree_map(lambda x: _Attached.apply(x, *every), state)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attached(torch.autograd.Function):
+    """x itself; its backward pass always reaches `others`, with no gradient.
+
+    A part without earlier ones does not depend on what it gathered. Its rank must take part in the
+    collective of the backward pass all the same, or the other ranks would wait for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.num_others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *(None,) * ctx.num_others
 
 
 class PowerOptions(NamedTuple):
@@ -20,7 +65,7 @@ class PowerOptions(NamedTuple):
 
 
 def context_parallel_attention(
-    documents: Documents,
+    part: SequencePart,
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B T H K"],
     v: Float[Tensor, "B T H V"],
@@ -30,69 +75,43 @@ def context_parallel_attention(
 ) -> Float[Tensor, "B T H V"]:
     """The output for the tokens of this part.
 
-    `start` is the state at the beginning of every document, None where that is zero.
+    `start` is the state at the beginning of every sequence, None where that is zero. Documents
+    within a sequence are separated by gates of zero.
     """
-    arguments = options._asdict()
-    state = _state_before(documents, k, v, log_g, start, options)
-    if documents.count == documents.rows:
-        mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **arguments)
-        return mixed
-    # All documents but the first begin in this part. They are a call of their own, because one call
-    # would need an initial state for each of them, and keep those zeros until the backward pass.
-    sizes, cu_seqlens = documents.split_after_first()
-    first, others = zip(
-        *((None, None) if x is None else x.split(sizes, dim=1) for x in (q, k, v, log_g)),
-        strict=True,
+    own: tuple[Tensor, ...] = power_state(
+        k, v, log_g, degree=options.degree, chunk_size=options.chunk_size
     )
-    others_start = None if start is None else PowerState(*(x[documents.rows :] for x in start))
-    mixed_first, _ = power_attention(*first, initial_state=state, **arguments)
-    mixed_others, _ = power_attention(
-        *others, initial_state=others_start, cu_seqlens=cu_seqlens, **arguments
-    )
-    return torch.cat([mixed_first, mixed_others], dim=1)
+    if log_g is not None:
+        # Log gates are summed in float64, because the sums run over a whole sequence.
+        own = (*own, log_g.double().sum(dim=1))
+    state = state_before(part, own, _composed, start)
+    mixed, _ = power_attention(q, k, v, log_g, initial_state=state, **options._asdict())
+    return mixed
 
 
-def _state_before(
-    documents: Documents,
-    k: Tensor,
-    v: Tensor,
-    log_g: Tensor | None,
-    start: PowerState | None,
-    options: PowerOptions,
-) -> PowerState:
-    """The state of the first document before its first token in this part.
+def _composed(every: tuple[Tensor, ...], start: PowerState | None) -> PowerState:
+    """The state after all earlier parts.
 
-    Let S be the state at the beginning of a document. In part j, let S_j be the state that the
-    tokens of the last document leave when they start from zero, and D_j the sum of their log gates.
-    For a document that began in part a, the state before part r is
+    Let S be the state at the beginning of the sequence, S_j the state that the tokens of part j
+    leave when they start from zero, and D_j the sum of their log gates. The state before part r is
 
-        exp(D_a + ... + D_(r-1)) S + sum_(a <= j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
-
-    Only S_j and D_j are exchanged between ranks. S is added here instead of to S_a, so that every
-    rank computes the same graph, whichever parameters are frozen and wherever documents begin: the
-    collectives of the backward pass need that.
+        exp(D_0 + ... + D_(r-1)) S + sum_(j < r) exp(D_(j+1) + ... + D_(r-1)) S_j
     """
-    k, v = documents.last_document(k), documents.last_document(v)
-    log_g = None if log_g is None else documents.last_document(log_g)
-    own = power_state(k, v, log_g, degree=options.degree, chunk_size=options.chunk_size)
-    if log_g is None:
-        kv, norm = (every.sum(dim=0) for every in documents.gather_earlier_parts(*own))
-        decay_of_start = kv.new_ones(kv.shape[:2])
-    else:
-        # Log gates are summed in float64, because the sums run over a whole sequence. The decays
-        # are exp of sums, not of differences, because a full reset is a sum of -inf.
-        every_kv, every_norm, log_decay = documents.gather_earlier_parts(
-            *own, log_g.double().sum(dim=1)
-        )
+    every_kv, every_norm, *gates = every
+    if gates:
+        # The decays are exp of sums, not of differences, because a full reset is a sum of -inf.
+        log_decay = gates[0]
         after = torch.cat([log_decay, log_decay.new_zeros(1, *log_decay.shape[1:])])
-        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(own.kv.dtype)  # (parts + 1, rows, H)
+        decay = after.flip(0).cumsum(dim=0).flip(0).exp().to(every_kv.dtype)  # (parts + 1, B, H)
         kv = (decay[1:, ..., None, None] * every_kv).sum(dim=0)
         norm = (decay[1:, ..., None] * every_norm).sum(dim=0)
         decay_of_start = decay[0]
+    else:
+        kv, norm = every_kv.sum(dim=0), every_norm.sum(dim=0)
+        decay_of_start = kv.new_ones(kv.shape[:2])
     if start is None:
         return PowerState(kv, norm)
-    rows = documents.rows
     return PowerState(
-        kv + decay_of_start[..., None, None] * start.kv[:rows],
-        norm + decay_of_start[..., None] * start.norm[:rows],
+        kv + decay_of_start[..., None, None] * start.kv,
+        norm + decay_of_start[..., None] * start.norm,
     )

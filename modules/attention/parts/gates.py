@@ -4,16 +4,17 @@ They are computed in at least float32, whatever the dtype of the activations is.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from longhaul.modules.attention.base import AttentionConfig, InFloat32, linear_in_float32
+from longhaul.modules.attention.base import AttentionConfig, Float32Parameters, linear_in_float32
 
 
-class ScalarPerHead(InFloat32):
+class ScalarPerHead(Float32Parameters):
     """W x_t, one scalar per head."""
 
     def __init__(self, model_dim: int, num_heads: int) -> None:
@@ -36,28 +37,16 @@ class ForgetGateConfig(AttentionConfig):
     whichever of these options the kind has.
     """
 
-    gate_init: str = "plain"
+    gate_init: Literal["plain", "long_memory"] = "plain"
     """plain (sigmoid(W x), no bias) | long_memory (a bias, gamma near 1); if a gate is learned."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gate_init not in ("plain", "long_memory"):
-            raise ValueError(f"gate_init: found {self.gate_init!r}, wanted plain or long_memory")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateConfig(ForgetGateConfig):
     """The options of variants that choose among kinds of gates."""
 
-    gate: str = "data"
+    gate: Literal["data", "learned", "retention", "alibi"] = "data"
     """data (sigmoid(W x)) | learned (a number per head) | retention, alibi (fixed, per head)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.gate not in ("data", "learned", "retention", "alibi"):
-            raise ValueError(
-                f"gate: found {self.gate!r}, wanted one of data, learned, retention, alibi"
-            )
 
     def build_gate(self, model_dim: int, num_heads: int) -> nn.Module:
         """A module from x (B, T, D) to log gates (B, T, H)."""
@@ -68,7 +57,7 @@ class GateConfig(ForgetGateConfig):
         return FixedGate(num_heads, self.gate)
 
 
-class ForgetGate(InFloat32):
+class ForgetGate(Float32Parameters):
     """log gamma_t = log sigmoid(W x_t), or log sigmoid(W x_t + b), one per head, at least float32.
 
     gate_init "plain" is the published gate, without b: gamma is near 1/2 at first, and half of the
@@ -100,7 +89,7 @@ class ForgetGate(InFloat32):
         return logsigmoid(logits if self.bias is None else logits + self.bias)
 
 
-class LearnedGate(InFloat32):
+class LearnedGate(Float32Parameters):
     """log gamma = log sigmoid(b), a learned number per head, the same for every token.
 
     gate_init "plain" begins with b = 0, gamma = 1/2; "long_memory" with gamma = 1 - 2^(-5 - h).

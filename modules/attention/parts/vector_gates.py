@@ -5,7 +5,7 @@ from einops import rearrange, reduce, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.modules.attention.power import GatedSum, Operands, PowerAttention
+from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention
 
 Stacked = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
@@ -38,7 +38,7 @@ class VectorGates(PowerAttention):
     def op_heads(self) -> int:
         return super().op_heads * self.num_parts
 
-    def stack(self, operands: Operands) -> Stacked:
+    def stack(self, operands: OpInputs) -> Stacked:
         return self.parts(*super().stack(operands))
 
     def parts(
@@ -65,7 +65,7 @@ class VectorGates(PowerAttention):
             q, k, v = split(q), split(k), copy(v)
         return q, k, v, None if log_g is None else rearrange(log_g, "b t h n -> b t (n h)")
 
-    def merge(self, out: Float[Tensor, "B T NH V"], operands: Operands) -> Tensor:
+    def merge(self, out: Float[Tensor, "B T NH V"], operands: OpInputs) -> Tensor:
         N = self.num_parts
         if self.splits_values:
             out = rearrange(out, "b t (n h) w -> b t h (w n)", n=N)
@@ -73,10 +73,10 @@ class VectorGates(PowerAttention):
             out = reduce(out, "b t (n h) v -> b t h v", "sum", n=N)
         return super().merge(out, operands)
 
-    def part_weights(self, operands: Operands) -> Float[Tensor, "B H N T T"]:
+    def part_weights(self, operands: OpInputs) -> Float[Tensor, "B H N T T"]:
         """(scale q_tn . k_in) exp(G_tn - G_in), of the only gated sum, without scales."""
         q, k, v, log_g = self.parts(*operands[:3], operands.sums[0].log_g)
         scale = self.key_dim**-0.5 if self.scale is None else self.scale
         scores = scale * torch.einsum("bthk,bihk->bhti", q, k)
-        weights = scores * self.coefficients(Operands(q, k, v, (GatedSum(log_g),)))
+        weights = scores * self.coefficients(OpInputs(q, k, v, (GatedSum(log_g),)))
         return rearrange(weights, "b (n h) t i -> b h n t i", n=self.num_parts)

@@ -17,7 +17,6 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from longhaul.modules.attention import Attention
-from longhaul.modules.attention.power import PowerAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure, standard_error
@@ -236,17 +235,13 @@ def report_layer(
 ) -> tuple[list[HeadReport], Shaped[Tensor, "W T T"]]:
     """Statistics of every mixing matrix of a layer, and the matrices."""
     weights = attention.weights(x)[0]
-    gates: Tensor | None = None
-    if isinstance(attention, PowerAttention):
-        # The gates of the first sum that has any.
-        gated = [one.log_g for one in attention.operands(x).sums if one.log_g is not None]
-        gates = gated[0][0] if gated else None  # (T, H), or (T, H, N) with N in each head
+    gates = attention.log_gates(x)
     rate = getattr(attention, "rate", None)
     beta = None if rate is None else rate(x)[0].double()
     fixed = math.nan if attention.rotary is None else 1.0
     lives = [(math.inf, math.inf, math.inf)] * attention.num_heads
     if gates is not None:
-        lives = [half_lives(log_g) for log_g in gates.unbind(dim=1)]
+        lives = [half_lives(log_g) for log_g in gates[0].unbind(dim=1)]  # (T) or (T, parts)
     reports = [
         HeadReport(
             layer,
@@ -265,7 +260,7 @@ def report_layer(
 @torch.no_grad()
 def check(trained: TrainedModel, options: Options) -> None:
     read_windows(trained, options, min(trained.config.data.context, LONGEST))
-    some = torch.tensor([2 * [trained.manifest.bos_id]], device=trained.device)  # (1, 2)
+    some = torch.tensor([2 * [trained.corpus.bos_id]], device=trained.device)  # (1, 2)
     # Not every kind writes out its matrices.
     for layer, x in enumerate(attention_inputs(trained.model, some)):
         cast(Block, trained.model.blocks[layer]).attention.weights(x)

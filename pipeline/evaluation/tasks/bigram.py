@@ -13,8 +13,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.loaders import open_store
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.loaders import open_stores
 from longhaul.pipeline.evaluation.labels import metric_prefix
 from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
 from longhaul.pipeline.evaluation.task import TaskResult
@@ -57,14 +57,14 @@ class Bigram:
 
 
 def count_bigrams(data: DataConfig) -> Bigram:
-    """The bigram model of all training documents."""
-    manifest = load_manifest(data.manifest)
-    bigram = Bigram(manifest.vocab_size)
-    store = open_store(data, manifest)
-    for position in range(len(manifest.shards)):
-        shard = store[position]
-        for start in shard.starts:
-            bigram.add(shard.tokens[start : start + manifest.document_tokens])
+    """The bigram model of all training blocks."""
+    corpus = load_corpus(data.manifest)
+    bigram = Bigram(corpus.vocab_size)
+    for store in open_stores(data, corpus):
+        for position in range(len(store)):
+            shard = store[position]
+            for start in shard.starts:
+                bigram.add(shard.tokens[start : start + corpus.block_tokens])
     return bigram
 
 
@@ -81,7 +81,7 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
 
 
 def check(trained: TrainedModel, options: Options) -> None:
-    Bigram(trained.manifest.vocab_size)
+    Bigram(trained.corpus.vocab_size)
     read_windows(trained, options, trained.config.data.context)
 
 

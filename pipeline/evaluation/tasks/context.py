@@ -115,7 +115,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     contexts = chosen_contexts(trained, options)
     documents = read_documents(trained, options, max(contexts))
     num_tokens = max(contexts) * len(documents)
-    bos_id = trained.manifest.bos_id
+    bos_id = trained.corpus.bos_id
     losses: dict[int, float] = {}
     errors: dict[int, float] = {}
     with trained.ranks.progress(num_tokens * len(contexts), "context") as progress:
@@ -166,7 +166,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     values = {f"{prefix}/loss_in_context_{c:06d}": loss for c, loss in losses.items()}
     if trained.ranks.is_first and not options.text:
         try:
-            values[BYTES_PER_TOKEN] = bytes_per_token(documents, trained.manifest)
+            values[BYTES_PER_TOKEN] = bytes_per_token(documents, trained.corpus)
         except (OSError, ValueError) as error:  # Losses need no tokenizer.
             logger.warning("context: bytes per token are not counted: %s", error)
     return TaskResult(values, (table, picture))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from longhaul.datamodules.tokenizer import Ids, Tokenizer, tokenizer_of
+from longhaul.datamodules.tokenizer import Ids, Tokenizer
 from longhaul.pipeline.evaluation.figures import (
     BLUE,
     figure,
@@ -271,15 +271,15 @@ def check(trained: TrainedModel, options: Options) -> None:
     if options.prompts < 1:
         raise ValueError(f"--prompts: found {options.prompts}, wanted 1 or more")
     # Kinds of linear cost refuse to keep a state under dynamic_ntk.
-    trained.model.prefill(torch.tensor([[trained.manifest.bos_id]], device=trained.device))
+    trained.model.prefill(torch.tensor([[trained.corpus.bos_id]], device=trained.device))
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     lengths = chosen_lengths(trained, options)
-    manifest = trained.manifest
-    tokenizer = tokenizer_of(manifest)
-    sampling = Sampling(vocabulary=manifest.vocab_size)
-    first = [] if options.no_bos else [manifest.bos_id]
+    corpus = trained.corpus
+    tokenizer = corpus.load_tokenizer()
+    sampling = Sampling(vocabulary=corpus.vocab_size)
+    first = [] if options.no_bos else [corpus.bos_id]
 
     def work(prompt: Prompt) -> int:
         return len(first) + len(prompt.ids) + ANSWER_TOKENS
@@ -294,7 +294,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 trained.model, sessions, num_tokens=ANSWER_TOKENS, sampling=sampling
             ):
                 # What follows the end of the text would be an answer to something else.
-                if token == manifest.eot_id:
+                if token == corpus.eot_id:
                     sessions[index].is_done = True
                 else:
                     answers[index].append(token)

@@ -208,7 +208,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     else:
         length = options.document_tokens
         documents = read_beginnings(trained, options, length)
-    bos_id = None if options.no_bos else trained.manifest.bos_id
+    bos_id = None if options.no_bos else trained.corpus.bos_id
     # Without a bos id, nothing comes before the first token of a document.
     scored = length - options.no_bos
     work = sum(

@@ -165,8 +165,8 @@ def check(trained: TrainedModel, options: Options) -> None:
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
-    manifest = trained.manifest
-    keys, values = _known_ids(trained, options, {manifest.bos_id, manifest.eot_id})
+    corpus = trained.corpus
+    keys, values = _known_ids(trained, options, {corpus.bos_id, corpus.eot_id})
     sizes = [size for size in SIZES if size <= len(keys)]
     if not sizes:
         raise ValueError(
@@ -189,8 +189,8 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 right = count_recalled(
                     trained.model,
                     RecallBatch(*part),
-                    manifest.bos_id,
-                    manifest.vocab_size,
+                    corpus.bos_id,
+                    corpus.vocab_size,
                     trained.config.trainer.precision,
                 )
                 counts.append(right.tolist())

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from longhaul.datamodules.preparation.corpus import open_corpus
 from longhaul.datamodules.preparation.formats import content_of
+from longhaul.datamodules.preparation.source_files import open_sources
 
 TEXTS = ["one text", "zwei Texte, ü", "", "trois\r\ntextes\rà lire\n"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -37,7 +37,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def read(*sources: Path) -> list[str]:
-    texts = open_corpus([str(source) for source in sources]).texts()
+    texts = open_sources([str(source) for source in sources]).texts()
     return ["".join(text.pieces()) for text in texts]
 
 

@@ -192,7 +192,7 @@ def test_a_folder_that_is_not_such_a_store_is_refused(make_store, tmp_path: Path
         ({"shape": [200]}, r"shape: found \[200\], wanted at least 2 items"),
         ({"shape": ["200", 96]}, "shape.0: found '200', wanted a valid integer"),
         ({"shape": [200.5, 96]}, "shape.0: found 200.5, wanted a valid integer"),
-        ({"shape": None}, "shape: found None, wanted a valid array"),
+        ({"shape": None}, "shape: found null, wanted a valid array"),
         ({"shape": [1 << 39, 96]}, r"chunks \(32, 40\) make .* chunks, wanted 1,048,576 at most"),
         ({"shape": [10**30, 96]}, r"shape.0: found 10+, wanted less than"),
         ({"chunks": [1 << 24, 40]}, "wanted rows of chunks of at most 512 MiB"),

@@ -11,17 +11,18 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation import formats
-from longhaul.datamodules.preparation.corpus import (
-    STANDARD_LIBRARY,
-    Corpus,
-    open_corpus,
-)
 from longhaul.datamodules.preparation.formats import Text
+from longhaul.datamodules.preparation.source_files import (
+    STANDARD_LIBRARY,
+    SourceFiles,
+    open_sources,
+)
 from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import Shard
-from longhaul.datamodules.tokenizer import build_tokenizer, tokenizer_of
+from longhaul.datamodules.tokenizer import build_tokenizer
 
 EOT = 256
 
@@ -48,19 +49,19 @@ def texts_of(manifest: Manifest) -> list[str]:
 
 
 def prepare(sources: list[Path], destination: Path, name: str = "bytes", **options) -> Manifest:
-    options = {"document_tokens": 4, "docs_per_shard": 3, **options}
-    opened = open_corpus([str(source) for source in sources])
+    options = {"block_tokens": 4, "docs_per_shard": 3, **options}
+    opened = open_sources([str(source) for source in sources])
     return prepare_text(opened, destination, build_tokenizer(name), **options)[0]
 
 
-def test_texts_are_joined_and_cut_into_documents(tmp_path: Path) -> None:
+def test_texts_are_joined_and_cut_into_blocks(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": t}) + "\n\n" for t in ("abcdef", "", "xé", "12")))
     manifest = prepare([source], tmp_path / "out")
     # The empty text is not there, and no end of it.
     whole = [*b"abcdef", EOT, *"xé".encode(), EOT, *b"12", EOT]
     assert tokens_of(manifest) == whole[:12]
-    assert (manifest.num_documents, manifest.dropped_tokens) == (3, 2)
+    assert (manifest.num_blocks, manifest.dropped_tokens) == (3, 2)
     assert manifest.empty_texts == 1
     assert (manifest.bos_id, manifest.eot_id, manifest.vocab_size) == (256, 256, 257)
 
@@ -74,14 +75,12 @@ def test_every_file_format_gives_its_texts(tmp_path: Path) -> None:
     table = pyarrow.table({"id": list(range(30)), "text": texts})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
     for suffix in ("jsonl", "jsonl.gz", "parquet"):
-        manifest = prepare(
-            [tmp_path / f"a.{suffix}"], tmp_path / f"out-{suffix}", document_tokens=1
-        )
+        manifest = prepare([tmp_path / f"a.{suffix}"], tmp_path / f"out-{suffix}", block_tokens=1)
         assert texts_of(manifest) == texts
     (tmp_path / "folder").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "folder" / f"{number}.txt").write_text(text, newline="")
-    manifest = prepare([tmp_path / "folder"], tmp_path / "out-folder", document_tokens=1)
+    manifest = prepare([tmp_path / "folder"], tmp_path / "out-folder", block_tokens=1)
     assert sorted(texts_of(manifest)) == sorted(texts)
 
 
@@ -98,7 +97,7 @@ def test_files_in_folders_that_are_not_text_are_left_out(tmp_path: Path) -> None
         ("latin.txt", b"caf\xe9"),
     ):
         (source / name).write_bytes(content)
-    manifest = prepare([source], tmp_path / "out", document_tokens=1)
+    manifest = prepare([source], tmp_path / "out", block_tokens=1)
     assert sorted(texts_of(manifest)) == ["caf\N{REPLACEMENT CHARACTER}", "good"]
 
 
@@ -113,7 +112,7 @@ def test_a_file_is_read_once_however_many_links_lead_to_it(
     (tmp_path / "elsewhere.txt").write_text("another")
     for name in ("d.txt", "c.txt"):
         (source / name).symlink_to(tmp_path / "elsewhere.txt")
-    opened = open_corpus([str(source), str(source / "z.txt")])
+    opened = open_sources([str(source), str(source / "z.txt")])
     assert sorted(name for name, _ in opened.files) == ["c.txt", "z.txt"]
     assert "4 files are named more than once, or by links, and read once" in caplog.text
 
@@ -128,12 +127,12 @@ def test_what_is_no_regular_file_is_left_out_and_never_waited_for(
     os.mknod(source / "socket", stat.S_IFSOCK | 0o600)
     (source / "nowhere").symlink_to("nothing")
     (source / "endless").symlink_to("/dev/zero")
-    opened = open_corpus([str(source)])
+    opened = open_sources([str(source)])
     assert [name for name, _ in opened.files] == ["a.txt"]
     assert "4 links to nothing, FIFOs, sockets and devices are left out" in caplog.text
     for name, found in (("fifo", "a FIFO"), ("socket", "a socket"), ("endless", "a device")):
         with pytest.raises(ValueError, match=f"{name}: found {found}, wanted a regular file"):
-            open_corpus([str(source / name)])
+            open_sources([str(source / name)])
 
 
 def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
@@ -144,10 +143,10 @@ def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
     splits = []
     for attempt in ("one", "two"):
         manifests = prepare_text(
-            open_corpus([str(source)]),
+            open_sources([str(source)]),
             tmp_path / attempt,
             build_tokenizer("bytes"),
-            document_tokens=1,
+            block_tokens=1,
             validation_fraction=0.2,
         )
         splits.append([texts_of(manifest) for manifest in manifests])
@@ -162,7 +161,7 @@ def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_a_corpus() -> None:
-    opened = open_corpus([STANDARD_LIBRARY])
+    opened = open_sources([STANDARD_LIBRARY])
     names = [name for name, _ in opened.files]
     assert "json/decoder.py" in names
     assert not any("site-packages" in name for name in names)
@@ -179,10 +178,10 @@ def test_a_long_text_is_read_in_pieces_that_change_no_token(
     (tmp_path / "a.txt").write_text(text)
     expected = build_tokenizer("gpt2").encode(text).tolist()
     monkeypatch.setattr(formats, "PIECE_CHARACTERS", 512)
-    (piece, *_) = pieces = list(next(open_corpus([str(tmp_path / "a.txt")]).texts()).pieces())
+    (piece, *_) = pieces = list(next(open_sources([str(tmp_path / "a.txt")]).texts()).pieces())
     assert len(pieces) > 20
     assert len(piece) <= 1024
-    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", "gpt2", document_tokens=16)
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", "gpt2", block_tokens=16)
     assert manifest.num_tokens + manifest.dropped_tokens == len(expected) + 1
     assert tokens_of(manifest) == expected[: manifest.num_tokens]
 
@@ -190,7 +189,7 @@ def test_a_long_text_is_read_in_pieces_that_change_no_token(
 def test_a_run_of_white_space_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "PIECE_CHARACTERS", 14)
     (tmp_path / "a.txt").write_text("aaaaaaaa bb  c and")
-    pieces = next(open_corpus([str(tmp_path / "a.txt")]).texts()).pieces()
+    pieces = next(open_sources([str(tmp_path / "a.txt")]).texts()).pieces()
     assert list(pieces) == ["aaaaaaaa", " bb  c and"]
 
 
@@ -200,7 +199,7 @@ def test_a_text_without_a_place_to_cut_is_reassembled(
     monkeypatch.setattr(formats, "PIECE_CHARACTERS", 10)
     text = "é" * 35 + "\n\n\n" + " " * 30
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}))
-    assert texts_of(prepare([tmp_path / "a.jsonl"], tmp_path / "out", document_tokens=1)) == [text]
+    assert texts_of(prepare([tmp_path / "a.jsonl"], tmp_path / "out", block_tokens=1)) == [text]
 
 
 def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> Non
             reads.append(number)
             yield "abcdefgh"
 
-    class Recorded(Corpus):
+    class Recorded(SourceFiles):
         def texts(self) -> Iterator[Text]:
             yield Text("a.txt", pieces, is_file=True)
 
@@ -221,7 +220,7 @@ def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> Non
         Recorded("test", files),
         tmp_path / "out",
         build_tokenizer("bytes"),
-        document_tokens=4,
+        block_tokens=4,
         validation_fraction=0.5,
     )
     # To count its characters, once for each part; for validation; for training.
@@ -239,7 +238,7 @@ def test_stopped_preparations_end_with_the_same_files(
     lines = [json.dumps({"text": "word " * (n % 23)}) for n in range(60)]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     (tmp_path / "a.txt").write_text("some plain text, longer than a shard\n" * 20)
-    opened = open_corpus([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
+    opened = open_sources([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
 
     def run(destination: Path, stop_after: int | None) -> None:
         calls = 0
@@ -254,7 +253,7 @@ def test_stopped_preparations_end_with_the_same_files(
             opened,
             destination,
             build_tokenizer("bytes"),
-            document_tokens=32,
+            block_tokens=32,
             docs_per_shard=4,
             validation_fraction=validation_fraction,
             progress=progress,
@@ -295,13 +294,13 @@ def test_a_tokenizer_file_is_copied_next_to_its_shards(tmp_path: Path) -> None:
     (tmp_path / "own.json").unlink()
     assert (manifest.tokenizer, manifest.dtype, manifest.eot_id) == ("tokenizer.json", "uint32", 3)
     assert tokens_of(manifest) == [*b"abcdefgh"]
-    assert tokenizer_of(manifest).encode("ab").tolist() == [97, 98]
+    assert Corpus(manifest).load_tokenizer().encode("ab").tolist() == [97, 98]
     beside = tmp_path / "out" / "tokenizer.json"
     beside.write_text(beside.read_text().replace('"a"', '"ä"'))
     with pytest.raises(
         ValueError, match=r"manifest.json: tokenizer_sha256 is .*, but tokenizer.json"
     ):
-        tokenizer_of(manifest)
+        Corpus(manifest).load_tokenizer()
 
 
 def damaged_parquet(path: Path) -> bytes:
@@ -344,7 +343,7 @@ def write_bad(kind: str, path: Path) -> Path:
         ("long line", r"a.jsonl.gz:1: found a line of more than 0 MiB, wanted shorter texts"),
         ("damaged parquet", r"a.parquet: not readable as parquet, .*Couldn't deserialize thrift"),
         ("binary", r"a.txt: found a binary file"),
-        ("too short", r"the source has 3 tokens, less than one document of 4; wanted"),
+        ("too short", r"the source has 3 tokens, less than one block of 4; wanted"),
     ],
 )
 def test_a_bad_source_is_named_in_one_line(
@@ -396,14 +395,12 @@ def test_the_ids_of_given_tokens_are_those_of_the_shards(tmp_path: Path) -> None
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": f"a<end>{n}"}) + "\n" for n in range(8)))
     built = build_tokenizer(str(tmp_path), bos="<begin>", eos="<end>")
-    (manifest,) = prepare_text(
-        open_corpus([str(source)]), tmp_path / "out", built, document_tokens=4
-    )
+    (manifest,) = prepare_text(open_sources([str(source)]), tmp_path / "out", built, block_tokens=4)
     assert (manifest.bos_id, manifest.eot_id) == (129, 128)
     tokens = [t for n in range(8) for t in (*f"a<end>{n}".encode(), 128)]
     assert tokens_of(manifest) == tokens[: manifest.num_tokens]
     # The copy beside the shards is read without the names.
-    assert tokenizer_of(manifest).encode("<end>").tolist() == list(b"<end>")
+    assert Corpus(manifest).load_tokenizer().encode("<end>").tolist() == list(b"<end>")
 
 
 @pytest.mark.parametrize("lines", [1, 300])
@@ -426,7 +423,7 @@ def test_a_destination_that_holds_something_else_is_left_alone(tmp_path: Path) -
         prepare([source], source)
     prepare([source], tmp_path / "out")
     with pytest.raises(ValueError, match="with document_tokens 4, this one has 2; wanted another"):
-        prepare([source], tmp_path / "out", document_tokens=2)
+        prepare([source], tmp_path / "out", block_tokens=2)
     source.write_text("some other text")
     with pytest.raises(ValueError, match="with files_sha256"):
         prepare([source], tmp_path / "out")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from longhaul.kernels.cross_entropy.verify import LossCase
+from longhaul.kernels.power.verify.cases import PowerCase
+from longhaul.kernels.rotary.verify import RotationCase
 from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.other_cases import LossCase, RotationCase
 
 _TARGETS = ("sm_90", "sm_80")
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -30,10 +32,10 @@ class Run:
 
 
 # Two chunks and a bit, in which no size divides another.
-_ONE_HEAD = Case(name="p2 K64", T=150, H=1, G=1)
+_ONE_HEAD = PowerCase(name="p2 K64", T=150, H=1, G=1)
 # The second is one chunk or more: tables of chunks then have rows that no document needs.
 _DOCUMENTS = (0, 1, 65)
-_CONTINUED = Case(
+_CONTINUED = PowerCase(
     name="packed, continued, two groups",
     T=90,
     H=4,
@@ -45,7 +47,7 @@ _CONTINUED = Case(
 )
 
 
-def _chunked() -> Iterator[tuple[Case, int]]:
+def _chunked() -> Iterator[tuple[PowerCase, int]]:
     """Cases of the chunked form, and with how many candidates they run in bfloat16."""
     # Long enough for every stage of the pipelines of loads: chunks have four blocks.
     yield replace(_ONE_HEAD, name="p2 K64, long chunks", T=300), 2
@@ -65,7 +67,7 @@ def _chunked() -> Iterator[tuple[Case, int]]:
     yield replace(_CONTINUED, name="one token", T=1, documents=()), 1
 
 
-def _attention() -> Iterator[tuple[Case, int]]:
+def _attention() -> Iterator[tuple[PowerCase, int]]:
     yield _ONE_HEAD, 3
     yield replace(_ONE_HEAD, name="p2 K64, long", T=300, H=2), 3
     yield replace(_ONE_HEAD, name="p2 K128", K=128, V=128), 1

@@ -22,9 +22,9 @@ from catalogue import Run, runs_of
 from launching import emulating
 from memories import FaultError
 
-from longhaul.kernels.power.triton.launch import configuration
+from longhaul.kernels.common.triton.launch import configuration
+from longhaul.kernels.power.verify.cases import rounding_faults
 from longhaul.kernels.testing import compare, poisoned_memory
-from longhaul.kernels.verify.cases import rounding_faults
 
 
 def execute(run: Run) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ import torch
 from launching import emulating
 from memories import FaultError
 
-from longhaul.kernels.power.triton.launch import configuration
+from longhaul.kernels.common.triton.launch import configuration
 
 
 def without(text: str) -> Callable[[str], str]:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.launch import candidates, config, launch
+from longhaul.kernels.common.triton.launch import candidates, config, launch
 
 
 @triton.jit

@@ -61,10 +61,10 @@ def too_much_shared_memory() -> None:
 
 
 def shape(name: str) -> None:
-    from longhaul.kernels.offline.shapes import SHAPES, launch
+    from longhaul.kernels.power.verify.shapes import SHAPES
 
     (found,) = (one for one in SHAPES if one.name == name)
-    launch(found)
+    found.launch()
 
 
 # Shapes of `make test` and `make test-all` for each chip; `make soak` compiles all for all chips.
@@ -110,8 +110,8 @@ def program(launcher: str, targets: str) -> None:
 
 def table(suite: str) -> None:
     """Compile a suite's shapes; `python -m longhaul.kernels.offline` takes minutes for all."""
-    from longhaul.kernels.offline.shapes import SHAPES
     from longhaul.kernels.offline.table import print_table
+    from longhaul.kernels.power.verify.shapes import SHAPES
 
     by_name = {shape.name: shape for shape in SHAPES}
     tasks = [

@@ -8,7 +8,7 @@ from power_cases import inputs
 from torch import Tensor
 
 from longhaul.kernels import PowerState, power_attention, power_attention_step
-from longhaul.kernels.power.checks import check_offsets
+from longhaul.kernels.common.offsets import check_offsets
 
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("degree: found 3, wanted the integer 1 or an even", {"degree": 3}),

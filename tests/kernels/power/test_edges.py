@@ -180,6 +180,29 @@ def test_packed_documents_equal_separate_ones(how: dict[str, Any], has_state: bo
         assert_close(found, exact, definition, multiple=MULTIPLE)
 
 
+@pytest.mark.parametrize("degree", [1, 2, 4, 6])
+@pytest.mark.parametrize("has_gates", [True, False])
+@pytest.mark.parametrize("how", FORMS.values(), ids=FORMS)
+def test_a_gate_of_zero_begins_a_document(
+    how: dict[str, Any], has_gates: bool, degree: int
+) -> None:
+    """Outputs and gradients are those of packed documents."""
+    offsets = torch.tensor([0, 1, 16, 33, 34, 65, 96, 100])
+    x = [y[:1] for y in inputs(100, H=2, G=1)]
+    x[:2] = [y.abs() for y in x[:2]]
+    x[3] = x[3] if has_gates else torch.zeros_like(x[3])
+    leaves = leaves_of(x, torch.float64)
+    q, k, v, log_g = leaves
+    is_first = torch.zeros(1, 100, 1).bool().index_fill(1, offsets[:-1], True)
+    reset = log_g.masked_fill(is_first, -torch.inf)
+    found, _ = power_attention(q, k, v, reset, degree=degree, **how)
+    packed, _ = power_attention(q, k, v, log_g, degree=degree, cu_seqlens=offsets, **how)
+    probe = torch.randn_like(found)
+    gradients = [torch.autograd.grad(y, leaves, probe) for y in (found, packed)]
+    for one, other in zip((found, *gradients[0]), (packed, *gradients[1]), strict=True):
+        assert (one - other).abs().max() <= 1e-13 * max(1, other.abs().max())
+
+
 @per_form
 def test_outputs_ignore_the_future_to_the_bit(how: dict[str, Any]) -> None:
     if is_triton(how):

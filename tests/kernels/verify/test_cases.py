@@ -8,29 +8,33 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from longhaul.kernels.power.triton import launch, tile_sizes
+from longhaul.kernels.common.triton import launch
+from longhaul.kernels.power.triton import tile_sizes
+from longhaul.kernels.power.verify import cases as power_cases
+from longhaul.kernels.power.verify import catalogue
+from longhaul.kernels.power.verify.cases import PowerCase
 from longhaul.kernels.testing import compare
-from longhaul.kernels.verify import candidates, cases, catalogue
-from longhaul.kernels.verify.cases import Case
+from longhaul.kernels.verify import candidates, cases
+from longhaul.kernels.verify.op import DTYPES
 
 CPU = torch.device("cpu")
 
 
-def every_case() -> list[Case]:
+def every_case() -> list[PowerCase]:
     return [
         *catalogue.headline_cases(),
-        *(case for dtype in catalogue.DTYPES for case in catalogue.feature_cases(dtype)),
+        *(case for dtype in DTYPES for case in catalogue.feature_cases(dtype)),
         *catalogue.extreme_cases("triton"),
         *catalogue.long_cases(),
         *catalogue.candidate_cases(),
     ]
 
 
-def records_of(given: list[Case]) -> list[dict[str, Any]]:
+def records_of(given: list[PowerCase]) -> list[dict[str, Any]]:
     """What checks of the torch backend found, none of which is a fault."""
     found = []
     for case in given:
-        for record in cases.check(cases.shrunk(case, 40, 8), CPU, "torch"):
+        for record in cases.check(case.shrunk(40, 8), CPU, "torch"):
             assert record["faults"] == [], (record["name"], record["form"])
             for tensor in record["tensors"].values():
                 assert tensor["error"] <= tensor["allowed"] <= 0.05
@@ -53,7 +57,7 @@ def test_a_check_compares_outputs_states_and_every_gradient() -> None:
 
 @pytest.mark.wide
 def test_every_check_passes_on_the_torch_backend() -> None:
-    features = [case for dtype in catalogue.DTYPES for case in catalogue.feature_cases(dtype)]
+    features = [case for dtype in DTYPES for case in catalogue.feature_cases(dtype)]
     records = records_of(
         [*catalogue.headline_cases(), *features, *catalogue.extreme_cases("torch")]
     )
@@ -91,10 +95,10 @@ def test_no_kernel_has_more_candidates_than_are_checked() -> None:
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv", "dlog_g", "dkv", "dnorm", "final kv"])
 @pytest.mark.parametrize("harm", ["a wrong value", "a NaN", "noise"])
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, name: str, harm: str) -> None:
-    case = Case(name="packed", T=40, K=8, V=8, documents=(0, 9), is_continued=True)
-    run = Case.run
+    case = PowerCase(name="packed", T=40, K=8, V=8, documents=(0, 9), is_continued=True)
+    run = PowerCase.run
 
-    def harmed(self: Case, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
+    def harmed(self: PowerCase, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
         results = run(self, inputs, dtype, **how)
         if how["backend"] == "torch":
             x = results[name] = results[name].clone()
@@ -107,7 +111,7 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch, name: str, har
                 x += 1e-4 * torch.randn_like(x) * x.abs().max()
         return results
 
-    monkeypatch.setattr(Case, "run", harmed)
+    monkeypatch.setattr(PowerCase, "run", harmed)
     (record,) = cases.check(replace(case, forms=("chunked",)), CPU, "torch")
     assert any(fault.startswith(f"{name}: ") for fault in record["faults"])
 
@@ -118,14 +122,14 @@ def test_a_candidate_runs_by_its_number_and_may_have_no_room(
 ) -> None:
     forced: list[int | None] = []
 
-    def run(self: Case, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
+    def run(self: PowerCase, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
         forced.append(launch._forced)
         if launch._forced == 2:
             raise OutOfResources(300_000, 232_448, "shared memory")
         return {"out": torch.ones(3, dtype=dtype)}
 
-    monkeypatch.setattr(Case, "run", run)
-    case = Case(name="plain", T=20, K=8, V=8, forms=("chunked",), dtype="float32")
+    monkeypatch.setattr(PowerCase, "run", run)
+    case = PowerCase(name="plain", T=20, K=8, V=8, forms=("chunked",), dtype="float32")
     for candidate, wanted in ((None, None), (1, 1)):
         (record,) = cases.check(replace(case, candidate=candidate), CPU, "torch")
         assert record["faults"] == []
@@ -138,23 +142,23 @@ def test_a_candidate_runs_by_its_number_and_may_have_no_room(
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_call_that_raises_is_recorded() -> None:
-    case = Case(name="plain", T=20, K=8, V=8, forms=("chunked", "unknown"))
+    case = PowerCase(name="plain", T=20, K=8, V=8, forms=("chunked", "unknown"))
     good, bad = cases.check(case, CPU, "torch")
     assert good["faults"] == []
     assert bad["faults"][0].startswith("ValueError: form: found 'unknown'")
 
 
 def test_a_write_to_an_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Case.run
+    run = PowerCase.run
 
-    def writing(self: Case, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
+    def writing(self: PowerCase, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
         results = run(self, inputs, dtype, **how)
         if how["backend"] == "torch":
             inputs["v"] += 1
         return results
 
-    monkeypatch.setattr(Case, "run", writing)
-    case = Case(name="plain", T=20, K=8, V=8, forms=("chunked",))
+    monkeypatch.setattr(PowerCase, "run", writing)
+    case = PowerCase(name="plain", T=20, K=8, V=8, forms=("chunked",))
     (record,) = cases.check(case, CPU, "torch")
     assert "v: an input was written to" in record["faults"]
     assert "out: differs when run again" in record["faults"]
@@ -162,16 +166,16 @@ def test_a_write_to_an_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_with_wide_strides_tokens_pass_two_to_the_31_elements() -> None:
     x = torch.empty(1, 131_073, 2, 64, dtype=torch.bfloat16, device="meta")
-    assert cases._with_wide_strides(x).stride(1) * 131_072 > 2**31
+    assert power_cases._with_wide_strides(x).stride(1) * 131_072 > 2**31
 
 
 def test_long_sequences_are_not_compared_with_the_quadratic_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(_case: Case, _inputs: dict[str, Tensor], _dtype: torch.dtype, **how: Any) -> Any:
+    def run(_case: PowerCase, _inputs: dict[str, Tensor], _dtype: torch.dtype, **how: Any) -> Any:
         return {how["backend"]: torch.empty(0)}
 
-    monkeypatch.setattr(Case, "run", run)
+    monkeypatch.setattr(PowerCase, "run", run)
     for case in every_case():
         is_large = case.T > 2048 or (case.degree > 2 and case.K == 64)
         backend = "torch" if is_large or case.forms == ("state",) else "reference"

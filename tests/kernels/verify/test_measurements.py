@@ -10,12 +10,13 @@ from triton import Config
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 
-from longhaul.kernels.verify import benchmark, tasks
-from longhaul.kernels.verify.benchmark import Task, measure
+from longhaul.kernels.power.verify import benchmark, tasks
+from longhaul.kernels.power.verify.benchmark import Task
+from longhaul.kernels.power.verify.peers import RETENTION_CHUNKS, Shape, decoding_bytes
+from longhaul.kernels.power.verify.targets import targets_of
+from longhaul.kernels.power.verify.tasks import HEADLINE, Sizes
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES, untimed_tuning
-from longhaul.kernels.verify.peers import RETENTION_CHUNKS, Shape, decoding_bytes
-from longhaul.kernels.verify.targets import Measured, targets_of
-from longhaul.kernels.verify.tasks import HEADLINE, Sizes
+from longhaul.kernels.verify.op import Measured
 
 CPU = torch.device("cpu")
 TOY = Sizes(
@@ -33,7 +34,7 @@ def test_everything_installed_is_measured() -> None:
     for task in [*tasks.headline_tasks(TOY), *tasks.op_tasks(TOY)]:
         if task.implementation == "sdpa cudnn":
             continue  # needs a GPU
-        result = measure(task, CPU)
+        result = task.measure(CPU)
         measured.append(Measured(task, result))
         if task.what == "profile":
             assert result["kernels"][0]["ms"] > 0
@@ -59,23 +60,23 @@ def test_a_candidate_without_room_on_the_chip_is_told_and_no_failure(
 
     monkeypatch.setattr(benchmark, "_kernel_times", refuse)
     found = next(task for task in tasks.op_tasks(TOY) if task.candidate == 1)
-    assert "shared memory" in measure(found, CPU)["does_not_fit"]
+    assert "shared memory" in found.measure(CPU)["does_not_fit"]
     with pytest.raises(OutOfResources):
-        measure(replace(found, candidate=None), CPU)
+        replace(found, candidate=None).measure(CPU)
 
 
 def test_retention_is_timed_compiled_too_and_its_tuning_is_shared() -> None:
     peers = tasks.peer_tasks(TOY)
     retention = [task for task in peers if task.implementation.startswith("retention")]
     assert len(retention) == 2 * len(RETENTION_CHUNKS)
-    assert len({tuple(tasks.compilations_of(task)) for task in retention}) == 1
-    assert {tasks.package_of(task) for task in peers} == {"retention", "fla"}
+    assert len({tuple(task.compilations()) for task in retention}) == 1
+    assert {task.package for task in peers} == {"retention", "fla"}
 
 
 def test_a_peer_that_is_missing_raises() -> None:
     for task in tasks.peer_tasks(TOY):
         with pytest.raises(ImportError):
-            measure(task, CPU)
+            task.measure(CPU)
 
 
 def test_untimed_tuning_runs_the_given_part() -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +32,9 @@ from pairwise import (
     sympow_rates,
     tokens,
 )
-from torch import Tensor, is_tensor
-from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
-from longhaul.modules.attention import Attention, alibi
+from longhaul.modules.attention import Attention
 from longhaul.modules.attention.parts import gates
 
 
@@ -76,58 +72,6 @@ def test_alibi_is_a_fixed_gate(heads: int) -> None:
     )
     weights = matrix(lambda t, i: product(gates, t, i) * (dot(q[:, t], k[:, i]) / 8**0.5).exp())
     assert_forward(attention, x, mix(weights / weights.sum(-1, keepdim=True), v))
-
-
-@pytest.mark.parametrize("heads", [2, 3])
-@pytest.mark.parametrize("queries", [T, 5, 1])
-@torch.no_grad()
-def test_alibi_with_flex_attention_equals_its_explicit_bias(heads: int, queries: int) -> None:
-    attention, x = build("alibi", heads=heads), tokens(heads=heads)
-    q, cache = attention.project(x, 0)
-    q = q[:, :, T - queries :]
-    assert_same(alibi._mix_flex(q, *cache), attention.mix(q, cache))
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (300, 300), (100, 500), (1, 257)])
-def test_the_blocks_of_alibis_mask_are_those_that_torch_finds(queries: int, keys: int) -> None:
-    device = torch.device("cpu")
-    found = alibi._causal(queries, keys, device)
-    wanted = create_block_mask(
-        lambda b, h, t, i: t + (keys - queries) >= i, None, None, queries, keys, device=device
-    )
-    assert (found.seq_lengths, found.BLOCK_SIZE) == (wanted.seq_lengths, wanted.BLOCK_SIZE)
-    for part in ("kv", "full_kv", "q", "full_q"):
-        counts = [getattr(one, f"{part}_num_blocks") for one in (found, wanted)]
-        assert torch.equal(*counts)
-        lists = [getattr(one, f"{part}_indices") for one in (found, wanted)]
-        for row in range(lists[0].shape[2]):
-            count = counts[0][0, 0, row]
-            assert torch.equal(*(one[0, 0, row, :count] for one in lists))
-
-
-def test_alibis_mask_is_not_written_out() -> None:
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            largest = max([largest, *(x.numel() for x in tree_leaves(result) if is_tensor(x))])
-            return result
-
-    with Watch():
-        alibi._causal(4096, 4096, torch.device("cpu"))
-    assert largest <= (4096 // 128 + 1) ** 2
-
-
-@pytest.mark.parametrize("queries", [T, 5])
-def test_alibi_takes_queries_in_blocks(monkeypatch: pytest.MonkeyPatch, queries: int) -> None:
-    attention = build("alibi")
-    q, cache = attention.project(tokens(), 0)
-    q = q[:, :, T - queries :]
-    whole = attention.mix(q, cache)
-    monkeypatch.setattr(alibi, "_QUERIES_AT_ONCE", 4)
-    assert_same(attention.mix(q, cache), whole)
 
 
 def coca_operands(attention: Attention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

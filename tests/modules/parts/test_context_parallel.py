@@ -27,9 +27,10 @@ from longhaul.modules.attention import attention_config, build_attention, regist
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
+    state_before,
 )
 from longhaul.modules.attention.power import PowerConfig
-from longhaul.modules.documents import Documents
+from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
@@ -106,6 +107,13 @@ def offsets_of(bounds: list[int] | None) -> Tensor | None:
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
 
+def documents_of(x: Tensor, bounds: list[int] | None, part: SequencePart | None) -> Documents:
+    """The documents of x, or of the part of them that is x."""
+    offsets = offsets_of(bounds)
+    is_first = None if offsets is None else first_tokens(offsets, x, TOKENS)
+    return Documents(x, is_first, part)
+
+
 def own(x: Tensor, part: SequencePart | None) -> Tensor:
     return x if part is None else x.chunk(part.count, dim=1)[part.index]
 
@@ -123,7 +131,8 @@ def layer(
     x, probe = torch.randn(2, *shape, dtype=torch.float64).unbind(0)
     x, probe = own(x, part).clone().requires_grad_(), own(probe, part)
     attention.sequence_part = part
-    y, _ = attention(x, cu_seqlens=offsets_of(bounds), keep_state=False)
+    documents = None if bounds is None else documents_of(x, bounds, part)
+    y, _ = attention(x, documents=documents, keep_state=False)
     (y * probe).sum().backward()
     gradients = {f"d {name}": p.grad for name, p in attention.named_parameters()}
     return {"y": y.detach(), "dx": x.grad} | gradients
@@ -139,15 +148,50 @@ def resets(bounds: list[int] | None, part: SequencePart | None) -> Results:
     log_g[:, 81:, 0] = -torch.inf
     leaves = [own(x, part).clone().requires_grad_() for x in (q, k, v, log_g)]
     options = PowerOptions(degree=2, scale=None, normalize=True, chunk_size=CHUNK)
-    offsets = offsets_of(bounds)
     if part is not None:
-        documents = Documents(leaves[0], offsets, part)
-        y = context_parallel_attention(documents, *leaves, None, options)
+        log_g = documents_of(leaves[0], bounds, part).begin_anew(leaves[3])
+        y = context_parallel_attention(part, *leaves[:3], log_g, None, options)
     else:
-        y, _ = power_attention(*leaves, cu_seqlens=offsets, **options._asdict())
+        y, _ = power_attention(*leaves, cu_seqlens=offsets_of(bounds), **options._asdict())
     (y * own(probe, part)).sum().backward()
     gradients = {f"d{name}": x.grad for name, x in zip("qkvg", leaves, strict=True)}
     return {"y": y.detach()} | gradients
+
+
+def multiplied(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """S_t = A_t S_(t-1) + 1 with any matrices A_t, here x (B, T, K, K): each S, and the last."""
+    states = [state]
+    for transition in x.unbind(dim=1):
+        states.append(transition @ states[-1] + 1)
+    return torch.stack(states[1:], dim=1), states[-1]
+
+
+def after_parts(every: tuple[Tensor, ...], start: Tensor | None) -> Tensor:
+    assert start is not None
+    for transition, state in zip(*every, strict=True):
+        start = transition @ start + state
+    return start
+
+
+def matrices(bounds: list[int] | None, part: SequencePart | None) -> Results:
+    """An op whose state is multiplied by a matrix for each token, not by a number."""
+    torch.manual_seed(0)
+    whole = torch.randn(2 if bounds is None else 1, TOKENS, 3, 3, dtype=torch.float64) / 3
+    probe = torch.randn(3, 3, dtype=torch.float64)
+    x = own(whole, part).clone().requires_grad_()
+    is_inside = torch.ones(*whole.shape[:2], 1, 1, dtype=x.dtype)
+    is_inside[:, [] if bounds is None else bounds[:-1]] = 0  # a document begins with A = 0
+    transitions = x * own(is_inside, part)
+    start = state = x.new_zeros(x.shape[0], 3, 3)
+    if part is not None:
+        product = torch.eye(3, dtype=x.dtype).expand_as(start)
+        for one in transitions.unbind(dim=1):
+            product = one @ product
+        left = multiplied(transitions, start)[1]
+        state = state_before(part, (product, left), after_parts, start)
+    y, _ = multiplied(transitions, state)
+    (y * probe).sum().backward()
+    return {"y": y.detach(), "dx": x.grad}
 
 
 def build_model(initial_state: str = "zero") -> LanguageModel:
@@ -211,6 +255,7 @@ def bytes_sent(part: ContextParallel, tokens: int) -> Tensor:
 def every_case(part: ContextParallel) -> dict[str, Results]:
     results = {name: layer(*case, part) for name, case in LAYERS.items()}
     results |= {f"resets {name}": resets(bounds, part) for name, bounds in PACKINGS.items()}
+    results |= {f"matrices {name}": matrices(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
     sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
     return results | {"bytes": sent}
@@ -301,6 +346,15 @@ def test_a_reset_in_any_part_forgets_everything_before_it(found: list[Any], pack
     assert_ranks_equal(ranks, wanted, tuple(wanted))
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_states_of_any_op_are_composed_by_a_function_of_the_kind(
+    found: list[Any], packing: str
+) -> None:
+    ranks = [rank[f"matrices {packing}"] for rank in found]
+    wanted = matrices(PACKINGS[packing], None)
+    assert_ranks_equal(ranks, wanted, tuple(wanted))
+
+
 @pytest.mark.parametrize("case", MODELS)
 def test_ranks_average_to_the_loss_and_gradients_of_one(found: list[Any], case: str) -> None:
     ranks = [{name: x / len(found) for name, x in rank[case].items()} for rank in found]
@@ -340,7 +394,7 @@ def test_other_kinds_are_refused_by_name(kind: str) -> None:
             vocabulary=8,
         )
     )
-    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind of PowerAttention"):
+    with pytest.raises(ValueError, match=f"found {kind}, wanted a kind with a state of fixed size"):
         model.split_sequence(FirstOfTwo())
     assert all(block.attention.sequence_part is None for block in model.blocks)
 
@@ -365,9 +419,13 @@ def test_input_and_output_states_are_refused() -> None:
             call()
 
 
-def test_offsets_must_cover_the_whole_sequence() -> None:
+def test_documents_are_described_for_the_whole_sequence() -> None:
+    model, tokens = build_model(), torch.zeros(1, 4, dtype=torch.long)
+    model.split_sequence(FirstOfTwo())
     with pytest.raises(ValueError, match=r"cu_seqlens: found \[0, 4\], wanted offsets from 0 to 8"):
-        Documents(torch.randn(1, 4, 2), torch.tensor([0, 4]), FirstOfTwo())
+        model.loss(tokens, tokens, cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"is_first: found \(1, 4\), wanted \(1, 8\)"):
+        model.loss(tokens, tokens, is_first=tokens == 0)
 
 
 def test_splitting_the_sequence_can_be_undone() -> None:

@@ -86,7 +86,7 @@ def test_a_job_has_its_modules_variables_and_container(tmp_path: Path) -> None:
         ("slurm.environment=[1A=b]", "slurm.environment: found '1A=b', wanted NAME=VALUE"),
         ("slurm.environment=[A]", "slurm.environment: found 'A', wanted NAME=VALUE"),
         ('slurm.environment=["A=a\\nb"]', "slurm.environment: found 'A=a.*b', wanted NAME=VALUE"),
-        ("slurm.environment={A: 1}", "slurm.environment: expected a list of str"),
+        ("slurm.environment={A: 1}", "slurm.environment: found {'A': 1}, wanted a valid list"),
         ("slurm.container=--x", "slurm.container: found '--x', wanted the name or path of"),
         ("slurm.container_mounts=[/a:/b]", "slurm.container: found null with container_mounts"),
     ],

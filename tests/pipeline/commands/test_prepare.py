@@ -117,8 +117,7 @@ def test_a_finished_preparation_is_left_as_it_is(store: Path, tmp_path: Path, ca
     assert command(*words) == 0
     first = capsys.readouterr().out
     assert first == (
-        f"{tmp_path}/out/manifest.json: {ROWS * COLUMNS:,} tokens, {ROWS} documents, "
-        f"{SHARDS} shards\n"
+        f"{tmp_path}/out/manifest.json: {ROWS * COLUMNS:,} tokens, {ROWS} blocks, {SHARDS} shards\n"
     )
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert command(*words) == 0
@@ -275,7 +274,7 @@ def test_a_part_that_is_too_small_does_not_refuse_the_remedy(
     options = ("--validation-fraction", fraction)
     with pytest.raises(
         ValueError,
-        match=rf"wanted a larger source or shorter documents \(--doc-tokens {size}, --val",
+        match=rf"wanted a larger source or shorter blocks \(--doc-tokens {size}, --val",
     ):
         command("text", text, tmp_path / "out", "--doc-tokens", 1024, *options)
     assert not (tmp_path / "out").exists()

@@ -1,8 +1,9 @@
-"""An update of a model with compiled blocks, beside one of the same model without.
+"""Gradients of a model with compiled blocks, beside those of the same model without.
 
 Not a test; tests start it as a process, since torch.compile cannot see through the checks of shapes
-that pytest adds. Arguments: a backend of torch.compile, and kinds of attention. Prints a line of
-JSON for each kind.
+that pytest adds. Arguments: a backend of torch.compile, a number of batches whose rows hold
+documents (0: one batch, of whole rows), and kinds of attention. Prints a line of JSON for each
+kind.
 """
 
 import json
@@ -17,7 +18,7 @@ from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.distributed.blocks import prepare_blocks
 
 
-def compare(kind: str) -> dict[str, float]:
+def compare(kind: str, num_packed: int) -> dict[str, float]:
     attention = attention_config(kind)()
     config = LanguageModelConfig(layers=2, width=32, heads=2, vocabulary=64, attention=attention)
     torch.manual_seed(0)
@@ -26,15 +27,22 @@ def compare(kind: str) -> dict[str, float]:
     torch._dynamo.reset()
     counters.clear()
     prepare_blocks(compiled, checkpoint_every=0, compiled=True)
-    tokens, target = torch.randint(64, (2, 2, 96))
-    losses = [model.loss(tokens, target) for model in (plain, compiled)]
-    for loss in losses:
-        loss.backward()
-    pairs = zip(plain.parameters(), compiled.parameters(), strict=True)
-    moved = [(one.grad - other.grad).abs().max() for one, other in pairs if one.grad is not None]
+    lost, moved = 0.0, [0.0]
+    for number in range(max(1, num_packed)):
+        tokens, target = torch.randint(64, (2, 2, 96))
+        # From no document but the rows to documents of two tokens.
+        is_first = torch.rand(2, 96) < number / (2 * num_packed) if num_packed else None
+        losses = [model.loss(tokens, target, is_first=is_first) for model in (plain, compiled)]
+        for model, loss in zip((plain, compiled), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        pairs = zip(plain.parameters(), compiled.parameters(), strict=True)
+        off = [(a.grad - b.grad).abs().max().item() for a, b in pairs if a.grad is not None]
+        lost = max(lost, abs(losses[0] - losses[1]).item())
+        moved = [max(pair) for pair in zip(off, moved if number else off, strict=True)]
     return {
-        "loss": abs(losses[0] - losses[1]).item(),
-        "gradient": max(moved).item(),
+        "loss": lost,
+        "gradient": max(moved),
         "gradients": len(moved),
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": sum(counters["graph_break"].values()),
@@ -44,7 +52,7 @@ def compare(kind: str) -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    backend, *kinds = sys.argv[1:]
+    backend, num_packed, *kinds = sys.argv[1:]
     torch.compile = partial(torch.compile, backend=backend)
     for kind in kinds:
-        print(json.dumps(compare(kind)))
+        print(json.dumps(compare(kind, int(num_packed))))

@@ -17,20 +17,23 @@ from longhaul.pipeline.training import run
 COMPILED = Path(__file__).parent / "compiled_blocks.py"
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(
-    ("backend", "kinds"),
+    ("backend", "num_packed", "kinds"),
     [
-        ("aot_eager", ("conformal_sympow", "softmax")),
-        pytest.param("aot_eager", registered_variants(), marks=pytest.mark.soak),
-        pytest.param("inductor", ("conformal_sympow",), marks=pytest.mark.soak),
+        ("eager", 3, ("conformal_sympow",)),
+        pytest.param("aot_eager", 0, ("conformal_sympow", "softmax"), marks=pytest.mark.wide),
+        pytest.param("aot_eager", 50, registered_variants(), marks=pytest.mark.wide),
+        pytest.param("aot_eager", 0, registered_variants(), marks=pytest.mark.soak),
+        pytest.param("inductor", 0, ("conformal_sympow",), marks=pytest.mark.soak),
+        pytest.param("inductor", 50, ("conformal_sympow", "softmax"), marks=pytest.mark.soak),
     ],
 )
-def test_compiled_blocks_are_one_graph_that_makes_the_same_update(
-    backend: str, kinds: tuple[str, ...], fork: Any, tmp_path: Path
+def test_compiled_blocks_are_one_graph_that_computes_the_same_gradients(
+    backend: str, num_packed: int, kinds: tuple[str, ...], fork: Any, tmp_path: Path
 ) -> None:
+    """With `num_packed`, over so many batches whose documents begin elsewhere each time."""
     code = f"import runpy; runpy.run_path({str(COMPILED)!r}, run_name='__main__')"
-    process = fork(code, tmp_path, backend, *kinds)
+    process = fork(code, tmp_path, backend, str(num_packed), *kinds)
     out, error = process.communicate()
     assert process.returncode == 0, error
     for kind, line in zip(kinds, out.splitlines(), strict=True):
@@ -38,7 +41,7 @@ def test_compiled_blocks_are_one_graph_that_makes_the_same_update(
         assert found["loss"] < 1e-5, kind
         assert found["gradient"] < 1e-5, kind
         assert found["gradients"] > 10, kind
-        # One for all blocks: nothing in them ends a graph, our own ops included.
+        # One for all blocks and batches: nothing in them ends a graph, our own ops included.
         assert (found["graphs"], found["breaks"]) == (1, 0), kind
         assert bool(found["compiled"]) == (backend == "inductor"), kind
 

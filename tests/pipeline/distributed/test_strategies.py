@@ -15,13 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longhaul.configs import load_run_config
 from longhaul.pipeline.checkpoints.integrity import CheckpointError
-from longhaul.pipeline.distributed import strategies
+from longhaul.pipeline.distributed import deepspeed
 from longhaul.pipeline.distributed.blocks import device_mesh
+from longhaul.pipeline.distributed.deepspeed import DeepSpeedZero
 from longhaul.pipeline.distributed.launch import collective_timeout, limit_collectives
-from longhaul.pipeline.distributed.strategies import (
-    DeepSpeedZero,
-    build_strategy,
-)
+from longhaul.pipeline.distributed.strategies import build_strategy
 from longhaul.pipeline.distributed.zero import bucket_sizes, zero_config
 from longhaul.pipeline.training import callback, run
 from longhaul.pipeline.training.callback import TrainingCallback
@@ -87,7 +85,8 @@ def test_a_training_limits_all_groups_and_its_own_from_when_they_connect(
     config = load_run_config("run/demo.yaml", ["trainer.hang_seconds=7200"])
     this: Any = SimpleNamespace(
         config=config, _folder=SimpleNamespace(checkpoints=tmp_path), recorder=None,
-        checkpoint_updates=1, _context_parallel=None,
+        _validation=SimpleNamespace(validate_if_due=None),
+        _record=None, _stop_if_due=None, _profile_if_due=None,
         data=SimpleNamespace(start_at=lambda *_: None),
         requests=SimpleNamespace(mark_ranks_connected=lambda: None),
     )  # fmt: skip
@@ -99,14 +98,14 @@ def test_a_training_limits_all_groups_and_its_own_from_when_they_connect(
     at_first = []
 
     def limit(wanted: timedelta) -> None:
-        at_first.extend(timeout(group) for group in (this.store._group, this._group))
+        at_first.extend(timeout(group) for group in (this.saving.store._group, this._group))
         limit_collectives(wanted)
 
     monkeypatch.setattr(callback, "limit_collectives", limit)
     TrainingCallback.on_fit_start(this, trainer, module)
     this.watchdog.stop()
     assert at_first == 2 * [timedelta(seconds=7500)]
-    groups = (dist.group.WORLD, this.store._group, this._group)
+    groups = (dist.group.WORLD, this.saving.store._group, this._group)
     assert [timeout(group) for group in groups] == 3 * [timedelta(seconds=7500)]
 
 
@@ -155,13 +154,15 @@ def test_zero_gets_buckets_for_the_trained_parameters(monkeypatch: pytest.Monkey
         return None, None, None, None
 
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
-    monkeypatch.setattr(strategies, "_broadcast_weights", lambda model: None)
+    monkeypatch.setattr(deepspeed, "broadcast_weights", lambda model: None)
     this: Any = SimpleNamespace(
         root_device=torch.device("cpu"), config={"zero_optimization": {"stage": 2}}
     )
     model = torch.nn.Linear(4, 6)
     model.bias.requires_grad_(False)
-    DeepSpeedZero._setup_model_and_optimizer(this, model, None)
+    optimizer: Any = SimpleNamespace(param_groups=2 * [{"kind": "adam"}])
+    DeepSpeedZero._setup_model_and_optimizer(this, model, optimizer)
+    assert this._moments == ("exp_avg", "exp_avg_sq")
     assert given["config"]["zero_optimization"] == {"stage": 2, **bucket_sizes(24)}
 
 
@@ -178,7 +179,7 @@ def test_zero_finds_its_device_in_local_rank(monkeypatch: pytest.MonkeyPatch) ->
     )
     strategy._parallel_devices = [torch.device("cuda", 0)] * 8
     strategy._set_node_environment_variables()
-    assert strategies.os.environ["LOCAL_RANK"] == "0"
+    assert deepspeed.os.environ["LOCAL_RANK"] == "0"
 
 
 def test_every_save_of_zero_has_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,34 @@
 
 import json
 import os
+import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from longhaul.pipeline.distributed import watchdog
-from longhaul.pipeline.distributed.lifelines import ADDRESS_KEY, Lifelines
 from longhaul.pipeline.distributed.watchdog import Watchdog
 
-HEARTBEAT = json.dumps([5, "computing", "file.py:1 function", 0.0])
+HERE = socket.gethostname()
+
+
+def heartbeat(host: str = HERE, process: int = os.getpid()) -> str:
+    """A rank's; by default its process runs."""
+    return json.dumps([5, "computing", "file.py:1 function", 0.0, host, process])
+
+
+@pytest.fixture(params=["waited for", "not waited for"])
+def ended_process(request: pytest.FixtureRequest) -> Iterator[int]:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        leaves = os.WNOWAIT if request.param == "not waited for" else 0
+        os.waitid(os.P_PID, process.pid, os.WEXITED | leaves)
+        yield process.pid
 
 
 class Store(dict[str, bytes]):
@@ -31,7 +48,7 @@ class Store(dict[str, bytes]):
 
 def make_watchdog(rank: int, store: Store) -> Any:
     """Of one rank of two; its threads have ended before it has the store, so they write nothing."""
-    dog: Any = Watchdog(rank, 2, 1, hang_s=100, on_abort=lambda: None)
+    dog: Any = Watchdog(rank, 2, hang_s=100, on_abort=lambda: None)
     dog._stopping.set()
     for thread in threading.enumerate():
         if thread.name == "watchdog":
@@ -46,42 +63,48 @@ def first(monkeypatch: pytest.MonkeyPatch) -> Any:
     dog = make_watchdog(0, Store())
     dog.ends = []
     monkeypatch.setattr(os, "_exit", dog.ends.append)
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.01)
     return dog
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0, 7.0])
-def test_a_silent_rank_is_told_of_once(
+def test_a_silent_rank_is_told_of_once_and_taken_for_dead_after_minutes(
     first: Any,
     seconds: float,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", seconds)
-    first._lifelines = SimpleNamespace(has=lambda rank: True, lost=set())
-    for times in range(100):
-        first._check_silence(1, HEARTBEAT, times)
-        assert bool(caplog.messages) == (times * seconds >= watchdog._SILENCE_S)
-    assert len(caplog.messages) == 1
-    assert not first.ends
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", seconds)
+    monkeypatch.setattr(watchdog.time, "sleep", lambda _: None)
+    times, told = 0, list[float]()
+    while not first.ends:
+        first._heartbeats[1] = heartbeat(), times
+        first._check_silence(1, heartbeat(), times)
+        told.extend([times * seconds] * (len(caplog.messages) - len(told)))
+        times += 1
+    assert len(caplog.messages) == 2, "silent, and then that the job is ended"
+    assert told[0] - seconds < watchdog.SILENT_S <= told[0]
+    assert told[1] - seconds < watchdog.DEAD_S <= told[1], "more than the minute that is forgiven"
+    assert watchdog.DEAD_S > 60
+    assert b"rank 1 is gone, last seen after step 5" in first._store["longhaul/abort"]
 
 
 def test_a_rank_that_finishes_while_it_is_looked_for_is_not_gone(first: Any) -> None:
-    lines = SimpleNamespace(has=lambda rank: True, lost=set[int]())
-    first._lifelines = lines
+    def has_ended(rank: int) -> bool:
+        first._store.set(f"longhaul/finished{rank}", "")  # right before the rank ends
+        return True
 
-    def check(keys: list[str]) -> bool:
-        lines.lost.add(1)  # right after the answer, the rank finishes and closes its lifeline
-        return False
-
-    first._store.check = check
-    first._check_silence(1, HEARTBEAT, 10_000)
+    first._has_ended = has_ended
+    first._check_silence(1, heartbeat(), 10_000)
     assert not first.ends
 
 
-def test_an_ended_rank_is_gone(first: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    first._lifelines = SimpleNamespace(has=lambda rank: True, lost={1})
-    first._check_silence(1, HEARTBEAT, 10_000)
+def test_an_ended_rank_is_gone(
+    first: Any, ended_process: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    last = heartbeat(process=ended_process)
+    first._heartbeats[1] = last, 500
+    first._check_silence(1, last, 500)  # five seconds, since it may fail by itself before
     assert first.ends == [1]
     assert b"rank 1 is gone, last seen after step 5" in first._store["longhaul/abort"]
     assert "longhaul: rank 1 is gone" in capfd.readouterr().err
@@ -90,9 +113,8 @@ def test_an_ended_rank_is_gone(first: Any, capfd: pytest.CaptureFixture[str]) ->
 def test_an_ended_rank_that_said_why_is_quoted(
     first: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first._lifelines = SimpleNamespace(has=lambda rank: True, lost={1})
     first._store.set("longhaul/failed1", "OutOfGpuMemory: too little")
-    first._check_silence(1, HEARTBEAT, 10_000)
+    first._check_silence(1, heartbeat(), 100_000)
     assert first.ends == [1]
     assert "longhaul: rank 1 failed: OutOfGpuMemory: too little" in capfd.readouterr().err
 
@@ -130,13 +152,21 @@ def test_one_thread_alone_ends_the_process(first: Any) -> None:
     assert (calls, first.ends) == (["recorded"], [1])
 
 
-def test_a_stop_leaves_no_lifeline_and_no_key_for_the_next_watchdog(first: Any) -> None:
+@pytest.mark.parametrize("host", [HERE, "elsewhere"])
+def test_only_processes_of_this_machine_are_looked_for(
+    first: Any, ended_process: int, host: str
+) -> None:
+    assert not first._has_ended(1), "it has not reported yet"
+    first._heartbeats[1] = heartbeat(host), 0
+    assert not first._has_ended(1)
+    first._heartbeats[1] = heartbeat(host, ended_process), 0
+    assert first._has_ended(1) == (host == HERE)
+
+
+def test_a_stop_leaves_no_key_for_the_next_watchdog(first: Any) -> None:
     first._store.set("longhaul/finished1", "")
-    first._lifelines = Lifelines(0, 1, first._store)
-    assert ADDRESS_KEY in first._store
     first.stop()
     assert not first._store
-    assert not first._lifelines._thread.is_alive()
 
 
 def test_the_others_leave_once_the_first_has_seen_all(first: Any) -> None:
@@ -166,7 +196,7 @@ def test_a_process_that_was_stopped_for_a_while_goes_on(
         clock.now += seconds if clock.turns == 5 else timeout
         return bool(clock.turns > turns)
 
-    monkeypatch.setattr(watchdog, "_HEARTBEAT_S", 1.0)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 1.0)
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock.now))
     first._store, first._stopping = None, SimpleNamespace(wait=wait)
     first._since = first._last_sent = 0.0

@@ -24,7 +24,7 @@ from longhaul.pipeline.doctor.machine_checks import (
     check_time,
     check_torch,
 )
-from longhaul.pipeline.doctor.nodes import Place, _findings_from_reports
+from longhaul.pipeline.doctor.nodes import JobTask, _findings_from_reports
 from longhaul.pipeline.doctor.run_checks import check_shape, check_shards, checkpoint_bytes
 
 Usage = namedtuple("Usage", "total used free")
@@ -131,7 +131,7 @@ def test_shards_that_take_long_to_read_are_no_failure(
     text = check_shards(config, 0).text
     assert "0 of them read" not in text
     assert [part.partition(":")[0] for part in text.split(". ")] == ["training", "validation"]
-    monkeypatch.setattr(run_checks, "_SECONDS_OF_READING", 0.0)
+    monkeypatch.setattr(run_checks, "READING_S", 0.0)
     finding = check_shards(config, 0)
     assert finding.status == "ok"
     assert finding.text.startswith("training: 0 of ")
@@ -268,7 +268,7 @@ def test_a_failure_that_not_all_nodes_share_is_a_nodes_own(
     reports: list[dict[str, Any]], failures: list[str]
 ) -> None:
     names = tuple(f"n{number}" for number in range(1, 1 + len(reports)))
-    here = Place(job="1", node=0, names=names, is_first_task=True)
+    here = JobTask(job="1", node=0, names=names, is_first_task=True)
     found = list(_findings_from_reports(here, dict(zip(names, reports, strict=True)), []))
     assert [one.text for one in found if one.status == "FAILURE"] == failures
     assert {one.fault for one in found} == {"machine"}

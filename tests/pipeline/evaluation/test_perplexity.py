@@ -168,7 +168,7 @@ def test_the_first_tokens_of_each_text_are_read(uninterrupted: Run, tmp_path: Pa
         ),
         (
             ["--tasks", "perplexity", "--document-tokens", "300", "--contexts", "64"],
-            "--document-tokens: 300 does not divide the documents' 1024 tokens",
+            "--document-tokens: 300 does not divide the blocks' 1024 tokens",
         ),
         (["--no-bos"], "--no-bos: found with positions, which does not read it; wanted other"),
     ],

@@ -98,7 +98,7 @@ def test_generation_takes_interpolated_positions(trained: Run) -> None:
         (["evaluate", "small", "--context", "1000000"], "--context: 1000000 does not divide the"),
         (
             ["evaluate", "small", "--tasks", "context", "--contexts", "4096"],
-            "--contexts: 4096 does not divide the documents",
+            "--contexts: 4096 does not divide the blocks",
         ),
         (
             ["evaluate", "small", "--positions", "dynamic_ntk", "--factor", "2"],

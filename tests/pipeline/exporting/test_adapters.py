@@ -19,11 +19,11 @@ from peft import (
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from longhaul.configs.loader import to_dict
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModelConfig
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
-from longhaul.pipeline.runs.exported import shape_of
 
 GPT2 = "gpt2"
 FLAGSHIP = "conformal_sympow"
@@ -62,7 +62,7 @@ def model_of(name: str, *, tied: bool = True, biases: bool = False) -> Any:
             attention=attention, layers=2, width=32, heads=4, vocabulary=320,
             tied_head=tied, biases=biases,
         )  # fmt: skip
-        model = LonghaulForCausalLM(LonghaulConfig(**shape_of(config), pad_token_id=257))
+        model = LonghaulForCausalLM(LonghaulConfig(to_dict(config), pad_token_id=257))
     with torch.no_grad():
         for parameter in model.parameters():  # large enough for every part to matter
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -16,12 +16,12 @@ SHOWN = r"a\`b\|c \<b\>\\n\# \[d\](e) \\x1b\[2J\&lt; \_\_f\_\_ g_h"
 
 def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
     config = dataclasses.replace(load_run_config("run/demo.yaml"), name="a`b <b>")
-    manifest: Any = SimpleNamespace(
-        tokenizer=HOSTILE,
+    corpus: Any = SimpleNamespace(
+        tokenizer_name=HOSTILE,
         tokenizer_sha256=HOSTILE,
         num_tokens=1,
-        num_documents=1,
-        source={"a": HOSTILE},
+        num_blocks=1,
+        origin={"a": HOSTILE},
         bos_id=0,
     )
     run = tmp_path / "run"
@@ -35,7 +35,7 @@ def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
         config,
         run / "checkpoints" / "step-1",
         {"step": 1, "tokens": 1},
-        manifest,
+        corpus,
         1,
         adds_bos=True,
     )

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from longhaul.configs.loader import to_dict
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
-from longhaul.pipeline.runs.exported import shape_of
 
 
 def both(
@@ -31,7 +31,7 @@ def both(
     with torch.no_grad():
         for parameter in model.parameters():  # large enough for every part to matter
             parameter.add_(0.3 * torch.randn_like(parameter))
-    exported = LonghaulForCausalLM(LonghaulConfig(**shape_of(config)))
+    exported = LonghaulForCausalLM(LonghaulConfig(to_dict(config)))
     left = exported.load_state_dict(model.state_dict(), strict=False)
     assert left == (["lm_head.weight"] if tied_head else [], [])
     return model, exported.eval()

@@ -202,7 +202,7 @@ def test_what_differs_from_the_run_is_not_exported(
     for module, old, new, where in (
         ("modules_block", "y = x + mixed", "y = x + mixed / 2", "64 tokens"),
         ("modules_block", "y = x + mixed", "y = x + mixed / (1 + len(x[0]) // 65)", "192 tokens"),
-        ("modules_attention_power", "project(x, Documents(x)", "project(x / 2, Documents(x)",
+        ("modules_attention_power", "project(x, Documents(x), s", "project(x / 2, Documents(x), s",
          "65 tokens and 8 more, one at a time"),
         ("modeling_longhaul", "(count - 1)", "(count - 2)", "a row with padding before it"),
     ):  # fmt: skip
@@ -453,12 +453,12 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
             begins_with(folder, base, *options)
         assert str(error.value).startswith(f"trainer.start_from: {message}"), error.value
 
-    found = "found attention.0.degree 2 in"
+    found = "found model.attention.degree 2 in"
     refuses(exported, found, "model.attention.degree=4")
-    refuses(exported, "found hidden_size 32 in", "model.width=64")
-    refuses(exported, "found attention.2.degree None in", "model.layers=3")
-    refuses(exported, "found tie_word_embeddings True in", "model.tied_head=false")
-    refuses(exported, "found parallel_residual False in", "model.parallel_residual=true")
+    refuses(exported, "found model.width 32 in", "model.width=64")
+    refuses(exported, "found model.layers 2 in", "model.layers=3")
+    refuses(exported, "found model.tied_head True in", "model.tied_head=false")
+    refuses(exported, "found model.parallel_residual False in", "model.parallel_residual=true")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "gpt2"}')

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Cache, DynamicCache, StaticCache
 
+from longhaul.configs.loader import to_dict
 from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.pipeline.exporting import source
@@ -17,7 +18,6 @@ from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
 from longhaul.pipeline.exporting.modeling_longhaul import LonghaulForCausalLM
 from longhaul.pipeline.exporting.source import file_of, model_code
-from longhaul.pipeline.runs.exported import shape_of
 
 
 def config_of(kind: str) -> LanguageModelConfig:
@@ -27,7 +27,7 @@ def config_of(kind: str) -> LanguageModelConfig:
 
 def model_of(kind: str, **options: Any) -> LonghaulForCausalLM:
     torch.manual_seed(0)
-    model = LonghaulForCausalLM(LonghaulConfig(**shape_of(config_of(kind)) | options))
+    model = LonghaulForCausalLM(LonghaulConfig(to_dict(config_of(kind)), **options))
     with torch.no_grad():
         for parameter in model.parameters():  # large enough for every part to matter
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -286,7 +286,7 @@ def write(folder: Path, kind: str) -> LanguageModel:
     config = config_of(kind)
     model = LanguageModel(config).eval()
     folder.mkdir(parents=True)
-    exported = LonghaulForCausalLM(LonghaulConfig(**shape_of(config)))
+    exported = LonghaulForCausalLM(LonghaulConfig(to_dict(config)))
     exported.load_state_dict(model.state_dict(), strict=False)
     code = model_code([config.attention])
     exported.config.auto_map = {

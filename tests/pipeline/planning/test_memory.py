@@ -317,11 +317,11 @@ def test_the_model_that_is_evaluated_counts_where_an_update_takes_less() -> None
     sizes = ("trainer.micro_batch=1", "optim.tokens_per_update=128", "model.layers=1")
     run = config(*SMALL, *sizes, "evaluation.tasks=[positions]")
     plan = Planner(run).plan(MemorySettings(strategy="single"))
-    assert plan.evaluated == 4 * num_parameters(run.model)
-    assert replace(plan, evaluated=0).held == plan.held, "an update takes more"
+    assert plan.evaluation_model == 4 * num_parameters(run.model)
+    assert replace(plan, evaluation_model=0).held == plan.held, "an update takes more"
     plan = replace(plan, activations=0, workspace=0, copies=0)
-    more = plan.held - replace(plan, evaluated=0).held
-    assert more == pytest.approx(1.05 * plan.evaluated, abs=2)
+    more = plan.held - replace(plan, evaluation_model=0).held
+    assert more == pytest.approx(1.05 * plan.evaluation_model, abs=2)
 
 
 @pytest.mark.parametrize("kind", registered_variants())

@@ -25,7 +25,7 @@ def test_a_row_has_numbers_in_the_columns_of_its_task() -> None:
         ("positions", "", "found no rows"),
         ("positions", POSITIONS, "found no rows"),
         ("positions", f"{POSITIONS}1,2,3,4,5,6,7\n", r"row 1: found \['7'\] after the last column"),
-        ("positions", f"{POSITIONS}1,2,3\n", "row 1: mean_up_to_here: found None, wanted"),
+        ("positions", f"{POSITIONS}1,2,3\n", "row 1: mean_up_to_here: found null, wanted"),
         (
             "positions",
             f"{POSITIONS}1,2,3,4,5,6\n-1,2,3,4,5,6\n",

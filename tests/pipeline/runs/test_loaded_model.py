@@ -57,15 +57,20 @@ def test_mistakes_are_named(uninterrupted: Run, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     export(uninterrupted.path / "small", exported)
     config = json.loads((exported / "config.json").read_bytes())
-    config["attention"][0]["degree"] = "two"
+    config["longhaul"]["attention"]["degree"] = "two"
     (exported / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config\.json: not the config of a model"):
+    with pytest.raises(ValueError, match=r"config\.json: not the config of an exported model"):
         longhaul.load(exported)
-    config["attention"][0]["degree"] = 2
+    config["longhaul"]["attention"]["degree"] = 2
     config["vocab_size"] = 64
     (exported / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="the weights are not those of its config"):
         longhaul.load(exported)
+    without = {key: value for key, value in config.items() if key != "longhaul"}
+    (exported / "config.json").write_text(json.dumps(without))
+    with pytest.raises(ValueError, match=r"longhaul: found nothing, .*; export the run again"):
+        longhaul.load(exported)
+    (exported / "config.json").write_text(json.dumps(config))
     (exported / "tokenizer_config.json").unlink()
     os.mkfifo(exported / "tokenizer_config.json")  # whose reader would wait for a writer
     found = r"no tokenizer of an export, .*tokenizer_config\.json: found a FIFO, wanted a regular"

@@ -138,8 +138,7 @@ def test_a_tokenizer_file_travels_with_the_run(
     from tokenizers import Tokenizer, models
 
     from longhaul.datamodules.config import DataConfig
-    from longhaul.datamodules.tokenizer import tokenizer_of
-    from longhaul.pipeline.runs.data import record_data, training_manifest
+    from longhaul.pipeline.runs.data import record_data, training_corpus
 
     vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
     Tokenizer(models.BPE(vocab=vocabulary, merges=[])).save(str(tmp_path / "tokenizer.json"))
@@ -151,5 +150,5 @@ def test_a_tokenizer_file_travels_with_the_run(
     folder = RunFolder(tmp_path / "run")
     record_data(folder, DataConfig(manifest=f"{tmp_path}/shards/train", context=16))
     shutil.rmtree(tmp_path / "shards")
-    manifest = training_manifest(folder, None)  # type: ignore[arg-type]
-    assert tokenizer_of(manifest).decode([1]) == "b"
+    corpus = training_corpus(folder, None)  # type: ignore[arg-type]
+    assert corpus.load_tokenizer().decode([1]) == "b"

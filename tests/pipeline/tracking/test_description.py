@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 
 from longhaul.configs import load_run_config
+from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.pipeline.tracking import description
-from longhaul.pipeline.tracking.description import data_name, describe
+from longhaul.pipeline.tracking.description import describe
 
 
-def manifest(location: str) -> Manifest:
+def corpus(location: str) -> Corpus:
     shards = [ShardEntry(name=f"{n}.tar", bytes=1, documents=3, sha256=f"{n}" * 64) for n in (1, 2)]
     sizes = {"vocab_size": 257, "bos_id": 256, "eot_id": 256, "document_tokens": 100}
-    return Manifest(
+    manifest = Manifest(
         tokenizer="bytes",
         tokenizer_sha256="0",
         dtype="uint16",
@@ -24,6 +25,7 @@ def manifest(location: str) -> Manifest:
         location=location,
         **sizes,
     )
+    return Corpus(manifest)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,7 @@ def manifest(location: str) -> Manifest:
     ],
 )
 def test_data_are_named_by_their_last_two_folders(location: str, name: str) -> None:
-    assert data_name(manifest(location)) == name
+    assert corpus(location).name == name
 
 
 def test_a_relative_path_is_named_by_where_it_is(
@@ -46,7 +48,7 @@ def test_a_relative_path_is_named_by_where_it_is(
 ) -> None:
     (tmp_path / "gpt2").mkdir()
     monkeypatch.chdir(tmp_path / "gpt2")
-    assert data_name(manifest("train/manifest.json")) == "gpt2/train"
+    assert corpus("train/manifest.json").name == "gpt2/train"
 
 
 def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +58,8 @@ def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) ->
     config = load_run_config("run/demo.yaml", ["trainer.max_tokens=409_600"])
     trainer = dataclasses.replace(config.trainer, strategy="ddp", devices=2)
     config = dataclasses.replace(config, trainer=trainer)
-    train = manifest("/data/gpt2/train/manifest.json")
-    validation = manifest("https://me:secret@host/gpt2/validation/manifest.json")
+    train = corpus("/data/gpt2/train/manifest.json")
+    validation = corpus("https://me:secret@host/gpt2/validation/manifest.json")
     found = describe(config, 1_200_000, train, validation)
     sha256 = hashlib.sha256(("1" * 64 + "2" * 64).encode()).hexdigest()
     assert found.params == {

@@ -237,7 +237,7 @@ def test_the_wait_for_a_lock_has_an_end_and_a_first_start_has_none(
         Journal(_path(tmp_path))
     monkeypatch.undo()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    monkeypatch.setattr(journal_module, "_SECONDS_TO_LOCK_AGAIN", 0.5)
+    monkeypatch.setattr(journal_module, "LOCK_AGAIN_S", 0.5)
     with pytest.raises(JournalError, match="by another process"):
         Journal(_path(tmp_path))
 

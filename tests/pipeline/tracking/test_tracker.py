@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import re
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -144,66 +143,27 @@ def test_a_changed_param_becomes_a_tag_that_follows_the_value(store: str, run_di
     assert mlflow_run(store, run_dir).data.params["new"] == "7"
 
 
-def test_a_checkpoint_is_a_model_with_its_measurements_and_no_copy(
+def test_the_newest_checkpoint_is_a_tag_and_its_measurements_are_metrics(
     store: str, run_dir: Path
 ) -> None:
     checkpoint = run_dir / "checkpoints" / "step-000000007"
     checkpoint.mkdir(parents=True)
     (checkpoint / "model.safetensors").write_bytes(b"weights")
     tracker = started_tracker(run_dir, store)
+    tracker.log_checkpoint(checkpoint.with_name("step-000000003"), 3)
     tracker.log_checkpoint(checkpoint, 7)
     tracker.finish("FINISHED", timeout_s=30)
     evaluation = started_tracker(run_dir, store, is_training=False)
-    evaluation.log_checkpoint(checkpoint, 7, {"evaluation/loss": 2.5, "evaluation/odd": math.nan})
+    older = checkpoint.with_name("step-000000003")
+    evaluation.log_checkpoint(older, 3, {"evaluation/loss": 2.5, "evaluation/odd": math.nan})
     assert evaluation.finish(None, timeout_s=30)
 
     run = mlflow_run(store, run_dir)
     assert run.info.status == "FINISHED"
-    (output,) = run.outputs.model_outputs
-    assert output.step == 7
-    model = client_of(store).get_logged_model(output.model_id)
-    assert model.name == "step-000000007"
-    assert model.params == {"path": str(checkpoint)}
-    assert {m.key: m.value for m in model.metrics}["evaluation/loss"] == 2.5
-    assert history(store, run_dir, "evaluation/loss") == [(7, 2.5)]
+    assert run.data.tags["longhaul.checkpoint"] == "checkpoints/step-000000007"
+    assert history(store, run_dir, "evaluation/loss") == [(3, 2.5)]
     copied = Path(run.info.artifact_uri).rglob("*.safetensors")
     assert list(copied) == []
-
-
-def test_a_model_whose_checkpoint_was_removed_says_so(store: str, run_dir: Path) -> None:
-    def states() -> dict[str, tuple[str, str]]:
-        run = mlflow_run(store, run_dir)
-        found = client_of(store).search_logged_models(
-            [run.info.experiment_id], f"source_run_id = '{run.info.run_id}'"
-        )
-        tag = "longhaul.checkpoint_removed"
-        return {model.name: (str(model.status), model.tags[tag]) for model in found}
-
-    tracker = started_tracker(run_dir, store)
-    paths = [run_dir / "checkpoints" / f"step-{step:09d}" for step in (1, 2, 3)]
-    for path in paths[:2]:
-        path.mkdir(parents=True)
-        tracker.log_checkpoint(path, int(path.name[5:]))
-    assert tracker.finish("KILLED", timeout_s=30)
-    ready, removed = ("READY", "false"), ("UNSPECIFIED", "true")
-    assert states() == {paths[0].name: ready, paths[1].name: ready}
-    # As a run does that keeps the last two; the third was removed before it could be logged.
-    for path in (paths[0], paths[2]):
-        shutil.rmtree(path, ignore_errors=True)
-    # An evaluation may see files late, so it marks nothing but what it has evaluated.
-    evaluation = started_tracker(run_dir, store, is_training=False)
-    evaluation.log_checkpoint(paths[1], 2, {"evaluation/loss": 1.0})
-    assert evaluation.finish(None, timeout_s=30)
-    assert states() == {paths[0].name: ready, paths[1].name: ready}
-    tracker = started_tracker(run_dir, store)
-    tracker.log_checkpoint(paths[2], 3)
-    assert tracker.finish("FINISHED", timeout_s=30)
-    run = mlflow_run(store, run_dir)
-    own = f"source_run_id = '{run.info.run_id}' AND name = '{paths[0].name}'"
-    (first,) = client_of(store).search_logged_models([run.info.experiment_id], own)
-    assert "were removed" in first.tags["mlflow.note.content"]
-    wanted = {1: removed, 2: ready, 3: removed}
-    assert states() == {f"step-{step:09d}": state for step, state in wanted.items()}
 
 
 def test_the_pages_of_a_run_are_filled(store: str, run_dir: Path) -> None:

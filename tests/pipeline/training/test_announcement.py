@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from longhaul.configs import load_run_config
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import load_manifest
 from longhaul.pipeline.runs.folder import RunFolder
-from longhaul.pipeline.training.announcement import doubts, summary
+from longhaul.pipeline.training.announcement import config_warnings, summary
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 Warn = Callable[..., list[str]]
@@ -32,7 +33,7 @@ def warn(run: Run) -> Warn:
         )
         trainer = dataclasses.replace(config.trainer, max_tokens=before or 1)
         stored = None if before is None else dataclasses.replace(config, trainer=trainer)
-        return list(doubts(config, data, stored, trained))
+        return list(config_warnings(config, data, stored, trained))
 
     return told
 
@@ -114,17 +115,17 @@ def test_a_validation_set_of_another_corpus_is_told(
 
 def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> None:
     config = load_run_config(run.path / "small.yaml")
-    manifest = load_manifest(corpus / "train")
+    train = load_corpus(corpus / "train")
     cpu = torch.device("cpu")
-    budget, places = summary(config, RunFolder.of(config), manifest, 1234, cpu)
-    epochs = 15360 / manifest.num_tokens
+    budget, places = summary(config, RunFolder.of(config), train, 1234, cpu)
+    epochs = 15360 / train.num_tokens
     assert budget.startswith(
         f"1,234 parameters, conformal_sympow; 15,360 tokens in 30 updates are {epochs:.3g} epochs"
     )
-    assert f"{manifest.dropped_tokens:,} more did not fill a document" in budget
+    assert f"{train.dropped_tokens:,} more did not fill a block" in budget
     assert "single, 1 rank, 32-true" in places
     brief = load_run_config(run.path / "small.yaml", ["trainer.max_tokens=512"])
-    said = summary(brief, RunFolder.of(brief), manifest, 1, cpu)[0]
+    said = summary(brief, RunFolder.of(brief), train, 1, cpu)[0]
     assert "; 512 tokens in 1 update are " in said
     assert places.endswith(
         f"run folder {run.path}/small; MLflow sqlite:///{run.path}/mlflow.db, experiment tests"

@@ -275,7 +275,7 @@ def test_who_is_stopped_for_a_while_goes_on(run: Run, undisturbed: Run, who: str
     }[who]
     for one in stopped:
         one.suspend()
-    time.sleep(60)  # more than ranks may be silent that have no lifelines
+    time.sleep(60)  # three times as long as a rank may be silent before it is told of
     assert process.poll() is None
     for one in stopped:
         one.resume()

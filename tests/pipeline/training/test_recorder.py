@@ -55,7 +55,7 @@ def test_utilisation_is_of_the_peak_of_all_gpus(monkeypatch: pytest.MonkeyPatch)
     with torch.device("meta"):
         model = LanguageModel(config.model)
     monkeypatch.setattr(recorder, "peak_flops", lambda precision: 1e12)
-    for name in ("record_data", "summary", "doubts"):
+    for name in ("record_data", "summary", "config_warnings"):
         monkeypatch.setattr(recorder, name, lambda *_: ())
     logged: dict[str, float] = {}
     tracker: Any = SimpleNamespace(

@@ -21,8 +21,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from longhaul.configs import load_run_config
-from longhaul.datamodules.manifest import load_manifest
-from longhaul.datamodules.order import SampleOrder
+from longhaul.datamodules.corpus import load_corpus
 from longhaul.modules.pretraining import Update
 from longhaul.modules.progress import Progress
 from longhaul.pipeline.cli import main
@@ -420,7 +419,7 @@ def damage_a_shard(run: Run, corpus: Path) -> tuple[str, list[str]]:
     copy = run.path / "damaged"
     shutil.copytree(corpus, copy)
     data = load_run_config(run.path / "small.yaml").data
-    order = SampleOrder(load_manifest(corpus / "train"), data.context, 0, data.shuffle_shards)
+    order = load_corpus(corpus / "train").training_order(data.context, 0, data.shuffle_shards)
     shard = sorted((copy / "train").glob("*.tar"))[order.locate(0).shard]
     shard.write_bytes(shard.read_bytes()[:-1000])
     manifests = f"data.manifest={copy}/train", f"data.validation_manifest={copy}/validation"

@@ -124,7 +124,7 @@ def test_the_same_sweep_twice_at_once(make_run: Any, table: list[Row]) -> None:
     last = said_last(max(ends, key=lambda end: end[0])[1])
     seconds = time.monotonic() - began
     note(table, Row("sweep", "the same one at once", "", statuses, seconds, last))
-    assert {status for status, _ in ends} <= {0, 1}, ends
+    assert {status for status, _ in ends} <= {0, 73}, ends
     status, error = run.start("train", "small.yaml", *COMMON, *SWEEP).end(seconds=300)
     assert status == 0, error
     assert_sweep_is_whole(run, ["small-seed=1", "small-seed=2"], 60)

@@ -10,8 +10,8 @@ import pretended_checks as pretended
 import pytest
 import torch
 
-from longhaul.kernels.verify.benchmark import Task
-from longhaul.kernels.verify.catalogue import feature_cases
+from longhaul.kernels.power.verify.benchmark import Task
+from longhaul.kernels.power.verify.catalogue import feature_cases
 from longhaul.pipeline import cli
 from longhaul.pipeline.verification import kernels, plan, run, trainer
 from longhaul.pipeline.verification.check import Check, Place

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, update_state
-from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
+from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Decays, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
 from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace, add_faded
 
@@ -47,7 +47,7 @@ class BackwardPass:
         into: Gradients,
     ) -> None:
         self.saved, self.into = saved, into
-        self.problem = problem = Problem.of(call, saved.q, saved.v)
+        self.problem = problem = CallSizes.of(call, saved.q, saved.v)
         like = into.dq.new_empty(0)
         self.dout = torch.zeros_like(saved.out) if dout is None else dout
         self.dkv, self.dnorm = dkv, dnorm

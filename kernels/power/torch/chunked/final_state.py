@@ -13,7 +13,7 @@ from torch import Tensor
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.torch.chunked.state import Carry, gradient_of_update, read_and_update
-from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
+from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Decays, Rows, Segment
 from longhaul.kernels.power.torch.gates import gate_gradient
 from longhaul.kernels.power.torch.workspace import Workspace
 
@@ -36,7 +36,7 @@ class StatePass:
 
     def __init__(self, call: PowerCall, k: Tensor, v: Tensor, log_g: Tensor | None) -> None:
         self.k, self.v, self.log_g = k, v, log_g
-        self.problem = Problem.of(call, k, v)
+        self.problem = CallSizes.of(call, k, v)
         like = k.new_empty(0, dtype=torch.promote_types(k.dtype, torch.float32))
         self.decays = None if log_g is None else Decays(log_g, self.problem, like.dtype)
         self.work = Workspace(self.problem, like)

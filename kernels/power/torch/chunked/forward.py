@@ -13,7 +13,7 @@ from torch import Tensor
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.state import denominator_floor, query_unit, state_size
 from longhaul.kernels.power.torch.chunked.state import Carry, read_and_update
-from longhaul.kernels.power.torch.chunking import Decay, Decays, Problem, Rows, Segment
+from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Decays, Rows, Segment
 from longhaul.kernels.power.torch.workspace import QueryBuffers, Workspace, add_faded
 
 
@@ -24,7 +24,7 @@ class ForwardPass:
         self, call: PowerCall, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor | None, into: Forward
     ) -> None:
         self.q, self.k, self.v, self.into = q, k, v, into
-        self.problem = problem = Problem.of(call, q, v)
+        self.problem = problem = CallSizes.of(call, q, v)
         like = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
         self.decays = None if log_g is None else Decays(log_g, problem, like.dtype)
         self.work = Workspace(problem, like)

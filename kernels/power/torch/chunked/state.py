@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.power.torch import compiled
-from longhaul.kernels.power.torch.chunking import Decay, Problem, Rows, Segment
+from longhaul.kernels.power.torch.chunking import CallSizes, Decay, Rows, Segment
 from longhaul.kernels.power.torch.features import StateToRead, multiplicity
 from longhaul.kernels.power.torch.workspace import FeatureMap, QueryBuffers, Workspace
 
@@ -21,7 +21,7 @@ class Carry:
     not fit in any memory.
     """
 
-    def __init__(self, problem: Problem, like: Tensor) -> None:
+    def __init__(self, problem: CallSizes, like: Tensor) -> None:
         self._problem, self._like = problem, like
         self._rows, self._V = problem.rows_per_block, problem.V
         self.is_compiled = compiled.is_compiled(problem.degree, like)

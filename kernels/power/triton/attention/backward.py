@@ -10,20 +10,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Gates, cut, load_chunk, sum_gates
+from longhaul.kernels.common.triton.launch import launch, with_dense_rows
+from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.triton.attention.forward import (
     constants_of,
     decay_root,
-    load_rows,
     longest_first,
     roots_to_end,
 )
 from longhaul.kernels.power.triton.attention.keys import attention_key_gradients, score_gradient
-from longhaul.kernels.power.triton.chunking import Gates, cut, load_chunk, sum_gates
 from longhaul.kernels.power.triton.delta import row_delta
 from longhaul.kernels.power.triton.gates import gate_gradient
-from longhaul.kernels.power.triton.launch import launch, with_dense_rows
-from longhaul.kernels.power.triton.powers import sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_QUERY_GRADIENT
 
 
@@ -115,6 +114,8 @@ def _power_bwd_attention_query_kernel(
     BLOCK_V: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)
+    WHOLE_K: tl.constexpr = None if K == BLOCK_K else K
+    WHOLE_V: tl.constexpr = None if V == BLOCK_V else V
     chunk, h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
     _, batch, start, end, first, _ = load_chunk(table_ptr, chunk)
     if start >= end:
@@ -123,6 +124,8 @@ def _power_bwd_attention_query_kernel(
     length = (end - start).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.arange(0, BLOCK_V)
     q_ptr += batch * stride_q_b + start * stride_q_t + h * stride_q_h
     dout_ptr += batch * stride_dout_b + start * stride_dout_t + h * stride_dout_h
     k_ptr += batch * stride_k_b + first * stride_k_t + g * stride_k_h
@@ -130,8 +133,8 @@ def _power_bwd_attention_query_kernel(
     gate_off = (batch * (H // REPEAT) + g) * T
     row_off = (batch * T + start + m) * H + h
 
-    q = load_rows(q_ptr, stride_q_t, length, BLOCK_M, K, BLOCK_K, False).to(DOT)
-    dout = load_rows(dout_ptr, stride_dout_t, length, BLOCK_M, V, BLOCK_V, False).to(DOT)
+    q = load_rows(q_ptr, m, m < length, stride_q_t, kk, K).to(DOT)
+    dout = load_rows(dout_ptr, m, m < length, stride_dout_t, vv, V).to(DOT)
     factor = tl.full((BLOCK_M,), 1.0, tl.float32) * scale
     delta = tl.zeros((BLOCK_M,), tl.float32)
     if inverse_ptr is not None:
@@ -151,8 +154,8 @@ def _power_bwd_attention_query_kernel(
         from_start *= decay_root(high_m - high_b, low_m - low_b, DEGREE)
     last = first + (BLOCK_N - 1)
     for _ in range(((start - first) // BLOCK_N).to(tl.int32)):
-        k = load_rows(k_ptr, stride_k_t, BLOCK_N, BLOCK_N, K, BLOCK_K, True).to(DOT)
-        v = load_rows(v_ptr, stride_v_t, BLOCK_N, BLOCK_N, V, BLOCK_V, True).to(DOT)
+        k = load_rows(k_ptr, n, None, stride_k_t, kk, WHOLE_K).to(DOT)
+        v = load_rows(v_ptr, n, None, stride_v_t, vv, WHOLE_V).to(DOT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         row = from_start
@@ -173,8 +176,8 @@ def _power_bwd_attention_query_kernel(
     for block in tl.range(0, tl.cdiv(length, BLOCK_D), num_stages=1):
         i = block * BLOCK_D + d
         left = length - block * BLOCK_D
-        k = load_rows(k_ptr, stride_k_t, left, BLOCK_D, K, BLOCK_K, False).to(DOT)
-        v = load_rows(v_ptr, stride_v_t, left, BLOCK_D, V, BLOCK_V, False).to(DOT)
+        k = load_rows(k_ptr, d, d < left, stride_k_t, kk, K).to(DOT)
+        v = load_rows(v_ptr, d, d < left, stride_v_t, vv, V).to(DOT)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(dout, tl.trans(v), input_precision=PRECISION)
         root = tl.full((1, 1), 1.0, tl.float32)
@@ -191,13 +194,12 @@ def _power_bwd_attention_query_kernel(
         v_ptr += BLOCK_D * stride_v_t
 
     acc *= DEGREE
-    c = tl.arange(0, BLOCK_K)
     tl.store(
-        dq_ptr + row_off[:, None] * K + c[None, :],
+        dq_ptr + row_off[:, None] * K + kk[None, :],
         acc.to(dq_ptr.dtype.element_ty),
-        mask=(m < length)[:, None] & (c < K)[None, :],
+        mask=(m < length)[:, None] & (kk < K)[None, :],
     )
     if q_dq_ptr is not None:
         # Loaded again, as the keys are in keys.py.
-        q = load_rows(q_ptr, stride_q_t, length, BLOCK_M, K, BLOCK_K, False)
+        q = load_rows(q_ptr, m, m < length, stride_q_t, kk, K)
         tl.store(q_dq_ptr + row_off, sum_of_products(q.to(tl.float32), acc, 1), mask=m < length)

@@ -14,22 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.call import PowerCall
-from longhaul.kernels.power.triton.chunking import (
-    _LOG2_SMALLEST,
+from longhaul.kernels.common.triton.chunking import (
+    LOG2_SMALLEST,
     Chunks,
     Gates,
     cut,
     load_chunk,
     sum_gates,
 )
-from longhaul.kernels.power.triton.launch import (
+from longhaul.kernels.common.triton.launch import (
     block_of,
     launch,
     operands_of,
     with_dense_rows,
 )
-from longhaul.kernels.power.triton.powers import power, rounded_weights
+from longhaul.kernels.common.triton.rows import load_rows, rounded_weights
+from longhaul.kernels.power.call import PowerCall
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_FORWARD, Blocks
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR, HIGHEST_UNSCALED_DEGREE, SMALLEST_UNIT
 
@@ -165,18 +166,7 @@ def decay_root(high, low, DEGREE: tl.constexpr):
     Future tokens, which are masked later, get 1 so that they cannot overflow.
     """
     log2_decay = tl.minimum(high + low, 0.0)
-    return tl.where(log2_decay < _LOG2_SMALLEST, 0.0, tl.exp2(log2_decay * (1 / DEGREE)))
-
-
-@triton.jit
-def load_rows(x_ptr, stride_t, count, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-              BLOCK_WIDTH: tl.constexpr, IS_FULL: tl.constexpr):  # fmt: skip
-    """ROWS rows of x, zeros beyond `count` and WIDTH. IS_FULL promises that count ≥ ROWS."""
-    t, c = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_WIDTH)[None, :]
-    if IS_FULL and WIDTH == BLOCK_WIDTH:
-        return tl.load(x_ptr + t * stride_t + c)
-    else:  # noqa: RET505
-        return tl.load(x_ptr + t * stride_t + c, mask=(t < count) & (c < WIDTH), other=0.0)
+    return tl.where(log2_decay < LOG2_SMALLEST, 0.0, tl.exp2(log2_decay * (1 / DEGREE)))
 
 
 @triton.jit
@@ -224,6 +214,8 @@ def _power_fwd_attention_kernel(
 ):  # fmt: skip
     tl.static_assert(BLOCK_M % BLOCK_N == 0)
     HAS_TOTAL: tl.constexpr = inverse_ptr is not None
+    WHOLE_K: tl.constexpr = None if K == BLOCK_K else K
+    WHOLE_V: tl.constexpr = None if V == BLOCK_V else V
     chunk, h = tl.program_id(0) // H, (tl.program_id(0) % H).to(tl.int64)
     _, batch, start, end, first, _ = load_chunk(table_ptr, chunk)
     if start >= end:
@@ -232,6 +224,8 @@ def _power_fwd_attention_kernel(
     length = (end - start).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.arange(0, BLOCK_V)
     # Move pointers to the block's first query and to the first key of its sequence.
     q_ptr += batch * stride_q_b + start * stride_q_t + h * stride_q_h
     k_ptr += batch * stride_k_b + first * stride_k_t + g * stride_k_h
@@ -239,7 +233,7 @@ def _power_fwd_attention_kernel(
     gate_off = (batch * (H // REPEAT) + g) * T
     row_off = (batch * T + start + m) * H + h
 
-    q = load_rows(q_ptr, stride_q_t, length, BLOCK_M, K, BLOCK_K, False).to(DOT)
+    q = load_rows(q_ptr, m, m < length, stride_q_t, kk, K).to(DOT)
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     unit = tl.full((BLOCK_M,), _SMALLEST_UNIT, tl.float32)
@@ -256,8 +250,8 @@ def _power_fwd_attention_kernel(
     factor = 1.0
     last = first + (BLOCK_N - 1)
     for _ in range(((start - first) // BLOCK_N).to(tl.int32)):
-        k = load_rows(k_ptr, stride_k_t, BLOCK_N, BLOCK_N, K, BLOCK_K, True).to(DOT)
-        v = load_rows(v_ptr, stride_v_t, BLOCK_N, BLOCK_N, V, BLOCK_V, True).to(DOT)
+        k = load_rows(k_ptr, n, None, stride_k_t, kk, WHOLE_K).to(DOT)
+        v = load_rows(v_ptr, n, None, stride_v_t, vv, WHOLE_V).to(DOT)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if high_ptr is not None:
             factor = decay_root(
@@ -284,12 +278,9 @@ def _power_fwd_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     for block in range(0, tl.cdiv(length, BLOCK_D)):
         i = block * BLOCK_D + d
-        k = load_rows(
-            k_ptr, stride_k_t, length - block * BLOCK_D, BLOCK_D, K, BLOCK_K, False
-        ).to(DOT)  # fmt: skip
-        v = load_rows(
-            v_ptr, stride_v_t, length - block * BLOCK_D, BLOCK_D, V, BLOCK_V, False
-        ).to(DOT)  # fmt: skip
+        left = length - block * BLOCK_D
+        k = load_rows(k_ptr, d, d < left, stride_k_t, kk, K).to(DOT)
+        v = load_rows(v_ptr, d, d < left, stride_v_t, vv, V).to(DOT)
         z = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if high_ptr is not None:
             high_d = tl.load(high_ptr + start + i, mask=i < length, other=0.0)
@@ -328,9 +319,8 @@ def _power_fwd_attention_kernel(
     if HAS_TOTAL:
         tl.store(inverse_ptr + row_off, inverse, mask=m < length)
         tl.store(is_live_ptr + row_off, is_live, mask=m < length)
-    c = tl.arange(0, BLOCK_V)
     tl.store(
-        out_ptr + row_off[:, None] * V + c[None, :],
+        out_ptr + row_off[:, None] * V + vv[None, :],
         acc.to(out_ptr.dtype.element_ty),
-        mask=(m < length)[:, None] & (c < V)[None, :],
+        mask=(m < length)[:, None] & (vv < V)[None, :],
     )

@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Gates, cut, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.launch import launch
+from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.attention.forward import (
     constants_of,
     decay_root,
-    load_rows,
 )
-from longhaul.kernels.power.triton.chunking import Gates, cut, exp2_flushed, load_chunk
-from longhaul.kernels.power.triton.launch import launch
-from longhaul.kernels.power.triton.powers import power, sum_of_products
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import ATTENTION_KEY_GRADIENT
 
 
@@ -149,6 +149,8 @@ def _power_bwd_attention_key_kernel(
     length = (end - start).to(tl.int32)
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.arange(0, BLOCK_V)
     k_ptr += batch * stride_k_b + start * stride_k_t + g * stride_k_h
     v_ptr += batch * stride_v_b + start * stride_v_t + g * stride_v_h
     q_ptr += batch * stride_q_b + start * stride_q_t + g * repeat * stride_q_h
@@ -159,8 +161,8 @@ def _power_bwd_attention_key_kernel(
         low_ptr += gate_off + start
         high_e, low_e = tl.load(high_ptr + length - 1), tl.load(low_ptr + length - 1)
 
-    k = load_rows(k_ptr, stride_k_t, length, BLOCK_N, K, BLOCK_K, False).to(DOT)
-    v = load_rows(v_ptr, stride_v_t, length, BLOCK_N, V, BLOCK_V, False).to(DOT)
+    k = load_rows(k_ptr, n, n < length, stride_k_t, kk, K).to(DOT)
+    v = load_rows(v_ptr, n, n < length, stride_v_t, vv, V).to(DOT)
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
 
@@ -178,10 +180,8 @@ def _power_bwd_attention_key_kernel(
         for block in range(tl.cdiv(rest, BLOCK_M)):
             t = block * BLOCK_M + m
             left = rest - block * BLOCK_M
-            q = load_rows(head_q_ptr, stride_q_t, left, BLOCK_M, K, BLOCK_K, False).to(DOT)
-            dout = load_rows(
-                head_dout_ptr, stride_dout_t, left, BLOCK_M, V, BLOCK_V, False
-            ).to(DOT)  # fmt: skip
+            q = load_rows(head_q_ptr, m, m < left, stride_q_t, kk, K).to(DOT)
+            dout = load_rows(head_dout_ptr, m, m < left, stride_dout_t, vv, V).to(DOT)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             factor = tl.load(factor_ptr + t, mask=t < rest, other=0.0)
@@ -228,10 +228,8 @@ def _power_bwd_attention_key_kernel(
         for block in tl.range(0, tl.cdiv(length, BLOCK_D), num_stages=1):
             t = block * BLOCK_D + d
             left = length - block * BLOCK_D
-            q = load_rows(head_q_ptr, stride_q_t, left, BLOCK_D, K, BLOCK_K, False).to(DOT)
-            dout = load_rows(
-                head_dout_ptr, stride_dout_t, left, BLOCK_D, V, BLOCK_V, False
-            ).to(DOT)  # fmt: skip
+            q = load_rows(head_q_ptr, d, d < left, stride_q_t, kk, K).to(DOT)
+            dout = load_rows(head_dout_ptr, d, d < left, stride_dout_t, vv, V).to(DOT)
             s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION)
             factor = tl.full((BLOCK_D,), 1.0, tl.float32) * scale
@@ -261,21 +259,19 @@ def _power_bwd_attention_key_kernel(
 
     dk *= DEGREE
     row_off = (batch * T + start + n) * G + g
-    c = tl.arange(0, BLOCK_K)
     tl.store(
-        dk_ptr + row_off[:, None] * K + c[None, :],
+        dk_ptr + row_off[:, None] * K + kk[None, :],
         dk.to(dk_ptr.dtype.element_ty),
-        mask=(n < length)[:, None] & (c < K)[None, :],
+        mask=(n < length)[:, None] & (kk < K)[None, :],
     )
     if k_dk_ptr is not None:
         # Load the keys again, since keeping them would take registers from the loops. The store
         # above stops the compiler from merging both loads.
-        k = load_rows(k_ptr, stride_k_t, length, BLOCK_N, K, BLOCK_K, False)
+        k = load_rows(k_ptr, n, n < length, stride_k_t, kk, K)
         k_dk = sum_of_products(k.to(tl.float32), dk, 1)
         tl.store(k_dk_ptr + gate_off + start + n, k_dk, mask=n < length)
-    c = tl.arange(0, BLOCK_V)
     tl.store(
-        dv_ptr + row_off[:, None] * V + c[None, :],
+        dv_ptr + row_off[:, None] * V + vv[None, :],
         dv.to(dv_ptr.dtype.element_ty),
-        mask=(n < length)[:, None] & (c < V)[None, :],
+        mask=(n < length)[:, None] & (vv < V)[None, :],
     )

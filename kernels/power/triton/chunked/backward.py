@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, sum_gates
+from longhaul.kernels.common.triton.launch import operands_of, with_dense_rows
 from longhaul.kernels.power.call import Grads, PowerCall, Saved
 from longhaul.kernels.power.triton.chunked.forward import (
     chunks_of,
@@ -19,11 +21,9 @@ from longhaul.kernels.power.triton.chunked.key_gradient import key_gradient
 from longhaul.kernels.power.triton.chunked.query_gradient import query_gradient
 from longhaul.kernels.power.triton.chunked.state import States, accumulate
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, sum_gates
 from longhaul.kernels.power.triton.delta import row_delta
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
 from longhaul.kernels.power.triton.gates import gate_gradient
-from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
 
 
 def chunked_backward(

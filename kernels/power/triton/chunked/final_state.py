@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import sum_gates
+from longhaul.kernels.common.triton.launch import with_dense_rows
 from longhaul.kernels.power.call import PowerCall, Saved, SavedState, StateGrads
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.power.triton.chunked.backward import chunked_backward
 from longhaul.kernels.power.triton.chunked.forward import chunks_of, states_before_chunks
-from longhaul.kernels.power.triton.chunking import sum_gates
 from longhaul.kernels.power.triton.features import tiles_of
-from longhaul.kernels.power.triton.launch import with_dense_rows
 
 
 def final_state(

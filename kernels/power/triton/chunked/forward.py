@@ -7,13 +7,13 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, cut, sum_gates
+from longhaul.kernels.common.triton.launch import operands_of, with_dense_rows
 from longhaul.kernels.power.call import Forward, PowerCall
 from longhaul.kernels.power.triton.chunked.read import read_out
 from longhaul.kernels.power.triton.chunked.state import States, accumulate, read_dtype
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, cut, sum_gates
 from longhaul.kernels.power.triton.features import Tiles, tiles_of
-from longhaul.kernels.power.triton.launch import operands_of, with_dense_rows
 
 
 def chunks_of(call: PowerCall, q: Tensor, cu_seqlens: Tensor | None) -> Chunks:

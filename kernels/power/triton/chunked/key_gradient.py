@@ -13,19 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
     in_pairs,
+    norm_columns,
     norm_gradient,
     slots_of,
     state_gradient,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
-from longhaul.kernels.power.triton.powers import power, sum_of_products
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import KEY_GRADIENT
 
 
@@ -116,17 +118,6 @@ def key_gradient(
 
 
 @triton.jit
-def _rows(x_ptr, t, mask, stride_t, width, BLOCK: tl.constexpr, DOT: tl.constexpr):
-    """Tokens of one head, (tokens, BLOCK), zeros beyond mask and width."""
-    column = tl.arange(0, BLOCK)
-    return tl.load(
-        x_ptr + t[:, None] * stride_t + column[None, :],
-        mask=mask[:, None] & (column < width)[None, :],
-        other=0.0,
-    ).to(DOT)
-
-
-@triton.jit
 def _add_queries(
     dk, dv, k, v, q_ptr, dout_ptr, inverse_ptr, delta_ptr, high_ptr, low_ptr, row_off, gate_off,
     token, length, is_causal, from_high, from_low, stride_qt, stride_ot, H, K, V, factor,
@@ -135,8 +126,10 @@ def _add_queries(
 ):  # fmt: skip
     """dk / p and dv with what a block of queries adds: to keys (rows) from queries (columns)."""
     mask = token < length
-    q = _rows(q_ptr, token.to(tl.int64), mask, stride_qt, K, BLOCK_K, DOT)
-    dout = _rows(dout_ptr, token.to(tl.int64), mask, stride_ot, V, BLOCK_V, DOT)
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.arange(0, BLOCK_V)
+    q = load_rows(q_ptr, token.to(tl.int64), mask, stride_qt, kk, K).to(DOT)
+    dout = load_rows(dout_ptr, token.to(tl.int64), mask, stride_ot, vv, V).to(DOT)
     weight = tl.full((1, token.shape[0]), 1.0, tl.float32) * factor
     if NORMALIZE:
         weight *= tl.load(inverse_ptr + row_off + token * H, mask=mask, other=0.0)[None, :]
@@ -187,8 +180,8 @@ def _power_bwd_key_kernel(
     k_ptr += batch * stride_kb + (start + before) * stride_kt + g * stride_kh
     v_ptr += batch * stride_vb + (start + before) * stride_vt + g * stride_vh
     gate_off = (batch * G + g) * T + start
-    k = _rows(k_ptr, n, n_mask, stride_kt, K, BLOCK_K, DOT)
-    v = _rows(v_ptr, n, n_mask, stride_vt, V, BLOCK_V, DOT)
+    k = load_rows(k_ptr, n, n_mask, stride_kt, kk, K).to(DOT)
+    v = load_rows(v_ptr, n, n_mask, stride_vt, vv, V).to(DOT)
 
     # Step 1: the gradient of the state after the chunk.
     dk = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -212,11 +205,7 @@ def _power_bwd_key_kernel(
                 DEGREE, TILE, AT_ONCE, False, True, DOT,
             )  # fmt: skip
             f = block * BLOCK_F + tl.arange(0, BLOCK_F)
-            dkv = tl.load(
-                dkv_ptr + f[:, None] * V + vv[None, :],
-                mask=(f < P)[:, None] & (vv < V)[None, :],
-                other=0.0,
-            )
+            dkv = load_rows(dkv_ptr, f, f < P, V, vv, V)
             dv = tl.dot(phi.to(DOT), dkv.to(DOT), dv, input_precision=PRECISION)
 
     last_high, last_low = 0.0, 0.0

@@ -10,18 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
     in_pairs,
+    norm_columns,
     norm_gradient,
     slots_of,
     state_gradient,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
-from longhaul.kernels.power.triton.powers import power, sum_of_products
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import QUERY_GRADIENT
 
 
@@ -134,20 +136,12 @@ def _power_bwd_query_kernel(
     row_base = (batch * T + start + before) * H + h
     row_off = t * H
 
-    dout = tl.load(
-        dout_ptr + t[:, None] * stride_ot + v[None, :],
-        mask=t_mask[:, None] & (v < V)[None, :],
-        other=0.0,
-    ).to(DOT)
+    dout = load_rows(dout_ptr, t, t_mask, stride_ot, v, V).to(DOT)
     delta = tl.zeros((BLOCK_T,), tl.float32)
     if NORMALIZE:
         delta = tl.load(delta_ptr + row_base + row_off, mask=t_mask, other=0.0)
 
-    q = tl.load(
-        q_ptr + t[:, None] * stride_qt + kk[None, :],
-        mask=t_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
+    q = load_rows(q_ptr, t, t_mask, stride_qt, kk, K).to(DOT)
 
     # Step 1: the state.
     acc = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -173,12 +167,8 @@ def _power_bwd_query_kernel(
     # Step 2: earlier blocks of keys.
     for first in range(0, before, BLOCK_N):
         k_off = (first + n).to(tl.int64)
-        k = tl.load(
-            k_ptr + k_off[:, None] * stride_kt + kk[None, :], mask=(kk < K)[None, :], other=0.0
-        ).to(DOT)
-        value = tl.load(
-            v_ptr + k_off[:, None] * stride_vt + v[None, :], mask=(v < V)[None, :], other=0.0
-        ).to(DOT)
+        k = load_rows(k_ptr, k_off, None, stride_kt, kk, K).to(DOT)
+        value = load_rows(v_ptr, k_off, None, stride_vt, v, V).to(DOT)
         dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - delta[:, None]
         if DEGREE > 1:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -198,16 +188,8 @@ def _power_bwd_query_kernel(
     for first in range(0, BLOCK_T, BLOCK_N):
         n_mask = n < length - before - first
         k_off = (before + first + n).to(tl.int64)
-        k = tl.load(
-            k_ptr + k_off[:, None] * stride_kt + kk[None, :],
-            mask=n_mask[:, None] & (kk < K)[None, :],
-            other=0.0,
-        ).to(DOT)
-        value = tl.load(
-            v_ptr + k_off[:, None] * stride_vt + v[None, :],
-            mask=n_mask[:, None] & (v < V)[None, :],
-            other=0.0,
-        ).to(DOT)
+        k = load_rows(k_ptr, k_off, n_mask, stride_kt, kk, K).to(DOT)
+        value = load_rows(v_ptr, k_off, n_mask, stride_vt, v, V).to(DOT)
         dscore = tl.dot(dout, tl.trans(value), input_precision=PRECISION) - delta[:, None]
         if DEGREE > 1:
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -232,10 +214,6 @@ def _power_bwd_query_kernel(
     )
     if q_dq_ptr is not None:
         # Loaded again, since keeping them would take registers from the loops.
-        q = tl.load(
-            q_ptr + t[:, None] * stride_qt + kk[None, :],
-            mask=t_mask[:, None] & (kk < K)[None, :],
-            other=0.0,
-        )
+        q = load_rows(q_ptr, t, t_mask, stride_qt, kk, K)
         product = sum_of_products(q.to(tl.float32), acc, 1)
         tl.store(q_dq_ptr + row_base + row_off, product, mask=t_mask)

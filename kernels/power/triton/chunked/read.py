@@ -7,17 +7,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.rows import load_rows, rounded_weights, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
     load_norm_columns,
+    norm_columns,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch, norm_columns
-from longhaul.kernels.power.triton.powers import power, rounded_weights, sum_of_products
+from longhaul.kernels.power.triton.powers import power
 from longhaul.kernels.power.triton.tile_sizes import READ
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 
@@ -128,11 +130,7 @@ def _power_fwd_read_kernel(
     v_ptr += batch * stride_vb + start * stride_vt + g * stride_vh
     gate_off = (batch * G + g) * T + start
 
-    q = tl.load(
-        q_ptr + t[:, None] * stride_qt + kk[None, :],
-        mask=t_mask[:, None] & (kk < K)[None, :],
-        other=0.0,
-    ).to(DOT)
+    q = load_rows(q_ptr, t, t_mask, stride_qt, kk, K).to(DOT)
     acc = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK_T,), tl.float32)
     norm_square = 0.0
@@ -151,11 +149,7 @@ def _power_fwd_read_kernel(
                     matrix = load_norm_columns(norm_ptr, kk[:, None], j[None, :], K, TILE)
                     part = q
                     if NORM_COLUMNS < BLOCK_K:
-                        part = tl.load(
-                            q_ptr + t[:, None] * stride_qt + j[None, :],
-                            mask=t_mask[:, None] & (j < K)[None, :],
-                            other=0.0,
-                        )
+                        part = load_rows(q_ptr, t, t_mask, stride_qt, j, K)
                     product = times_matrix(q, matrix, DOT, PRECISION)
                     den += sum_of_products(product, part.to(tl.float32), 1)
                     norm_square += tl.sum(matrix * matrix)
@@ -165,11 +159,7 @@ def _power_fwd_read_kernel(
             DEGREE, TILE, AT_ONCE, False, True, DOT,
         )  # fmt: skip
         f = block * BLOCK_F + tl.arange(0, BLOCK_F)
-        kv = tl.load(
-            kv_ptr + f[:, None] * V + v[None, :],
-            mask=(f < P)[:, None] & (v < V)[None, :],
-            other=0.0,
-        )
+        kv = load_rows(kv_ptr, f, f < P, V, v, V)
         acc = tl.dot(phi.to(DOT), kv.to(DOT), acc, input_precision=PRECISION)
         if NORMALIZE and DEGREE > 2:
             norm = tl.load(norm_ptr + f, mask=f < P, other=0.0)
@@ -190,12 +180,8 @@ def _power_fwd_read_kernel(
 
     for first in range(0, before, BLOCK_N):
         k_off = (first + n).to(tl.int64)
-        k = tl.load(
-            k_ptr + k_off[:, None] * stride_kt + kk[None, :], mask=(kk < K)[None, :], other=0.0
-        ).to(DOT)
-        value = tl.load(
-            v_ptr + k_off[:, None] * stride_vt + v[None, :], mask=(v < V)[None, :], other=0.0
-        ).to(DOT)
+        k = load_rows(k_ptr, k_off, None, stride_kt, kk, K).to(DOT)
+        value = load_rows(v_ptr, k_off, None, stride_vt, v, V).to(DOT)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         decay = tl.full((BLOCK_N,), 1.0, tl.float32) * state_scale
         if HAS_GATES:
@@ -218,16 +204,8 @@ def _power_fwd_read_kernel(
     for first in range(0, BLOCK_T, BLOCK_N):
         n_mask = n < length - before - first
         k_off = (before + first + n).to(tl.int64)
-        k = tl.load(
-            k_ptr + k_off[:, None] * stride_kt + kk[None, :],
-            mask=n_mask[:, None] & (kk < K)[None, :],
-            other=0.0,
-        ).to(DOT)
-        value = tl.load(
-            v_ptr + k_off[:, None] * stride_vt + v[None, :],
-            mask=n_mask[:, None] & (v < V)[None, :],
-            other=0.0,
-        ).to(DOT)
+        k = load_rows(k_ptr, k_off, n_mask, stride_kt, kk, K).to(DOT)
+        value = load_rows(v_ptr, k_off, n_mask, stride_vt, v, V).to(DOT)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         weight = power(score, DEGREE) * state_scale
         if HAS_GATES:

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import decay_over_chunk, load_chunk
 from longhaul.kernels.power.triton.chunked.sums import Sums
-from longhaul.kernels.power.triton.chunking import decay_over_chunk, load_chunk
 from longhaul.kernels.power.triton.features import carried_multiplicity
 
 

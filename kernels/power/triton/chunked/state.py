@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
+from longhaul.kernels.common.triton.launch import forced_candidate
 from longhaul.kernels.power.triton.chunked.scan import scan
 from longhaul.kernels.power.triton.chunked.sums import Sums, chunk_sums, norm_sums
 from longhaul.kernels.power.triton.chunked.walk import walk
-from longhaul.kernels.power.triton.launch import forced_candidate
 
 
 class States(NamedTuple):

@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.power.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.triton.features import (
     Tiles,
     features,
     matrix_offsets,
     times_matrix,
 )
-from longhaul.kernels.power.triton.launch import Operands, block_of, launch
-from longhaul.kernels.power.triton.powers import sum_of_products
 from longhaul.kernels.power.triton.tile_sizes import SUMS
 
 
@@ -227,11 +227,7 @@ def _power_fwd_norm_kernel(
             token = first + t
             mask = token < length
             x_off = batch * stride_xb + (start + first) * stride_xt + head * stride_xh
-            x = tl.load(
-                x_ptr + x_off + t[:, None] * stride_xt + kk[None, :],
-                mask=mask[:, None] & (kk < K)[None, :],
-                other=0.0,
-            )
+            x = load_rows(x_ptr + x_off, t, mask, stride_xt, kk, K)
             weight = _weight(
                 high_ptr, low_ptr, inverse_ptr, gate_off, row_off, token, length, G * REPEAT,
                 HAS_GATES, HAS_INVERSE, IS_REVERSE,
@@ -280,11 +276,7 @@ def sum_of_tokens(
                 DEGREE, TILE, AT_ONCE, True, False, DOT,
             )  # fmt: skip
             y_off = batch * stride_yb + token * stride_yt + head * stride_yh
-            y = tl.load(
-                y_ptr + y_off + t[:, None] * stride_yt + v[None, :],
-                mask=mask[:, None] & (v < V)[None, :],
-                other=0.0,
-            )
+            y = load_rows(y_ptr + y_off, t, mask, stride_yt, v, V)
             weight = _weight(
                 high_ptr, low_ptr, inverse_ptr, gate_off, row_off, first + t, length, G * REPEAT,
                 HAS_GATES, HAS_INVERSE, IS_REVERSE,

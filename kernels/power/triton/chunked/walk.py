@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longhaul.kernels.common.triton.chunking import decay_over_chunk, load_chunk
+from longhaul.kernels.common.triton.launch import launch
 from longhaul.kernels.power.triton.chunked.sums import Sums, sum_of_tokens
-from longhaul.kernels.power.triton.chunking import decay_over_chunk, load_chunk
 from longhaul.kernels.power.triton.features import carried_multiplicity
-from longhaul.kernels.power.triton.launch import launch
 from longhaul.kernels.power.triton.tile_sizes import WALK
 
 

@@ -23,11 +23,11 @@ if not triton.knobs.runtime.interpret:
 
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder  # noqa: E402
 
+from longhaul.kernels.common.triton.chunking import cut  # noqa: E402
+from longhaul.kernels.common.triton.launch import configuration, operands_of  # noqa: E402
 from longhaul.kernels.power.triton.chunked import forward  # noqa: E402
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens, chunk_sums  # noqa: E402
-from longhaul.kernels.power.triton.chunking import cut  # noqa: E402
 from longhaul.kernels.power.triton.features import tiles_of  # noqa: E402
-from longhaul.kernels.power.triton.launch import configuration, operands_of  # noqa: E402
 
 T, H, G, K, V = 40, 2, 1, 5, 3
 OFFSETS = (0, 1, 17, 40)

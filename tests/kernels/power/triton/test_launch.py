@@ -8,11 +8,9 @@ import torch
 
 triton = pytest.importorskip("triton", reason="there is no Triton for this platform")
 
-from longhaul.kernels.power.triton import launch as launching  # noqa: E402
-from longhaul.kernels.power.triton.attention.forward import _rows_longest_first  # noqa: E402
-from longhaul.kernels.power.triton.chunking import _cut_rows  # noqa: E402
-from longhaul.kernels.power.triton.features import slots_of, tiles_of  # noqa: E402
-from longhaul.kernels.power.triton.launch import (  # noqa: E402
+from longhaul.kernels.common.triton import launch as launching  # noqa: E402
+from longhaul.kernels.common.triton.chunking import _cut_rows  # noqa: E402
+from longhaul.kernels.common.triton.launch import (  # noqa: E402
     candidates,
     chip_of,
     config,
@@ -20,6 +18,8 @@ from longhaul.kernels.power.triton.launch import (  # noqa: E402
     launch,
     operands_of,
 )
+from longhaul.kernels.power.triton.attention.forward import _rows_longest_first  # noqa: E402
+from longhaul.kernels.power.triton.features import slots_of, tiles_of  # noqa: E402
 from longhaul.kernels.power.triton.tile_sizes import (  # noqa: E402
     MOST_CANDIDATES,
     choices,

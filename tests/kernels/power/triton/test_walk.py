@@ -13,11 +13,11 @@ if not triton.knobs.runtime.interpret:
 
 from triton.runtime.interpreter import GridExecutor  # noqa: E402
 
+from longhaul.kernels.common.triton.chunking import cut  # noqa: E402
+from longhaul.kernels.common.triton.launch import configuration, operands_of  # noqa: E402
 from longhaul.kernels.power.triton.chunked.state import _walks  # noqa: E402
 from longhaul.kernels.power.triton.chunked.sums import Sums, Tokens  # noqa: E402
-from longhaul.kernels.power.triton.chunking import cut  # noqa: E402
 from longhaul.kernels.power.triton.features import tiles_of  # noqa: E402
-from longhaul.kernels.power.triton.launch import configuration, operands_of  # noqa: E402
 
 wide = pytest.mark.wide
 

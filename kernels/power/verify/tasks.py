@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from longhaul.kernels.verify.benchmark import Compilation, Task
+from longhaul.kernels.power.verify.benchmark import Task
+from longhaul.kernels.power.verify.peers import DECODERS, RETENTION_CHUNKS, SDPA, Shape
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES
-from longhaul.kernels.verify.peers import DECODERS, RETENTION_CHUNKS, SDPA, Shape
 
 HEADLINE = "degree 2, K 64"
 DEGREE_1 = "degree 1, K 64"
@@ -14,9 +14,6 @@ NARROW = "degree 2, K 32"
 ATTENTION = "attention form"
 # The rows of decoding, and their batches.
 DECODING = {"decoding, batch 8": 8, "decoding, batch 1": 1}
-
-# The configurations that each peer's autotuner tries are compiled by so many processes.
-_PARTS = {"retention": 12, "chunk_simple_gla": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +84,6 @@ def peer_tasks(sizes: Sizes) -> list[Task]:
         *_training(DEGREE_1, rows[DEGREE_1], "chunk_simple_gla"),
         *_training(HEADLINE, rows[HEADLINE], *retention),
     ]
-
-
-def package_of(task: Task) -> str | None:
-    """The module that a peer is imported from; None for what PyTorch and this project bring."""
-    if task.implementation.startswith("retention"):
-        return "retention"
-    return "fla" if task.implementation == "chunk_simple_gla" else None
-
-
-def compilations_of(task: Task) -> list[Compilation]:
-    """What several processes compile before a peer is timed."""
-    name = task.implementation.partition(",")[0]
-    parts = _PARTS.get(name, 0)
-    if name == "retention":
-        # It tunes the same kernels for every chunk size; the longest chunks take least memory.
-        task = replace(task, implementation=f"retention, chunk {max(RETENTION_CHUNKS)}")
-    return [Compilation(task=task, part=part, parts=parts) for part in range(parts)]
 
 
 def _training(row: str, shape: Shape, *implementations: str) -> list[Task]:

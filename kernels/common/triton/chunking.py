@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 # A log2 gate is clamped to the first; a log2 decay below the second counts as 0: README, section 6.
-_LOG2_RESET = tl.constexpr(-192.0)
-_LOG2_SMALLEST = tl.constexpr(-64.0)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_RESET = tl.constexpr(-192.0)
+LOG2_SMALLEST = tl.constexpr(-64.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 _BLOCK_T = 1024
 
 
@@ -88,7 +88,7 @@ def load_chunk(table_ptr, chunk):
 @triton.jit
 def exp2_flushed(x):
     """2^x, and exactly 0 below 2^−64, so that a reset cannot leak even into a scaled sum."""
-    return tl.where(x < _LOG2_SMALLEST, 0.0, tl.exp2(x))
+    return tl.where(x < LOG2_SMALLEST, 0.0, tl.exp2(x))
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def _power_fwd_gates_kernel(
         t = block + tl.arange(0, BLOCK_T)
         mask = t < end
         log_g = tl.load(log_g_ptr + t * stride_t, mask=mask, other=0.0)
-        log2_g = tl.maximum(log_g.to(tl.float64) * _LOG2_E, _LOG2_RESET)
+        log2_g = tl.maximum(log_g.to(tl.float64) * LOG2_E, LOG2_RESET)
         total = carried + tl.cumsum(log2_g, axis=0)
         high = total.to(tl.float32)
         tl.store(high_ptr + out_off + t, high, mask=mask)

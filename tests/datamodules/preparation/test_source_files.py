@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from longhaul.datamodules.preparation.corpus import files_in_validation, open_corpus
+from longhaul.datamodules.preparation.source_files import files_in_validation, open_sources
 
 
 def names(*sources: Path) -> list[str]:
-    return sorted(name for name, _ in open_corpus([str(source) for source in sources]).files)
+    return sorted(name for name, _ in open_sources([str(source) for source in sources]).files)
 
 
 def test_links_to_folders_are_followed_and_everything_is_read_once(
@@ -76,7 +76,7 @@ def test_files_for_validation_add_up_to_the_fraction(tmp_path: Path, fraction: f
     for number in range(150):
         # A few large files have most of the bytes.
         (tmp_path / f"{number}.txt").write_text("x" * (100_000 // (number + 1)))
-    opened = open_corpus([str(tmp_path)])
+    opened = open_sources([str(tmp_path)])
     chosen = files_in_validation(opened, fraction)
     sizes = {name: path.stat().st_size for name, path in opened.files}
     share = sum(sizes[name] for name in chosen) / sum(sizes.values())
@@ -87,7 +87,7 @@ def test_files_for_validation_add_up_to_the_fraction(tmp_path: Path, fraction: f
 def test_a_name_that_is_no_text_is_read(tmp_path: Path) -> None:
     path = os.fsencode(tmp_path) + b"/a\xff.txt"
     Path(os.fsdecode(path)).write_text("a")
-    opened = open_corpus([str(tmp_path)])
+    opened = open_sources([str(tmp_path)])
     assert [name.encode(errors="surrogateescape") for name, _ in opened.files] == [b"a\xff.txt"]
     assert len(opened.fingerprint()) == 64
     assert len(files_in_validation(opened, 0.9)) == 1

@@ -66,16 +66,6 @@ def block_of(width: int) -> int:
     return max(16, int(triton.next_power_of_2(width)))
 
 
-def norm_columns(K: int) -> int:
-    """Columns of the norm matrix of degree 2 that a kernel holds at a time.
-
-    128 x 128 float32 fill AMD's shared memory. On NVIDIA's chips half of them would be held in
-    registers, which are then too few.
-    """
-    whole = block_of(K)
-    return 64 if whole > 64 and not chip().startswith("sm_") else whole
-
-
 class Candidates(NamedTuple):
     """Configurations that a kernel can run with, and which of them it runs with on each chip.
 

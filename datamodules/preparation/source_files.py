@@ -21,7 +21,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Corpus:
+class SourceFiles:
     """A list of files in the order in which they are read, sorted by the hash of their names.
 
     Neighbouring files in a folder are similar. Sorted by hash, every stretch of the corpus is a
@@ -53,7 +53,7 @@ class Corpus:
             yield from texts_of(name, path)
 
 
-def open_corpus(sources: Sequence[str], destination: Path | None = None) -> Corpus:
+def open_sources(sources: Sequence[str], destination: Path | None = None) -> SourceFiles:
     """The files in these sources, which are files, folders, or STANDARD_LIBRARY.
 
     What is in the folder `destination`, in which their shards will be, is none of them.
@@ -71,7 +71,7 @@ def open_corpus(sources: Sequence[str], destination: Path | None = None) -> Corp
         raise ValueError(f"{', '.join(sources)}: no text in it")
     # The names of two sources may be equal.
     files.sort(key=lambda file: (_digest(file[0]), str(file[1])))
-    return Corpus(description, tuple(files))
+    return SourceFiles(description, tuple(files))
 
 
 def in_validation(name: str, fraction: float) -> bool:
@@ -79,7 +79,7 @@ def in_validation(name: str, fraction: float) -> bool:
     return _place(name) < fraction * 2**64
 
 
-def files_in_validation(corpus: Corpus, fraction: float) -> frozenset[str]:
+def files_in_validation(corpus: SourceFiles, fraction: float) -> frozenset[str]:
     """Names of the plain files whose sizes add up to the fraction as closely as they allow.
 
     They are taken in the order of their hashes, but for those that lead further away from it.

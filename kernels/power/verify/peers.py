@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
+from longhaul.kernels.backend import own_backend
 from longhaul.kernels.power import PowerState, power_attention, power_attention_step
 from longhaul.kernels.power.cost import Form
 from longhaul.kernels.shapes import state_features
@@ -64,11 +65,6 @@ _SDPA = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDN
 SDPA = tuple(_SDPA)
 # The dtype of states in decoding.
 DECODERS = {"longhaul, float32 state": torch.float32, "longhaul, bfloat16 state": torch.bfloat16}
-
-
-def own_backend(device: torch.device) -> Literal["torch", "triton"]:
-    """The backend to verify, chosen by name so that no call falls back to another."""
-    return "triton" if device.type == "cuda" else "torch"
 
 
 def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:

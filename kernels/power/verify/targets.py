@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from longhaul.kernels.verify.benchmark import Task
-from longhaul.kernels.verify.peers import DECODERS, Shape, decoding_bytes
-from longhaul.kernels.verify.tasks import ATTENTION, DECODING, DEGREE_1, HEADLINE, NARROW
+from longhaul.kernels.power.verify.peers import DECODERS, Shape, decoding_bytes
+from longhaul.kernels.power.verify.tasks import ATTENTION, DECODING, DEGREE_1, HEADLINE, NARROW
+from longhaul.kernels.verify.op import Measured
 
 _CROSSOVER_BY = 8192  # tokens
 # Of the times that the bytes of 65,536 tokens allow a step to be faster, so many are wanted.
 _OF_BYTES = 12 / 14
 _BOTH = "forward_backward_ms"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A task and its result, None if there is none."""
-
-    task: Task
-    result: Mapping[str, Any] | None
 
 
 def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:

@@ -1,53 +1,17 @@
-"""Checks of the kernels around the op: the cross-entropy and the rotation of pairs."""
+"""What is checked and compiled of the rotation of pairs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import importlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longhaul.kernels.cross_entropy import cross_entropy_
 from longhaul.kernels.rotary import rotate
 from longhaul.kernels.verify.cases import Case
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossCase(Case):
-    """One call of `cross_entropy_`, with T rows of logits."""
-
-    forms: tuple[str, ...] = ("loss",)
-    vocabulary: int = 50_304
-
-    @property
-    def gigabytes(self) -> float:
-        return 0.6 + 6 * 8 * self.T * self.vocabulary / 1e9
-
-    def inputs(self, device: torch.device) -> dict[str, Tensor]:
-        generator = torch.Generator(device).manual_seed(self.T)
-        logits = 3 * torch.randn(self.T, self.vocabulary, generator=generator, device=device)
-        if self.content == "large":
-            logits *= 1e3
-        # As in text, a few ids are most of the targets.
-        draw = torch.rand(self.T, generator=generator, device=device)
-        target = (draw**4 * self.vocabulary).long()
-        # The first and the last id, where a mistake in the ends of rows shows.
-        target[0], target[-1] = 0, self.vocabulary - 1
-        return {"logits": logits.to(self.torch_dtype), "target": target}
-
-    def run(self, inputs: dict[str, Tensor], dtype: torch.dtype, **how: Any) -> dict[str, Tensor]:
-        logits = inputs["logits"].to(dtype, copy=True)
-        losses = cross_entropy_(
-            logits, inputs["target"], with_gradient=True, backend=how["backend"]
-        )
-        return {"losses": losses, "dlogits": logits}
-
-    def expected(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        logits, target = inputs["logits"].to(dtype).requires_grad_(), inputs["target"]
-        losses = torch.nn.functional.cross_entropy(logits, target, reduction="none")
-        (gradient,) = torch.autograd.grad(losses.sum(), [logits])
-        return {"losses": losses.detach(), "dlogits": gradient}
+from longhaul.kernels.verify.op import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +19,9 @@ class RotationCase(Case):
     """One call of `rotate`, with phases of each token, or of each token and head."""
 
     forms: tuple[str, ...] = ("rotation",)
+    B: int = 1
+    H: int = 4
+    K: int = 64
     has_heads_first: bool = False  # and phases of no gradient, shared by the batch
     has_phases_per_head: bool = False
 
@@ -98,3 +65,40 @@ class RotationCase(Case):
         wanted = {name: x for name, x in named.items() if x.requires_grad}
         gradients = torch.autograd.grad(y, list(wanted.values()), direction)
         return {"y": y.detach()} | dict(zip(wanted, gradients, strict=True))
+
+    def shrunk(self, tokens: int, width: int) -> Case:
+        return replace(self, T=min(self.T, tokens), K=min(self.K, width))
+
+
+def cases(dtype: str) -> list[Case]:
+    """Phases of each token, or of each token and head, in both orders of time and heads."""
+    return [
+        RotationCase(name="rotation", dtype=dtype),
+        RotationCase(name="rotation, odd sizes", dtype=dtype, B=2, T=333, H=3, K=20),
+        RotationCase(
+            name="rotation, phases per head", dtype=dtype, T=333, has_phases_per_head=True
+        ),
+        RotationCase(name="rotation, heads first", dtype=dtype, B=2, T=333, has_heads_first=True),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotationShape:
+    """A small call to compile."""
+
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        return f"rotation {self.dtype}"
+
+    def launch(self) -> None:
+        triton = importlib.import_module("longhaul.kernels.rotary.triton")
+        x = torch.zeros(2, 128, 4, 64, dtype=getattr(torch, self.dtype))
+        for heads in (1, 4):
+            phase = torch.zeros(2, 128, heads, 32)
+            triton.rotated(x, phase, phase)
+            triton.gradients(x, x, phase, phase)
+
+
+SHAPES = [RotationShape(dtype=dtype) for dtype in DTYPES]

@@ -1,4 +1,4 @@
-"""The calls that we compile for every chip, and how to launch each on tensors of zeros."""
+"""The calls of power attention that we compile for every chip."""
 
 from __future__ import annotations
 
@@ -46,33 +46,18 @@ class Shape:
         marks += " bfloat16 state" * self.has_bfloat16_state
         return f"{self.form} p{self.degree} K{self.K} V{self.V} {_word(self.dtype)}{marks}"
 
-
-@dataclass(frozen=True, kw_only=True)
-class OtherShape:
-    """A small call of a kernel around the op."""
-
-    kernel: Literal["loss", "rotation"]
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def name(self) -> str:
-        return f"{self.kernel} {_word(self.dtype)}"
-
     def launch(self) -> None:
-        if self.kernel == "loss":
-            loss = importlib.import_module("longhaul.kernels.cross_entropy.triton")
-            logits, target = torch.zeros(2, 50_304, dtype=self.dtype), torch.zeros(2).long()
-            for with_gradient in (True, False):
-                loss.cross_entropy_(logits, target, with_gradient=with_gradient)
-            return
-        rotary = importlib.import_module("longhaul.kernels.rotary.triton")
-        for heads in (1, 4):
-            x, phase = torch.zeros(2, 128, 4, 64, dtype=self.dtype), torch.zeros(2, 128, heads, 32)
-            rotary.rotated(x, phase, phase)
-            rotary.gradients(x, x, phase, phase)
+        """Run the launchers with every configuration, on tensors of zeros."""
+        # Imported here, as compiling other kernels must work even if these cannot be imported.
+        from longhaul.kernels.common.triton.launch import configuration
+        from longhaul.kernels.power.triton.tile_sizes import MOST_CANDIDATES
+
+        for index in range(MOST_CANDIDATES):
+            with configuration(index):
+                launch_once(self)
 
 
-SHAPES: tuple[Shape | OtherShape, ...] = (
+SHAPES: tuple[Shape, ...] = (
     Shape(form="attention", degree=1, K=64, V=64, plain=True),
     Shape(form="attention", degree=2, K=64, V=64),
     Shape(form="attention", degree=2, K=128, V=128),
@@ -108,26 +93,7 @@ SHAPES: tuple[Shape | OtherShape, ...] = (
     Shape(form="step", degree=2, K=64, V=64, inplace=True, has_bfloat16_state=True),
     Shape(form="step", degree=2, K=128, V=128, inplace=True, heads=32),
     Shape(form="step", degree=4, K=16, V=64, inplace=True),
-    *(
-        OtherShape(kernel=kernel, dtype=dtype)
-        for kernel in ("loss", "rotation")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ),
 )
-
-
-def launch(shape: Shape | OtherShape) -> None:
-    """Run the launchers of one shape with every configuration, on tensors of zeros."""
-    if isinstance(shape, OtherShape):
-        shape.launch()
-        return
-    # Imported here, as compiling other kernels must work even if these cannot be imported.
-    from longhaul.kernels.power.triton.launch import configuration
-    from longhaul.kernels.power.triton.tile_sizes import MOST_CANDIDATES
-
-    for index in range(MOST_CANDIDATES):
-        with configuration(index):
-            launch_once(shape)
 
 
 def launch_once(shape: Shape) -> None:

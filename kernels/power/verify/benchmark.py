@@ -1,11 +1,11 @@
-"""Time, memory and kernels of calls, measured one task at a time."""
+"""Time, memory and kernels of calls of the op and its peers, measured one task at a time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from longhaul.kernels.power.cost import choose_chunk_size, power_backward_flops, power_flops
-from longhaul.kernels.shapes import state_features
-from longhaul.kernels.verify.candidates import does_not_fit, untimed_tuning, with_candidate
-from longhaul.kernels.verify.peers import (
+from longhaul.kernels.power.verify.peers import (
+    RETENTION_CHUNKS,
     SDPA,
     Shape,
     Timed,
@@ -25,8 +24,12 @@ from longhaul.kernels.verify.peers import (
     retention_kernels,
     training_call,
 )
+from longhaul.kernels.shapes import state_features
+from longhaul.kernels.verify.candidates import does_not_fit, untimed_tuning, with_candidate
 
 _KERNELS_LISTED = 24
+# The configurations that each peer's autotuner tries are compiled by so many processes.
+_PARTS = {"retention": 12, "chunk_simple_gla": 2}
 
 What = Literal["training", "profile", "decoding", "matmul", "copy"]
 
@@ -48,20 +51,40 @@ class Task:
         """Its name in the report."""
         return f"{self.what}: {self.row}: {self.implementation}"
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it runs this project's code, or PyTorch's alone."""
+        return self.implementation.partition(",")[0] in ("longhaul", "torch")
 
-def measure(task: Task, device: torch.device) -> dict[str, Any]:
-    """The results of a task. Times are medians in milliseconds, beside the middle 60 %.
+    @property
+    def package(self) -> str | None:
+        """The module that a peer is imported from; None for what PyTorch and this project bring."""
+        if self.implementation.startswith("retention"):
+            return "retention"
+        return "fla" if self.implementation == "chunk_simple_gla" else None
 
-    Of a candidate that the chip has no room for, the result says only that.
+    def compilations(self) -> list[Compilation]:
+        """What several processes compile before a peer is timed."""
+        task, name = self, self.implementation.partition(",")[0]
+        parts = _PARTS.get(name, 0)
+        if name == "retention":
+            # It tunes the same kernels for every chunk size; the longest take least memory.
+            task = replace(task, implementation=f"retention, chunk {max(RETENTION_CHUNKS)}")
+        return [Compilation(task=task, part=part, parts=parts) for part in range(parts)]
 
-    Raises: ImportError where a peer is not installed.
-    """
-    try:
-        return _measured(task, device)
-    except Exception as error:
-        if task.candidate is None or not does_not_fit(error):
-            raise
-        return {"does_not_fit": str(error)}
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        """The results. Times are medians in milliseconds, beside the middle 60 %.
+
+        Of a candidate that the chip has no room for, the result says only that.
+
+        Raises: ImportError where a peer is not installed.
+        """
+        try:
+            return _measured(self, device)
+        except Exception as error:
+            if self.candidate is None or not does_not_fit(error):
+                raise
+            return {"does_not_fit": str(error)}
 
 
 def _measured(task: Task, device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What is checked, timed and compiled of power attention."""

@@ -1,0 +1,121 @@
+"""Softmax attention with a bias, or within documents, against the formula over pairs of tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, is_tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longhaul.modules.attention.parts import masked_softmax
+from longhaul.modules.attention.parts.gates import alibi_slopes
+
+CPU = torch.device("cpu")
+T = 40
+DOCUMENTS = [[1, 3, 4, 32], [40], [17, 23]]
+
+
+def ages(rows: list[list[int]]) -> Tensor:
+    return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
+
+
+def explicit(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None) -> Tensor:
+    distance = torch.arange(k.shape[2])[-q.shape[2] :, None] - torch.arange(k.shape[2])
+    hidden = (distance < 0)[None] if age is None else (distance < 0) | (distance > age[..., None])
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if slopes is not None:
+        logits = logits - slopes[:, None, None] * distance
+    return logits.masked_fill(hidden[:, None], -torch.inf).softmax(-1) @ v
+
+
+CASES = pytest.mark.parametrize(
+    "case",
+    [(heads, True, queries, None) for heads in (2, 3) for queries in (T, 5, 1)]
+    + [(2, has_bias, T, DOCUMENTS) for has_bias in (False, True)],
+)
+
+
+def inputs(
+    heads: int, has_bias: bool, queries: int, documents: list[list[int]] | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    q, k, v = torch.randn(3, 3, heads, T, 8, dtype=torch.float64).unbind(0)
+    slopes = alibi_slopes(heads, CPU) if has_bias else None
+    return q[:, :, T - queries :], k, v, slopes, None if documents is None else ages(documents)
+
+
+@CASES
+@pytest.mark.parametrize("at_once", [7, 1024])
+def test_blocks_of_queries_compute_the_formula_and_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, at_once: int, case: Any
+) -> None:
+    monkeypatch.setattr(masked_softmax, "_QUERIES_AT_ONCE", at_once)
+    q, k, v, *rest = inputs(*case)
+    q, k, v = (one.requires_grad_() for one in (q, k, v))
+    found, wanted = masked_softmax.masked_softmax(q, k, v, *rest), explicit(q, k, v, *rest)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
+    probe = torch.randn_like(found)
+    gradients = (torch.autograd.grad(y, (q, k, v), probe) for y in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@CASES
+@torch.no_grad()
+def test_flex_attention_computes_the_formula(case: Any) -> None:
+    arguments = inputs(*case)
+    torch.testing.assert_close(
+        masked_softmax._mix_flex(*arguments), explicit(*arguments), rtol=0, atol=1e-12
+    )
+
+
+def assert_same_blocks(found: BlockMask, wanted: BlockMask) -> None:
+    assert (found.seq_lengths, found.BLOCK_SIZE) == (wanted.seq_lengths, wanted.BLOCK_SIZE)
+    for part in ("kv", "full_kv", "q", "full_q"):
+        counts = [getattr(one, f"{part}_num_blocks") for one in (found, wanted)]
+        assert torch.equal(*counts)
+        lists = [getattr(one, f"{part}_indices") for one in (found, wanted)]
+        for at in torch.cartesian_prod(*(torch.arange(n) for n in counts[0].shape)).tolist():
+            count = counts[0][tuple(at)]
+            assert torch.equal(*(one[tuple(at)][:count] for one in lists))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(256, 256), (300, 300), (100, 500), (1, 257)])
+def test_the_blocks_of_a_causal_mask_are_those_that_torch_finds(queries: int, keys: int) -> None:
+    wanted = create_block_mask(
+        lambda b, h, t, i: t + (keys - queries) >= i, None, None, queries, keys, device=CPU
+    )
+    assert_same_blocks(masked_softmax._causal(queries, keys, CPU), wanted)
+
+
+def test_the_blocks_of_documents_are_those_that_torch_finds() -> None:
+    age = ages([[1, 127, 128, 244], [500], [129, 300, 1, 70], [5] * 100])
+    found = masked_softmax._within_documents(500, age)
+    wanted = create_block_mask(
+        lambda b, h, t, i: (t >= i) & (t - i <= age[b, t]), len(age), None, 500, 500, device=CPU
+    )
+    assert_same_blocks(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: masked_softmax._causal(4096, 4096, CPU),
+        lambda: masked_softmax._within_documents(4096, torch.arange(4096)[None]),
+    ],
+)
+def test_a_mask_is_not_written_out(mask: Callable[[], BlockMask]) -> None:
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in tree_leaves(result) if is_tensor(x))])
+            return result
+
+    with Watch():
+        mask()
+    assert largest <= max((4096 // 128 + 1) ** 2, 4096)
