@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _POSITIONS = (
     "longhaul evaluate RUN --tasks positions --context N, with N tokens in a window: a divisor of "
-    "the documents' length, such as 4 times the training context"
+    "the blocks' length, such as 4 times the training context"
 )
 _SCORES = "longhaul evaluate RUN --tasks scores --context N, of a softmax kind"
 _NO_PAIR = (

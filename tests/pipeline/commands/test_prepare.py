@@ -286,7 +286,7 @@ def test_of_another_preparation_nothing_is_removed(records: Path, tmp_path: Path
     options = ("--doc-tokens", 64, "--validation-fraction", 0)
     assert command("text", records, tmp_path / "out", *options) == 0
     before = contents(tmp_path / "out" / "train")
-    with pytest.raises(ValueError, match="less than one document of 64"):
+    with pytest.raises(ValueError, match="less than one block of 64"):
         command("text", tmp_path / "a.txt", tmp_path / "out", "--doc-tokens", 64)
     assert contents(tmp_path / "out" / "train") == before
 
