@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus, corpus_of
-from longhaul.datamodules.order import SampleOrder, StoredOrder
+from longhaul.datamodules.order import Order
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.stream import (
     BatchLoader,
@@ -39,7 +39,7 @@ def make_loader(
     config: DataConfig,
     corpus: Corpus,
     stores: Sequence[ShardStore],
-    order: SampleOrder | StoredOrder,
+    order: Order,
     batches: RankBatches | ValidationBatches,
     *,
     pin_memory: bool = False,
