@@ -105,14 +105,14 @@ class RunConfig:
             return
         below, above = tokens // unit * unit, (tokens // unit + 1) * unit
         choices = f"{below} or {above}" if below else f"{above}"
-        # Documents usually have a power of two of tokens, which another context cannot divide.
+        # Blocks usually have a power of two of tokens, which another context cannot divide.
         power = 1 << (context.bit_length() - 1)
         if tokens % context and power != context and tokens % (power * ranks * micro) == 0:
             raise ValueError(
                 f"data.context: found {context} with optim.tokens_per_update {tokens}, which is no "
                 f"multiple of {unit} (data.context x trainer.micro_batch {micro} x {ranks} ranks); "
                 f"wanted data.context {power}, or optim.tokens_per_update {choices} "
-                f"if {context} divides the documents"
+                f"if {context} divides the blocks"
             )
         message = (
             f"optim.tokens_per_update: found {tokens}, wanted a multiple of {unit} (data.context "

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
+from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
@@ -50,8 +49,6 @@ class Corpus:
         """The id put in front of every window."""
         self.eot_id = source.eot_id
         """The id that ends a text."""
-        self.dtype = np.dtype(source.dtype)
-        """The type in which tokens are stored."""
         self.block_tokens = source.document_tokens
         """Length of every block, in tokens."""
         self.num_blocks = source.num_blocks
@@ -180,6 +177,11 @@ class Corpus:
             write_atomically(folder / self.tokenizer_name, tokenizer.content)
         (source,) = self.sources
         source.save(folder)
+
+
+def corpus_of(data: DataConfig, key: str = "manifest") -> Corpus:
+    """The corpus that a key of the config names, with the errors of `load_corpus`."""
+    return load_corpus(getattr(data, key))
 
 
 def load_corpus(location: str | Path) -> Corpus:

@@ -5,7 +5,7 @@ from typing import Any
 from lightning import LightningDataModule
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import Corpus, load_corpus
+from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.loaders import HeldOut, make_loader, open_stores
 from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches
 from longhaul.datamodules.workers import start_fork_server
@@ -62,12 +62,12 @@ class TokenDataModule(LightningDataModule):
         self._pin_memory = pin_memory
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
-        self.corpus = load_corpus(config.manifest)
+        self.corpus = corpus_of(config)
         self.order = self.corpus.training_order(config.context, seed, config.shuffle_shards)
         self._stores = open_stores(config, self.corpus)
         self._held_out: HeldOut | None = None
         if config.validation_manifest is not None:
-            self._held_out = HeldOut(config, self.corpus, config.validation_manifest)
+            self._held_out = HeldOut(config, self.corpus)
         if config.workers:
             # It has time to import torch until workers are started.
             start_fork_server()

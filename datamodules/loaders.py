@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import Corpus, load_corpus
-from longhaul.datamodules.order import SampleOrder, StoredOrder
+from longhaul.datamodules.corpus import Corpus, corpus_of
+from longhaul.datamodules.order import Order
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.stream import (
     BatchLoader,
@@ -39,7 +39,7 @@ def make_loader(
     config: DataConfig,
     corpus: Corpus,
     stores: Sequence[ShardStore],
-    order: SampleOrder | StoredOrder,
+    order: Order,
     batches: RankBatches | ValidationBatches,
     *,
     pin_memory: bool = False,
@@ -68,9 +68,9 @@ class HeldOut:
             training shards.
     """
 
-    def __init__(self, config: DataConfig, train: Corpus, location: str) -> None:
+    def __init__(self, config: DataConfig, train: Corpus) -> None:
         self._config = config
-        self.corpus = load_corpus(location)
+        self.corpus = corpus_of(config, "validation_manifest")
         if difference := self.corpus.ids_differ(train):
             raise ValueError(f"data.validation_manifest: {difference}")
         self._stores = open_stores(config, self.corpus)

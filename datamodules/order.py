@@ -124,6 +124,9 @@ class StoredOrder:
         return SampleLocations(none, none, shard, block, window)
 
 
+Order = SampleOrder | StoredOrder
+
+
 def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
     """The image of each place under the permutation of range(size) that the keys define.
 

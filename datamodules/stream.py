@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from longhaul.datamodules.order import SampleOrder, StoredOrder
+from longhaul.datamodules.order import Order, StoredOrder
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.store import ShardStore
 
@@ -48,7 +48,7 @@ class TokenWindows(Dataset[Windows]):
     def __init__(
         self,
         stores: Sequence[ShardStore],
-        order: SampleOrder | StoredOrder,
+        order: Order,
         context: int,
         stride: int,
     ) -> None:

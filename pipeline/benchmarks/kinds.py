@@ -18,7 +18,7 @@ import torch
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.configs.loader import flatten, to_dict
-from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.modules.attention import registered_variants
 from longhaul.modules.language_model import LanguageModel
@@ -151,7 +151,7 @@ def _check_same_budget(row: _Row) -> None:
 
 
 def _bigram_loss(config: RunConfig) -> float:
-    validation = validation_batches(config, load_corpus(config.data.manifest))
+    validation = validation_batches(config, corpus_of(config.data))
     return bigram_loss(count_bigrams(config.data), validation)
 
 

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.corpus import Corpus, load_corpus
+from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
 from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
@@ -68,7 +68,7 @@ def check_shards(config: RunConfig, first: int) -> Finding:
             continue
         fault: Fault
         try:
-            corpus = load_corpus(location)
+            corpus = corpus_of(config.data, key)
         except (FileNotFoundError, ValueError) as error:
             # A missing corpus may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.named import is_named_store
 from longhaul.pipeline.evaluation.labels import label, results_folder
 from longhaul.pipeline.evaluation.options import TaskOptions
@@ -187,7 +187,7 @@ def _validation_text_id(trained: TrainedModel) -> str:
     if data.validation_manifest is None:
         return ""
     recorded = recorded_corpus(trained.folder, "validation_manifest")
-    corpus = recorded or load_corpus(data.validation_manifest)
+    corpus = recorded or corpus_of(data, "validation_manifest")
     return f"{data.validation_tokens} tokens of {corpus.fingerprint}"
 
 

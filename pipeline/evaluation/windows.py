@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.datamodules.corpus import Corpus, load_corpus
+from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.files.untrusted import read_regular
 from longhaul.datamodules.loaders import HeldOut
 from longhaul.datamodules.stream import Batch, BatchLoader
@@ -86,7 +86,7 @@ def validation_batches(
     if data.validation_manifest is None:
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
     with moved_data_are_explained("validation_manifest"):
-        read = HeldOut(data, train, data.validation_manifest)
+        read = HeldOut(data, train)
     read.corpus.windows_per_block(data.context, context_key)
     # The first of so many ranks has these samples.
     return read.loader(config.trainer.micro_batch, rank=0, world_size=every)
@@ -157,8 +157,7 @@ def read_beginnings(
         return [tokens[:length] for tokens in _read_texts(trained, options, length)]
     config = with_context(trained.config, length)
     data = config.data
-    assert data.validation_manifest is not None  # or `check` would have refused
-    each = load_corpus(data.validation_manifest).block_tokens // length
+    each = corpus_of(data, "validation_manifest").block_tokens // length
     data = dataclasses.replace(data, validation_tokens=each * data.validation_tokens)
     config = dataclasses.replace(config, data=data)
     return _targets(validation_batches(config, trained.corpus, every=each))

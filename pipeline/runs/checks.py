@@ -1,7 +1,7 @@
 """Checks of a run before a process of its own begins it."""
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.urls import is_remote
 from longhaul.pipeline.runs.folder import RunFolder
 
@@ -17,6 +17,6 @@ def check_run(config: RunConfig) -> None:
         if location is None or is_remote(location):
             continue
         try:
-            load_corpus(location)
+            corpus_of(config.data, key)
         except (OSError, ValueError) as error:
             raise ConfigError(f"data.{key}: {error}") from error

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import Corpus, find_corpora, load_corpus
+from longhaul.datamodules.corpus import Corpus, corpus_of, find_corpora, load_corpus
 from longhaul.datamodules.urls import at_home
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
@@ -25,9 +25,8 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
     Raises OSError if a file cannot be written.
     """
     for key, name in _RECORDS.items():
-        location = getattr(data, key)
-        if location is not None:
-            load_corpus(location).record(folder.data / name, with_tokenizer=key == "manifest")
+        if getattr(data, key) is not None:
+            corpus_of(data, key).record(folder.data / name, with_tokenizer=key == "manifest")
 
 
 def training_corpus(folder: RunFolder, config: RunConfig) -> Corpus:
@@ -36,7 +35,7 @@ def training_corpus(folder: RunFolder, config: RunConfig) -> Corpus:
     if recorded is None:
         help_ = f"put the manifest and its tokenizer into {folder.data / 'train'}"
         check_named(config, folder.path, ["data.manifest"], help_)
-        return load_corpus(config.data.manifest)
+        return corpus_of(config.data)
     return recorded
 
 
@@ -65,7 +64,7 @@ def check_same_data(
                 )
             continue
         try:
-            found = load_corpus(location)
+            found = corpus_of(data, key)
         except OSError as error:
             if may_be_gone and location == getattr(before, key):
                 continue

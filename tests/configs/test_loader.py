@@ -131,7 +131,7 @@ def test_another_kind_keeps_the_options_that_it_has(tmp_path: Path) -> None:
         load_run_config(file, ["model.attention.kind=softmax", degree])
 
 
-def test_a_context_that_hardly_divides_documents_is_blamed_first() -> None:
+def test_a_context_that_hardly_divides_blocks_is_blamed_first() -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config("run/demo.yaml", ["data.context=300"])
     message = str(caught.value)

@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.loaders import open_stores
 from longhaul.pipeline.evaluation.labels import metric_prefix
 from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
@@ -58,7 +58,7 @@ class Bigram:
 
 def count_bigrams(data: DataConfig) -> Bigram:
     """The bigram model of all training blocks."""
-    corpus = load_corpus(data.manifest)
+    corpus = corpus_of(data)
     bigram = Bigram(corpus.vocab_size)
     for store in open_stores(data, corpus):
         for position in range(len(store)):

@@ -167,7 +167,7 @@ class PositionLoss(Metric):
     """Mean cross-entropy at each of T positions, up to each, and in N bins of them, in nats.
 
     Standard errors are over samples, which are windows. Those of one document are correlated, so
-    where windows are shorter than documents, the errors are too small. Sums are float64, exact
+    where windows are shorter than texts, the errors are too small. Sums are float64, exact
     across ranks.
     """
 

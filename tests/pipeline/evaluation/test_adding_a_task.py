@@ -1,6 +1,7 @@
 """The task of docs/adding-a-task.md, as a file of the folder."""
 
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Task:
 
 def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
     copy: registry.Task,
-    base: Run,
+    uninterrupted: Run,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -49,7 +51,8 @@ def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
         "--copied N,N,...      copy: lengths of the pieces in tokens; default a quarter" in printed
     )
     assert "copy        loss of pieces of --copied tokens that come a second time" in printed
-    trained = load_trained_model(base.path / "small")
+    shutil.copytree(uninterrupted.path / "small", tmp_path / "small")
+    trained = load_trained_model(tmp_path / "small")
     with pytest.raises(ValueError, match="--copied: found 33, wanted at most 32"):
         evaluate(trained, ["copy"], {"copied": (33,)})
     evaluate(trained, ["copy"], {"copied": (8, 32)})
