@@ -1,6 +1,8 @@
 """The task of docs/adding-a-task.md, as a file of the folder."""
 
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from made_runs import run, with_rows
 
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.evaluation import registry, tasks
-from longhaul.pipeline.evaluation.run import evaluate
+from longhaul.pipeline.evaluation.run import check_options
 from longhaul.pipeline.reporting import evaluations
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.reporting.variants import NamedRuns
@@ -37,7 +39,8 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Task:
 
 def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
     copy: registry.Task,
-    base: Run,
+    uninterrupted: Run,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -49,13 +52,14 @@ def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
         "--copied N,N,...      copy: lengths of the pieces in tokens; default a quarter" in printed
     )
     assert "copy        loss of pieces of --copied tokens that come a second time" in printed
-    trained = load_trained_model(base.path / "small")
+    with pytest.raises(ValueError, match="--stride: found with copy, which does not read it"):
+        check_options(["copy"], {"stride": 3}, devices=1)
+    trained = load_trained_model(uninterrupted.path / "small")
     with pytest.raises(ValueError, match="--copied: found 33, wanted at most 32"):
-        evaluate(trained, ["copy"], {"copied": (33,)})
-    evaluate(trained, ["copy"], {"copied": (8, 32)})
-    assert "evaluation/copy_loss_000008" in capsys.readouterr().out
-    written = next(trained.folder.path.glob("evaluation/*/copy.csv"))
-    rows = read_table("copy", written.read_text(), "copy.csv")
+        copy.module.check(trained, copy.options_from({"copied": (33,)}))
+    result = copy.module.measure(trained, copy.options_from({"copied": (8, 32)}), tmp_path)
+    assert [*result.values] == ["evaluation/copy_loss_000008", "evaluation/copy_loss_000032"]
+    rows = read_table("copy", result.files[0].read_text(), "copy.csv")
     assert [row["copied"] for row in rows] == [8, 32]
     runs = [with_rows(run(kind, [3.0]), copy=rows) for kind in ("softmax", "linear")]
     make = partial(evaluations.charts, TABLES["copy"])
@@ -66,3 +70,11 @@ def test_a_file_without_options_is_named(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text('"""Half a task."""\n')
     with pytest.raises(ValueError, match=r"half\.py: found no class Options, wanted that of"):
         registry.read_task(tmp_path / "half.py")
+
+
+def test_the_help_imports_no_torch() -> None:
+    script = (
+        "import argparse, sys; from longhaul.pipeline.commands import evaluate; "
+        "evaluate.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script]).returncode == 0
