@@ -12,39 +12,44 @@ from longhaul.pipeline.commands.arguments import parse_contexts
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
 from longhaul.pipeline.evaluation.task import Option
 
-_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "int": _COUNT,
-    "int | None": _COUNT,
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "str": {"metavar": "TEXT"},
     "bool": {"action": "store_true"},
-    "tuple[int, ...] | None": {"metavar": "N,N,..."},
+    "tuple[int, ...]": {"metavar": "N,N,..."},
     "tuple[str, ...]": {"metavar": "NAME,NAME,..."},
     "tuple[Path, ...]": {"metavar": "FILE", "action": "extend", "nargs": "+", "type": Path},
-    "dict[str, Any] | None": {"metavar": "JSON"},
+    "dict[str, Any]": {"metavar": "JSON"},
 }
-"""By the type of a field, what argparse is given. A `Literal` has its values as choices."""
+"""By the type of a field, without `| None`: keywords for argparse. The values of a `Literal` are
+choices."""
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one argument per field of the options of tasks."""
+    """Add one argument per field of the options of tasks.
+
+    Raises ValueError for a field whose type no argument can have.
+    """
     for name, of_tasks in _fields().items():
         tasks = defaultdict[str, list[str]](list)
         for task, option in of_tasks.items():
-            tasks[option.help].append(task)
+            default = option.default
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            tasks[option.help + (f"; default {shown}" if default else "")].append(task)
         help_text = "; ".join(f"{', '.join(some)}: {text}" for text, some in tasks.items())
-        first, *_ = of_tasks.values()
-        default = first.default
-        if default:
-            help_text += f"; default {','.join(default) if isinstance(default, tuple) else default}"
+        kind = _type(of_tasks)
         if name == "context":
             # Where all tasks read --contexts, it is another name of that one.
             keywords: dict[str, Any] = {"metavar": "N"}
             help_text += "; with tasks that read --contexts, the same as that"
-        elif first.type.startswith("Literal"):
-            choices = ast.literal_eval(first.type.removeprefix("Literal"))
-            keywords = {"choices": choices}
+        elif kind.startswith("Literal"):
+            keywords = {"choices": ast.literal_eval(kind.removeprefix("Literal"))}
+        elif kind in _ARGUMENTS:
+            keywords = _ARGUMENTS[kind]
         else:
-            keywords = _ARGUMENTS[first.type]
+            wanted = ", ".join([*_ARGUMENTS, "Literal[...]"])
+            raise ValueError(f"{', '.join(of_tasks)}: {name}: found {kind}, wanted one of {wanted}")
         parser.add_argument(
             "--" + name.replace("_", "-"), **keywords, help=help_text.replace("%", "%%")
         )
@@ -57,6 +62,11 @@ def _fields() -> dict[str, dict[str, Option]]:
         for field, option in task.options.items():
             found[field][name] = option
     return found
+
+
+def _type(of_tasks: dict[str, Option]) -> str:
+    first, *_ = of_tasks.values()
+    return first.type.removesuffix(" | None")
 
 
 def task_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
@@ -74,17 +84,16 @@ def task_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, An
     given = vars(args) | {"context": None if context is None else context[0], "contexts": contexts}
     values = {}
     for name, of_tasks in _fields().items():
-        first, *_ = of_tasks.values()
         if given[name] is not None:
-            value = _parse("--" + name.replace("_", "-"), first.type, given[name])
-            if value != first.default:
+            value = _parse("--" + name.replace("_", "-"), _type(of_tasks), given[name])
+            if any(value != option.default for option in of_tasks.values()):
                 values[name] = value
     return values
 
 
 def _parse(option: str, kind: str, value: Any) -> Any:
     """The value of a field of this type, from what argparse has found."""
-    if kind == "tuple[int, ...] | None":
+    if kind == "tuple[int, ...]":
         return tuple(sorted(set(parse_contexts(value, option) or ())))
     if kind == "tuple[str, ...]":
         return tuple(value.split(","))

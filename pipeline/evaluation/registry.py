@@ -7,16 +7,20 @@ help would have to wait for it.
 import ast
 import functools
 import inspect
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.evaluation import options, tasks
 from longhaul.pipeline.evaluation.task import Option, Task
 
 if TYPE_CHECKING:
     from longhaul.pipeline.evaluation.tables import TaskTable
+
+logger = logging.getLogger(__name__)
 
 
 def read_task(file: Path) -> Task:
@@ -59,18 +63,29 @@ def _as_help(docstring: str) -> str:
     return line[:1].lower() + line[1:]
 
 
-TASKS: dict[str, Task] = {
-    file.stem.replace("_", "-"): read_task(file)
-    for file in sorted(Path(tasks.__file__).parent.glob("[!_]*.py"))
-}
+def _tasks() -> Iterator[tuple[str, Task]]:
+    for file in sorted(Path(tasks.__file__).parent.glob("[!_]*.py")):
+        try:
+            yield file.stem.replace("_", "-"), read_task(file)
+        except (SyntaxError, ValueError, KeyError) as error:
+            # A file that is half written must not end, or keep from being resumed, any run.
+            logger.warning("%s: left out, it is no task: %s", file, one_line(error))
+
+
+TASKS: dict[str, Task] = dict(_tasks())
 """The tasks by name, in the order in which they run."""
 
 
 @functools.cache
 def task_tables() -> "dict[str, TaskTable]":
     """The tables that tasks write, by their names without .csv. It imports all tasks."""
-    found = (getattr(task.module, "TABLES", ()) for task in TASKS.values())
-    return {table.name: table for some in found for table in some}
+    found: dict[str, TaskTable] = {}
+    for name, task in TASKS.items():
+        try:
+            found |= {table.name: table for table in getattr(task.module, "TABLES", ())}
+        except Exception as error:  # The file may do anything.
+            logger.warning("%s: its tables are left out: %s", name, one_line(error))
+    return found
 
 
 def check_tasks(names: Sequence[str], where: str) -> None:

@@ -1,7 +1,9 @@
 """The task of docs/adding-a-task.md, as a file of the folder."""
 
+import argparse
 import re
-import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 from made_runs import run, with_rows
 
 from longhaul.pipeline.cli import main
+from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
 from longhaul.pipeline.evaluation import registry, tasks
-from longhaul.pipeline.evaluation.run import evaluate
+from longhaul.pipeline.evaluation.run import check_options
+from longhaul.pipeline.evaluation.task import Option, Task
 from longhaul.pipeline.reporting import evaluations
 from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.reporting.variants import NamedRuns
@@ -51,14 +55,14 @@ def test_one_file_adds_a_task_with_its_option_check_table_and_figure(
         "--copied N,N,...      copy: lengths of the pieces in tokens; default a quarter" in printed
     )
     assert "copy        loss of pieces of --copied tokens that come a second time" in printed
-    shutil.copytree(uninterrupted.path / "small", tmp_path / "small")
-    trained = load_trained_model(tmp_path / "small")
+    with pytest.raises(ValueError, match="--stride: found with copy, which does not read it"):
+        check_options(["copy"], {"stride": 3}, devices=1)
+    trained = load_trained_model(uninterrupted.path / "small")
     with pytest.raises(ValueError, match="--copied: found 33, wanted at most 32"):
-        evaluate(trained, ["copy"], {"copied": (33,)})
-    evaluate(trained, ["copy"], {"copied": (8, 32)})
-    assert "evaluation/copy_loss_000008" in capsys.readouterr().out
-    written = next(trained.folder.path.glob("evaluation/*/copy.csv"))
-    rows = read_table("copy", written.read_text(), "copy.csv")
+        copy.module.check(trained, copy.options_from({"copied": (33,)}))
+    result = copy.module.measure(trained, copy.options_from({"copied": (8, 32)}), tmp_path)
+    assert [*result.values] == ["evaluation/copy_loss_000008", "evaluation/copy_loss_000032"]
+    rows = read_table("copy", result.files[0].read_text(), "copy.csv")
     assert [row["copied"] for row in rows] == [8, 32]
     runs = [with_rows(run(kind, [3.0]), copy=rows) for kind in ("softmax", "linear")]
     make = partial(evaluations.charts, TABLES["copy"])
@@ -69,3 +73,47 @@ def test_a_file_without_options_is_named(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text('"""Half a task."""\n')
     with pytest.raises(ValueError, match=r"half\.py: found no class Options, wanted that of"):
         registry.read_task(tmp_path / "half.py")
+
+
+def test_a_half_written_file_takes_no_other_task_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good.py").write_text('"""Good."""\nclass Options:\n    more: float = 0.5\n')
+    (tmp_path / "half.py").write_text("def measure(\n")
+    monkeypatch.setattr(tasks, "__file__", str(tmp_path / "__init__.py"))
+    ((name, task),) = registry._tasks()
+    assert (name, task.options["more"].default) == ("good", 0.5)
+    assert "half.py: left out, it is no task: " in caplog.text
+    # Nor does one that cannot be imported end a report.
+    monkeypatch.setitem(registry.TASKS, "half", Task("longhaul.no_such_module", "", {}))
+    assert "positions" in registry.task_tables.__wrapped__()
+    assert "half: its tables are left out: " in caplog.text
+
+
+def test_an_option_is_of_a_type_that_an_argument_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(kind: str) -> argparse.ArgumentParser:
+        task = Task("", "", {"more": Option(kind, None, "more")})
+        monkeypatch.setitem(registry.TASKS, "new", task)
+        parser = argparse.ArgumentParser()
+        add_task_arguments(parser)
+        return parser
+
+    assert add("float | None").parse_args(["--more", "0.5"]).more == 0.5
+    with pytest.raises(ValueError, match=r"^new: more: found set\[str\], wanted one of int, "):
+        add("set[str]")
+
+
+def test_two_tasks_may_have_other_defaults_of_one_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.TASKS, "new", Task("", "", {"prompts": Option("int", 5, "more")}))
+    parser = argparse.ArgumentParser()
+    add_task_arguments(parser)
+    given = parser.parse_args(["--prompts", "20"])
+    assert task_options(given, ["new"]) == {"prompts": 20}
+
+
+def test_the_help_imports_no_torch() -> None:
+    script = (
+        "import argparse, sys; from longhaul.pipeline.commands import evaluate; "
+        "evaluate.add_arguments(argparse.ArgumentParser()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-P", "-c", script]).returncode == 0
