@@ -384,7 +384,8 @@ def test_a_trained_and_evaluated_run_is_reported(make_run: Callable[[int], Run])
     contexts = {one.tags[0].value: one.dataset.name for one in in_mlflow.inputs.dataset_inputs}
     assert contexts == {"training": "shards/train", "validation": "shards/validation"}
     shown = {name for name in in_mlflow.data.tags if not name.startswith("mlflow.")}
-    ours = {"longhaul.run_key", "longhaul.uploaded.metrics", "longhaul.uploaded.evaluation"}
+    ours = {"longhaul.checkpoint", "longhaul.run_key"}
+    ours |= {"longhaul.uploaded.metrics", "longhaul.uploaded.evaluation"}
     assert shown == {"longhaul.attention", *ours}
     journal = (run.path / "small" / "logs" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in journal.splitlines()]
