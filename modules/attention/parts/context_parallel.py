@@ -32,7 +32,8 @@ def state_before(
         start: the state at the beginning of the document, None where that is zero.
     """
     every = documents.gather_earlier_parts(*own)
-    state: State = pytree.tree_map(lambda x: _Attached.apply(x, *every), compose(every, start))
+    attached: Callable[..., Any] = _Attached.apply
+    state: State = pytree.tree_map(lambda x: attached(x, *every), compose(every, start))
     return state
 
 
