@@ -38,22 +38,11 @@ class Measurement(Protocol):
     def package(self) -> str | None:
         """The module that a peer is imported from; None if it needs none."""
 
-    def compilations(self) -> Sequence[Compilation]:
-        """What several processes compile before it is timed."""
+    def compilations(self) -> Sequence[Any]:
+        """What several processes compile before: each has a `part` and `run(device)`."""
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         """Times in milliseconds, and more. ImportError where a peer is not installed."""
-
-
-@runtime_checkable
-class Compilation(Protocol):
-    """One part of what is compiled before a measurement."""
-
-    @property
-    def part(self) -> int: ...
-
-    def run(self, device: torch.device) -> None:
-        """Compile into Triton's cache."""
 
 
 class Measured(NamedTuple):

@@ -61,6 +61,11 @@ def with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def strides(*tensors: Tensor) -> tuple[int, ...]:
+    """The strides of batch, time and heads of tensors (B, T, heads, width), one after the other."""
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
 def block_of(width: int) -> int:
     """A width padded to a size that `tl.dot` accepts."""
     return max(16, int(triton.next_power_of_2(width)))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longhaul.kernels.common.triton.launch import block_of, with_dense_rows
+from longhaul.kernels.common.triton.launch import block_of, strides, with_dense_rows
 from longhaul.kernels.common.triton.rows import sum_of_products
 
 _BLOCK_ROWS = 32
@@ -25,18 +25,11 @@ def row_delta(dout: Tensor, out: Tensor, is_live: Tensor | None) -> Tensor | Non
     dout, out = with_dense_rows(dout), with_dense_rows(out)
     delta = out.new_empty(B, T, H, dtype=torch.float32)
     _power_bwd_delta_kernel[(triton.cdiv(T * H, _BLOCK_ROWS), B)](
-        dout,
-        out,
-        is_live,
-        delta,
-        T,
-        H,
-        *dout.stride()[:3],
-        *out.stride()[:3],
+        dout, out, is_live, delta, T, H, *strides(dout, out),
         V=V,
         BLOCK_ROWS=_BLOCK_ROWS,
         BLOCK_V=block_of(V),
-    )
+    )  # fmt: skip
     return delta
 
 

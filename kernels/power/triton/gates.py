@@ -37,20 +37,11 @@ def gate_gradient(
     """
     _, T, G = log_g.shape
     _power_bwd_gates_kernel[(chunks.num, G)](
-        q_dq,
-        k_dk,
-        after,
-        log_g,
-        out,
-        chunks.table,
-        T,
-        G,
-        *log_g.stride(),
-        *out.stride(),
+        q_dq, k_dk, after, log_g, out, chunks.table, T, G, *log_g.stride(), *out.stride(),
         REPEAT=1 if q_dq is None else q_dq.shape[2] // G,
         DEGREE=degree,
         BLOCK_T=min(_BLOCK_T, triton.next_power_of_2(chunks.size)),
-    )
+    )  # fmt: skip
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def _power_fwd_step_kernel(
         gate = tl.exp(tl.load(log_g_ptr + b * stride_gb + g * stride_gh).to(tl.float32))
     value = tl.load(v_ptr + b * stride_vb + g * stride_vh + v, mask=v_mask, other=0.0).to(
         tl.float32
-    )
+    )  # fmt: skip
     one = tl.arange(0, 1)
     acc = tl.zeros((BLOCK_R, BLOCK_V), tl.float32)
     den = tl.zeros((BLOCK_R,), tl.float32)

@@ -34,8 +34,9 @@ def state_before(
         start: the state at the beginning of the sequence, None where that is zero.
     """
     every = tuple(one[: part.index] for one in part.gather(*own))
-    state = compose(every, start)
-    return pytree.tree_map(lambda x: _Attached.apply(x, *every), state)  # type: ignore[no-any-return, no-untyped-call]
+    attached: Callable[..., Any] = _Attached.apply
+    state: State = pytree.tree_map(lambda x: attached(x, *every), compose(every, start))
+    return state
 
 
 class _Attached(torch.autograd.Function):

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Gates, cut, load_chunk, sum_gates
-from longhaul.kernels.common.triton.launch import launch, with_dense_rows
+from longhaul.kernels.common.triton.launch import launch, strides, with_dense_rows
 from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.triton.attention.forward import (
@@ -78,28 +78,11 @@ def _query_gradient(
     launch(
         _power_bwd_attention_query_kernel,
         lambda _: (queries.num * H,),
-        block.candidates,
-        q,
-        k,
-        v,
-        dout,
-        dq,
-        q_dq,
-        *rows,
-        None if gates is None else gates.high,
-        None if gates is None else gates.low,
-        to_end,
-        queries.table,
-        call.scale,
-        T,
-        H,
-        H // k.shape[2],
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
+        block.candidates, q, k, v, dout, dq, q_dq, *rows, None if gates is None else gates.high,
+        None if gates is None else gates.low, to_end, queries.table, call.scale, T, H,
+        H // k.shape[2], *strides(q, k, v, dout),
         **constants_of(call, q, v, block),
-    )
+    )  # fmt: skip
     return dq
 
 

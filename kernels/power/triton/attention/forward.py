@@ -26,6 +26,7 @@ from longhaul.kernels.common.triton.launch import (
     block_of,
     launch,
     operands_of,
+    strides,
     with_dense_rows,
 )
 from longhaul.kernels.common.triton.rows import load_rows, rounded_weights
@@ -66,27 +67,11 @@ def attention_forward(
     launch(
         _power_fwd_attention_kernel,
         lambda _: (queries.num * H,),
-        block.candidates,
-        q,
-        k,
-        v,
-        out,
-        inverse,
-        is_live,
-        None if gates is None else gates.high,
-        None if gates is None else gates.low,
-        to_end,
-        queries.table,
-        call.scale,
-        _floor_root(call.degree),
-        T,
-        H,
-        H // G,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
+        block.candidates, q, k, v, out, inverse, is_live, None if gates is None else gates.high,
+        None if gates is None else gates.low, to_end, queries.table, call.scale,
+        _floor_root(call.degree), T, H, H // G, *strides(q, k, v),
         **constants_of(call, q, v, block),
-    )
+    )  # fmt: skip
     return out, inverse, is_live
 
 
@@ -138,7 +123,7 @@ def roots_to_end(gates: Gates, blocks: Chunks, degree: int) -> Tensor:
     to_end = torch.empty_like(gates.high)
     _power_fwd_roots_kernel[(blocks.num, G)](
         *gates, to_end, blocks.table, T, G, DEGREE=degree, BLOCK=blocks.size, num_warps=1
-    )
+    )  # fmt: skip
     return to_end
 
 

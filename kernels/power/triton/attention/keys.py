@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Gates, cut, exp2_flushed, load_chunk
-from longhaul.kernels.common.triton.launch import launch
+from longhaul.kernels.common.triton.launch import launch, strides
 from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.attention.forward import (
@@ -39,52 +39,23 @@ def attention_key_gradients(
     factor_delta = None if delta is None else torch.empty_like(factor)
     tiles = cut(B, T, block.queries, cu_seqlens, q.device)
     _power_bwd_attention_rows_kernel[(tiles.num * H,)](
-        inverse,
-        delta,
-        None if gates is None else gates.high,
-        None if gates is None else gates.low,
-        factor,
-        factor_delta,
-        tiles.table,
-        call.scale,
-        T,
-        H,
-        H // G,
+        inverse, delta, None if gates is None else gates.high, None if gates is None else gates.low,
+        factor, factor_delta, tiles.table, call.scale, T, H, H // G,
         DEGREE=call.degree,
         BLOCK=block.queries,
         num_warps=1,
-    )
+    )  # fmt: skip
     # In order: the first keys have the most queries and should start first.
     keys = cut(B, T, block.keys, cu_seqlens, q.device)
     dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     launch(
         _power_bwd_attention_key_kernel,
         lambda _: (keys.num * G,),
-        block.candidates,
-        q,
-        k,
-        v,
-        dout,
-        dk,
-        dv,
-        k_dk,
-        inverse,
-        delta,
-        factor,
-        factor_delta,
-        None if gates is None else gates.high,
-        None if gates is None else gates.low,
-        keys.table,
-        call.scale,
-        T,
-        H,
-        G,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
+        block.candidates, q, k, v, dout, dk, dv, k_dk, inverse, delta, factor, factor_delta,
+        None if gates is None else gates.high, None if gates is None else gates.low, keys.table,
+        call.scale, T, H, G, *strides(q, k, v, dout),
         **constants_of(call, q, v, block),
-    )
+    )  # fmt: skip
     return dk, dv
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
-from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch, strides
 from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
@@ -63,39 +63,12 @@ def key_gradient(
         return (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_N"]), G)
 
     launch(
-        _power_bwd_key_kernel,
-        grid,
-        KEY_GRADIENT.of(dtype, is_narrow=max(K, V) <= 64),
-        q,
-        k,
-        v,
-        dout,
-        unused if inverse is None else inverse,
-        unused if delta is None else delta,
-        unused if gates is None else gates.high,
-        unused if gates is None else gates.low,
-        dstates.kv,
-        dstates.norm,
-        dk,
-        dv,
-        unused if k_dk is None else k_dk,
-        chunks.table,
-        tiles.table,
-        slots.table,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dk.stride()[:3],
-        *dv.stride()[:3],
-        T,
-        H,
-        G,
-        K,
-        V,
-        tiles.P,
-        call.scale**call.degree,
-        chunks.size,
+        _power_bwd_key_kernel, grid, KEY_GRADIENT.of(dtype, is_narrow=max(K, V) <= 64), q, k, v,
+        dout, unused if inverse is None else inverse, unused if delta is None else delta,
+        unused if gates is None else gates.high, unused if gates is None else gates.low, dstates.kv,
+        dstates.norm, dk, dv, unused if k_dk is None else k_dk, chunks.table, tiles.table,
+        slots.table, *strides(q, k, v, dout, dk, dv), T, H, G, K, V, tiles.P,
+        call.scale**call.degree, chunks.size,
         NUM_BLOCKS=tiles.num_blocks,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
@@ -114,7 +87,7 @@ def key_gradient(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
-from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch, strides
 from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
@@ -54,34 +54,11 @@ def query_gradient(
     launch(
         _power_bwd_query_kernel,
         lambda meta: (chunks.num * triton.cdiv(chunks.size, meta["BLOCK_T"]), H),
-        QUERY_GRADIENT.of(q.dtype, is_narrow=is_narrow),
-        q,
-        k,
-        v,
-        dout,
-        unused if inverse is None else inverse,
-        unused if delta is None else delta,
-        unused if gates is None else gates.high,
-        unused if gates is None else gates.low,
-        states.kv,
-        states.norm,
-        dq,
-        q_dq,
-        chunks.table,
-        slots.table,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *dout.stride()[:3],
-        *dq.stride()[:3],
-        T,
-        H,
-        G,
-        K,
-        V,
-        tiles.P,
-        call.degree * call.scale**call.degree,
-        chunks.size,
+        QUERY_GRADIENT.of(q.dtype, is_narrow=is_narrow), q, k, v, dout,
+        unused if inverse is None else inverse, unused if delta is None else delta,
+        unused if gates is None else gates.high, unused if gates is None else gates.low, states.kv,
+        states.norm, dq, q_dq, chunks.table, slots.table, *strides(q, k, v, dout, dq), T, H, G, K,
+        V, tiles.P, call.degree * call.scale**call.degree, chunks.size,
         NUM_SLOTS=triton.cdiv(K, tiles.tile),
         SLOT_BLOCKS=slots.num_blocks,
         IN_PAIRS=in_pairs(K, V, call.degree, q.dtype),
@@ -96,7 +73,7 @@ def query_gradient(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-    )
+    )  # fmt: skip
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
-from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch, strides
 from longhaul.kernels.common.triton.rows import load_rows, rounded_weights, sum_of_products
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.triton.chunked.state import States
@@ -55,32 +55,11 @@ def read_out(
             H,
             triton.cdiv(V, block_v),
         ),
-        READ.of(q.dtype, is_narrow=is_narrow),
-        q,
-        k,
-        v,
-        states.kv if gates is None else gates.high,
-        states.kv if gates is None else gates.low,
-        states.kv,
-        states.norm,
-        out,
-        out if inverse is None else inverse,
-        out if is_live is None else is_live.view(torch.uint8),
-        chunks.table,
-        tiles.table,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        T,
-        H,
-        G,
-        K,
-        V,
-        tiles.P,
-        call.scale,
-        call.scale**call.degree,
-        rounding,
-        chunks.size,
+        READ.of(q.dtype, is_narrow=is_narrow), q, k, v, states.kv if gates is None else gates.high,
+        states.kv if gates is None else gates.low, states.kv, states.norm, out,
+        out if inverse is None else inverse, out if is_live is None else is_live.view(torch.uint8),
+        chunks.table, tiles.table, *strides(q, k, v), T, H, G, K, V, tiles.P, call.scale,
+        call.scale**call.degree, rounding, chunks.size,
         NUM_BLOCKS=tiles.num_blocks,
         DEGREE=call.degree,
         TILE=tiles.tile,
@@ -94,7 +73,7 @@ def read_out(
         NORMALIZE=call.normalize,
         DOT=operands.dtype,
         PRECISION=operands.precision,
-    )
+    )  # fmt: skip
     return out, inverse, is_live
 
 

@@ -42,22 +42,10 @@ def scan(
     if other is not None:
         products = parts.new_empty(chunks.num, G, row_blocks)
     _power_fwd_scan_kernel[(chunks.sequences.shape[0] * row_blocks, G)](
-        parts,
-        read,
-        parts if initial is None else initial,
-        parts if final is None else final,
-        parts if other is None else other,
-        parts if products is None else products,
-        parts if gates is None else gates.high,
-        parts if gates is None else gates.low,
-        chunks.table,
-        chunks.sequences,
-        tiles.table,
-        sums.tokens.x.shape[1],
-        G,
-        P,
-        V,
-        row_blocks,
+        parts, read, parts if initial is None else initial, parts if final is None else final,
+        parts if other is None else other, parts if products is None else products,
+        parts if gates is None else gates.high, parts if gates is None else gates.low, chunks.table,
+        chunks.sequences, tiles.table, sums.tokens.x.shape[1], G, P, V, row_blocks,
         DEGREE=sums.degree,
         TILE=tiles.tile,
         BLOCK_P=block_p,
@@ -69,7 +57,7 @@ def scan(
         IS_REVERSE=sums.is_reverse,
         # With fewer values than threads, one warp could overwrite what another has yet to load.
         num_warps=4 if block_p * block_v >= 128 else 1,
-    )
+    )  # fmt: skip
     return read, None if products is None else products.sum(dim=2, dtype=torch.float64)
 
 

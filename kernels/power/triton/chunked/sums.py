@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longhaul.kernels.common.triton.chunking import Chunks, Gates, exp2_flushed, load_chunk
-from longhaul.kernels.common.triton.launch import Operands, block_of, launch
+from longhaul.kernels.common.triton.launch import Operands, block_of, launch, strides
 from longhaul.kernels.common.triton.rows import load_rows, sum_of_products
 from longhaul.kernels.power.triton.features import (
     Tiles,
@@ -83,8 +83,8 @@ class Sums(NamedTuple):
     def sizes(self) -> tuple[int | float, ...]:
         """Strides of x and y, then T, G, K, V, P and the factor."""
         x, y = self.tokens.x, self.tokens.y
-        strides = (*x.stride()[:3], *y.stride()[:3])
-        return (*strides, x.shape[1], self.G, x.shape[3], y.shape[3], self.tiles.P, self.factor)
+        T, K, V = x.shape[1], x.shape[3], y.shape[3]
+        return (*strides(x, y), T, self.G, K, V, self.tiles.P, self.factor)
 
     def constants(self) -> dict[str, Any]:
         """What kernels are compiled for."""
@@ -114,13 +114,8 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
     launch(
         _power_fwd_state_kernel,
         lambda _: (chunks.num * tiles.num_blocks, sums.v_blocks, G),
-        SUMS.of(x.dtype, is_narrow=sums.is_narrow),
-        *sums.arguments(kv),
-        kv,
-        norm,
-        chunks.table,
-        tiles.table,
-        *sums.sizes(),
+        SUMS.of(x.dtype, is_narrow=sums.is_narrow), *sums.arguments(kv), kv, norm, chunks.table,
+        tiles.table, *sums.sizes(),
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
         BLOCK_F=sums.block_f,
@@ -128,7 +123,7 @@ def chunk_sums(sums: Sums, *, has_norm: bool, needs_all: bool) -> tuple[Tensor, 
         HAS_NORM=has_norm,
         NEEDS_ALL=needs_all,
         **sums.constants(),
-    )
+    )  # fmt: skip
     return kv, norm
 
 
@@ -142,25 +137,15 @@ def norm_sums(sums: Sums, *, needs_all: bool) -> Tensor:
     chunks, tiles, G, gates = sums.chunks, sums.tiles, sums.G, sums.gates
     norm = x.new_empty(chunks.num, G, tiles.P, dtype=torch.float32)
     _power_fwd_norm_kernel[(chunks.num, G)](
-        x,
-        norm if inverse is None else inverse,
-        norm if delta is None else delta,
-        norm if gates is None else gates.high,
-        norm if gates is None else gates.low,
-        norm,
-        chunks.table,
-        *x.stride()[:3],
-        T,
-        G,
-        K,
-        tiles.P,
-        sums.factor,
+        x, norm if inverse is None else inverse, norm if delta is None else delta,
+        norm if gates is None else gates.high, norm if gates is None else gates.low, norm,
+        chunks.table, *strides(x), T, G, K, tiles.P, sums.factor,
         BLOCK_T=64 if K <= 64 else 32,
         BLOCK_K=block_of(K),
         NEEDS_ALL=needs_all,
         num_warps=4 if K <= 64 else 8,
         **sums.constants(),
-    )
+    )  # fmt: skip
     return norm
 
 

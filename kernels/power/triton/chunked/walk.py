@@ -37,17 +37,10 @@ def walk(
     launch(
         _power_fwd_walk_kernel,
         lambda _: (num_sequences * tiles.num_blocks, sums.v_blocks, G),
-        WALK.of(x.dtype, is_narrow=sums.is_narrow),
-        *sums.arguments(kv),
-        kv,
-        kv if initial is None else initial,
-        kv if final is None else final,
-        kv if other is None else other,
-        kv if products is None else products,
-        chunks.table,
-        chunks.sequences,
-        tiles.table,
-        *sums.sizes(),
+        WALK.of(x.dtype, is_narrow=sums.is_narrow), *sums.arguments(kv), kv,
+        kv if initial is None else initial, kv if final is None else final,
+        kv if other is None else other, kv if products is None else products, chunks.table,
+        chunks.sequences, tiles.table, *sums.sizes(),
         NUM_BLOCKS=tiles.num_blocks,
         AT_ONCE=tiles.at_once,
         BLOCK_F=sums.block_f,
@@ -56,7 +49,7 @@ def walk(
         HAS_FINAL=final is not None,
         HAS_OTHER=other is not None,
         **sums.constants(),
-    )
+    )  # fmt: skip
     return kv, None if products is None else products.sum(dim=2, dtype=torch.float64)
 
 
