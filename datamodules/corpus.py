@@ -1,4 +1,4 @@
-"""The tokens that a run reads: their ids, their number, what identifies them, and their order."""
+"""The tokens that a run reads: their tokenizer, number, fingerprint and order."""
 
 import math
 import os
@@ -162,7 +162,7 @@ class Corpus:
         return ""
 
     def record(self, folder: Path, *, with_tokenizer: bool) -> None:
-        """Write into a folder what identifies the corpus, from which `load_corpus` reads it again.
+        """Write the description of the corpus into a folder, from which `load_corpus` reads it.
 
         Args:
             folder: is made if it does not exist.

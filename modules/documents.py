@@ -112,7 +112,7 @@ class Documents:
         """
         is_first = self.is_first
         sums = None if is_first is None else self._scan(x, torch.logaddexp)
-        first = start  # what stands before the first token of this part
+        first = start  # the sum before the first token of this part
         if self.sequence_part is not None:
             total = x.logsumexp(dim=1) if sums is None else sums[:, -1]
             every = torch.cat([start[None], self._earlier(total, -torch.inf)])

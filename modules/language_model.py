@@ -290,7 +290,7 @@ class LanguageModel(nn.Module):
     def _documents(
         self, tokens: Tensor, cu_seqlens: Tensor | None, is_first: Tensor | None
     ) -> Documents | None:
-        """Built once for all blocks, outside of what is compiled."""
+        """The documents of a batch, built once for all blocks, outside the compiled graph."""
         if cu_seqlens is not None:
             if is_first is not None:
                 raise ValueError("is_first: found together with cu_seqlens, wanted one of them")

@@ -152,7 +152,7 @@ def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str
 
 
 def state_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what the optimizer keeps of each parameter of a group, from its first update on."""
+    """Names of the tensors kept for each parameter of a group, after its first update."""
     return ("step", *MOMENTS[group["kind"]])
 
 

@@ -41,7 +41,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file to disk, or a folder's entries, which are what a rename changes."""
+    """Flush a file to disk; of a folder, its entries, which a rename changes."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

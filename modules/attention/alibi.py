@@ -43,14 +43,6 @@ class Alibi(FusedAttention):
         q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         return q, KeyValueCache(k, v)
 
-    def operands(
-        self,
-        q: Float[Tensor, "B H T K"],
-        k: Float[Tensor, "B H S K"],
-        position: Float64[Tensor, "#B S"],
-    ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
-        return q, k
-
     def logits(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = super().logits(x)
         position = torch.arange(x.shape[1], dtype=logits.dtype, device=x.device)

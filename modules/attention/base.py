@@ -298,7 +298,7 @@ class Attention(nn.Module):
             self.rotary.scaling = scaling
 
     def check_documents(self, *, has_state: bool) -> None:
-        """Raise ValueError for what does not go with rows that hold several documents."""
+        """Raise ValueError where a layer does not support several documents per row."""
         if has_state:
             raise ValueError(
                 "documents: found with a state or keep_state, wanted neither: a state is that of "

@@ -35,7 +35,6 @@ class FusedAttention(Attention):
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
         """Queries and new cache entries of x, from the positions of its tokens, 1 and up."""
 
-    @abstractmethod
     def operands(
         self,
         q: Float[Tensor, "B H T K"],
@@ -43,6 +42,7 @@ class FusedAttention(Attention):
         position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
         """q' and k' in the logits q'_t . k'_i / sqrt(K), for the last T of S tokens."""
+        return q, k
 
     def mix(
         self,

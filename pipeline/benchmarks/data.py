@@ -22,7 +22,7 @@ _BLOCKS = 256
 _BLOCK_TOKENS = 65_536
 _BLOCKS_PER_SHARD = 64
 _CONTEXTS = (1024, 8192)
-# One block, which is what stock webdataset yields at a time.
+# One block: stock webdataset yields one at a time.
 _TOKENS_PER_BATCH = 65_536
 _WORKERS = (0, 1)
 _ROUNDS = 5

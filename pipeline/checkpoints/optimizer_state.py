@@ -66,7 +66,7 @@ def restore_training(model: nn.Module, optimizer: Optimizer, saved: SavedCheckpo
 
 
 def _room_for(saved: SavedCheckpoint, name: str, key: str, parameter: nn.Parameter) -> Tensor:
-    """A tensor into which to read what the checkpoint has of a parameter's state."""
+    """An empty tensor for one entry of a parameter's saved state."""
     entry = saved.tensors[f"optimizer/{name}/{key}"]
     dtype = entry.properties.dtype
     shape = torch.Size() if key == "step" else parameter.shape

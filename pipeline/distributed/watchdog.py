@@ -5,8 +5,8 @@ it writes what the rank is doing to the key-value store (TCPStore) through which
 connected, and on rank 0 it also reads the heartbeats of the other ranks. The second thread measures
 how long this rank has made no progress.
 
-A rank that sends no heartbeats may be stopped for a while, as a scheduler or a debugger does, and
-is waited for, for five minutes. One whose process on rank 0's machine has ended is not.
+A rank without heartbeats may only be stopped for a while, by a scheduler or a debugger, so rank 0
+waits five minutes for it. A rank on rank 0's machine whose process has ended counts as dead.
 """
 
 import json

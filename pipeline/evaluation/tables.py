@@ -50,7 +50,7 @@ Positive = Annotated[int, Field(ge=1, le=1 << 50)]
 
 Bos = Literal["yes", "no"]
 BOS_COLUMN = {"bos": "beginning-of-sequence id in front"}
-"""The column of that type, and what captions call it."""
+"""The column of that type, and its name in captions."""
 
 
 class Curve(NamedTuple):
@@ -95,7 +95,7 @@ class Chart:
     """Whether the horizontal axis has a number at each point."""
 
     is_over_tokens: bool = True
-    """Whether x is tokens, of which the training context is marked."""
+    """Whether x is in tokens. The training context is then marked."""
 
     reference: Callable[[Sequence[Rows]], tuple[str, float]] | None = None
     """Gives label and value of a horizontal line. Losses have the bigram model's."""
@@ -163,5 +163,5 @@ def column_values(tables: Sequence[Rows], column: str) -> str:
 
 
 def options_in_words(tables: Sequence[Rows], options: Mapping[str, str]) -> str:
-    """The options that decide what results are of, and are not in their label."""
+    """Options that results depend on and that their label does not have."""
     return "; ".join(f"{name}: {column_values(tables, column)}" for column, name in options.items())

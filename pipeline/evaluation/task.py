@@ -1,4 +1,4 @@
-"""What `longhaul evaluate` knows of a task: its options, its functions, and what it returns."""
+"""A task of `longhaul evaluate`: its options, its functions and its result."""
 
 import importlib
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""How long pipeline waits, in seconds: all such constants, and how they depend on each other.
+"""All waiting times of pipeline, in seconds, and how they depend on each other.
 
 tests/pipeline/system/test_waiting.py checks the sums. Users set `trainer.stop_seconds` and
 `trainer.hang_seconds`. Waits for data workers are in datamodules/workers.py.

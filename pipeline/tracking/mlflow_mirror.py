@@ -356,7 +356,7 @@ class MlflowMirror:
         return False
 
     def _send_checkpoint(self, line: dict[str, Any]) -> None:
-        """Log what was measured of a checkpoint; the newest one of a training becomes a tag."""
+        """Log a checkpoint's measurements; the newest one of a training becomes a tag."""
         if self.is_training:
             self._set_tags({CHECKPOINT_TAG: line["path"]})
         if line["values"]:

@@ -1,4 +1,4 @@
-"""What the hooks are given that do what is due after an update: validate, save, stop and others."""
+"""The argument of the hooks that run after an update: validate, save, stop and others."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class AfterUpdate:
         return bool(evaluation.tasks) and self.is_due(evaluation.every_tokens)
 
     def is_due(self, every_tokens: int) -> bool:
-        """Whether it is time for what is done once in so many tokens, and after the last update."""
+        """Whether an action is due that happens every so many tokens and after the last update."""
         return self.is_last or self.progress.step % updates_of(self.config, every_tokens) == 0
 
 

@@ -1,4 +1,4 @@
-"""All cases, in lists: what a model needs first."""
+"""All cases, in lists. The cases that a model needs come first."""
 
 from __future__ import annotations
 
