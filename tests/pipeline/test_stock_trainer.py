@@ -1,5 +1,6 @@
 """Pretraining and TokenDataModule in a plain lightning.Trainer: docs/scripts/stock_trainer.py."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +30,7 @@ def train(corpus: Path, updates: int, folder: Path, monkeypatch: pytest.MonkeyPa
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["stock_trainer.py", str(corpus), str(updates), *SMALL])
-    # MLflow keeps one connection per URI in a process, and the script's is relative to the folder.
-    code = SCRIPT.read_text().replace("sqlite:///", f"sqlite:///{folder}/")
-    exec(compile(code, str(SCRIPT), "exec"), {"__name__": "__main__"})
+    runpy.run_path(str(SCRIPT), run_name="__main__")
     return torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
 
 

@@ -5,11 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.distributed.launch import check_launched, rank_devices
 from longhaul.pipeline.training.run import _build_trainer
+
+
+@pytest.fixture(autouse=True)
+def _rank_of_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning keeps a process's rank; as another rank's, its loggers would write nothing."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
 
 def slurm(tasks: int, nodes: int = 1, *, local: int = 0) -> dict[str, str]:
