@@ -70,12 +70,12 @@ def test_a_node_that_cannot_write_is_named(cluster: Any) -> None:
 @pytest.mark.wide
 def test_a_node_without_the_data_is_a_bad_node(cluster: Any, corpus: Path) -> None:
     change = """
-manifest = run_checks.load_manifest
-def load_manifest(location):
+corpus_of = run_checks.corpus_of
+def corpus_of_a_node(data, key):
     if node == 'node2':
-        raise FileNotFoundError(f"{location}: no such manifest")
-    return manifest(location)
-run_checks.load_manifest = load_manifest
+        raise FileNotFoundError(f"{data.manifest}: no such manifest")
+    return corpus_of(data, key)
+run_checks.corpus_of = corpus_of_a_node
 """
     both = ("trainer.nodes=2", "trainer.strategy=fsdp", "data.validation_manifest=null")
     done = _doctor(cluster, "run/demo.yaml", *both, f"data.manifest={corpus}", change=change)
