@@ -5,8 +5,6 @@ import difflib
 import errno
 import functools
 import importlib
-import io
-import logging
 import os
 import resource
 import shutil
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import longhaul
-from longhaul.pipeline.terminal.output import MessageFormatter, message, plain_terminal
+from longhaul.pipeline.terminal.output import message, plain_terminal
 
 # A command's module is imported only when it runs: torch and mlflow take seconds to import, and
 # `longhaul --help` or a preparation on a login node should not wait for them.
@@ -90,10 +88,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not any(name in os.environ for name in _ALLOCATOR):
         # Pieces of memory that can grow leave no gaps that are too small for the next tensor.
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # What the terminal's encoding lacks is shown as \\u00e9: no text may end a command.
-            stream.reconfigure(errors="backslashreplace")
     try:
         try:
             with plain_terminal():
@@ -121,9 +115,6 @@ def _is_connected_over_nccl() -> bool:
 
 def _status(arguments: list[str]) -> int:
     """The exit status of a command, after a line that explains a failure."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(MessageFormatter())
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
     try:
         return _run(arguments)
     except BrokenPipeError:

@@ -2,24 +2,24 @@
 
 import itertools
 import multiprocessing
-import os
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection, resource_tracker
+from multiprocessing import resource_tracker
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from longhaul.datamodules.files.untrusted import one_line
+from longhaul.pipeline.system.processes import end_with_parent
 from longhaul.pipeline.system.waiting import EVALUATION_FAIL_S
-from longhaul.pipeline.terminal.output import message, plain_terminal
+from longhaul.pipeline.terminal.output import plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
@@ -113,73 +113,56 @@ SINGLE_PROCESS = Ranks()
 def measure_together(
     count: int, measure: Callable[Concatenate[Ranks, P], None], *args: P.args, **kwargs: P.kwargs
 ) -> None:
-    """Call measure(ranks, ...) in this process and in count - 1 others, with one device each.
+    """Call measure(ranks, ...) in this process, or in `count` new ones with one device each.
 
-    If another process fails, this one ends with status 1. Bad input raises ValueError in all
-    processes, and only this one reports it.
+    Raises:
+        ValueError, OSError, RuntimeError: what the first process to fail has raised. The others
+            have been ended.
     """
     if count == 1:
         measure(SINGLE_PROCESS, *args, **kwargs)
         return
-    spawn = multiprocessing.get_context("spawn")
+    errors = multiprocessing.get_context("spawn").SimpleQueue()
+    # Started before the signal is blocked, because starting the tracker would unblock it.
+    resource_tracker.ensure_running()
     with tempfile.TemporaryDirectory() as rendezvous:
-        others = [
-            spawn.Process(
-                target=_run_in_child,
-                args=(measure, rank, count, rendezvous, args, kwargs),
-            )
-            for rank in range(1, count)
-        ]
-        has_failed = threading.Event()
-        interrupts: list[int] = []
-
-        def interrupt(number: int, frame: object) -> None:
-            # Python drops an exception that is raised inside a destructor. This process then goes
-            # on until it, or its thread _watch, notices that the others have ended.
-            interrupts.append(number)
-            _terminate(others)
-            raise KeyboardInterrupt
-
-        # Started before the signal is blocked, because starting the tracker would unblock it.
-        resource_tracker.ensure_running()
-        before = signal.signal(signal.SIGINT, interrupt)
+        # The new processes inherit the blocked signal: after Ctrl-C this one ends them, and none of
+        # them prints a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        processes = start_processes(
+            _measure, (count, rendezvous, errors, measure, args, kwargs), count, join=False
+        )
         try:
-            # The other processes inherit the blocked signal: this process handles Ctrl-C and ends
-            # them, so that they print no tracebacks.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            for process in others:
-                process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            watch = threading.Thread(
-                target=_watch, args=(others, has_failed, interrupts), daemon=True
-            )
-            watch.start()
-            _join(measure, 0, count, rendezvous, args, kwargs)
-            # To close their connection, others open the file in `rendezvous`. Without its folder
-            # they would look for it until a timeout of minutes.
-            watch.join()
-        except BaseException:
-            has_failed.set()
-            _terminate(others)
-            if interrupts:
-                raise KeyboardInterrupt from None
-            raise
+            while not processes.join(grace_period=EVALUATION_FAIL_S):
+                pass
+        except ProcessExitedException as error:
+            raised = []
+            while error.exit_code > 0 and not errors.empty():
+                raised.append(errors.get())
+            if raised:
+                raise min(raised, key=lambda one: isinstance(one, RankFailedError)) from None
+            raise RuntimeError(
+                f"rank {error.error_index} ended with status {error.exit_code}, wanted 0"
+            ) from None
         finally:
-            signal.signal(signal.SIGINT, before)
+            for process in processes.processes:
+                process.terminate()
+                process.join()
 
 
-def _terminate(processes: Sequence[Any]) -> None:
-    for process in processes:
-        if process.pid is not None:
-            process.terminate()
-
-
-def _join(
-    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
+def _measure(
+    rank: int,
+    count: int,
+    rendezvous: str,
+    errors: Any,
+    measure: Callable[..., None],
+    args: Any,
+    kwargs: Any,
 ) -> None:
-    """Connect to the other processes through a file in `rendezvous`, and call `measure`."""
-    has_gpus = torch.cuda.is_available()
-    if has_gpus:
+    """Main function of a process: connect to the others through a file, and call `measure`."""
+    end_with_parent()
+    if torch.cuda.is_available():
         torch.cuda.set_device(rank)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // count))
@@ -191,41 +174,13 @@ def _join(
         world_size=count,
         timeout=_COLLECTIVE_TIMEOUT,
     )
-    try:
-        measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
-        # A process that leaves earlier would close connections that others still use.
-        dist.barrier()
-    finally:
-        # After a failure too: this process may go on with another model.
-        dist.destroy_process_group()
-
-
-def _run_in_child(
-    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
-) -> None:
-    """Main function of the other processes."""
     with plain_terminal():
         try:
-            _join(measure, rank, count, rendezvous, args, kwargs)
-        except ValueError:
-            os._exit(2)
-        except (OSError, RuntimeError) as error:
-            print(f"longhaul: rank {rank}: {message(error)}", file=sys.stderr)
-            os._exit(1)
-
-
-def _watch(others: Sequence[Any], has_failed: threading.Event, interrupts: Sequence[int]) -> None:
-    """End all processes when another one has failed, because this one would wait for it."""
-    running = {process.sentinel: process for process in others}
-    while running:
-        for sentinel in connection.wait(list(running)):
-            process = running.pop(sentinel)
-            process.join()
-            # If this process failed first, the others fail as a consequence, and it reports the
-            # cause.
-            if process.exitcode not in (0, 2) and not has_failed.wait(EVALUATION_FAIL_S):
-                rank = others.index(process) + 1
-                line = f"rank {rank} ended with status {process.exitcode}, wanted 0"
-                os.write(2, f"longhaul: {'interrupted' if interrupts else line}\n".encode())
-                _terminate(others)
-                os._exit(130 if interrupts else 1)
+            measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
+            # A process that leaves earlier would close connections that others still use.
+            dist.barrier()
+        except (ValueError, OSError, RuntimeError) as error:
+            errors.put(error)
+            sys.exit(1)
+        finally:
+            dist.destroy_process_group()

@@ -8,6 +8,7 @@ program prints comes here through `run_shown`.
 """
 
 import codecs
+import io
 import logging
 import subprocess
 import sys
@@ -47,9 +48,16 @@ class MessageFormatter(logging.Formatter):
 
 @contextmanager
 def plain_terminal() -> Iterator[None]:
-    """Context in which stdout and stderr show control characters as escapes."""
+    """Context in which stdout and stderr show control characters as escapes, as loggers do."""
     before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, io.TextIOWrapper):
+            # What the terminal's encoding lacks is shown as \\u00e9: no text may end a command.
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = (cast(TextIO, _Plain(stream)) for stream in before)
+    handler = logging.StreamHandler()
+    handler.setFormatter(MessageFormatter())
+    logging.basicConfig(handlers=[handler], level=logging.INFO)
     try:
         yield
     finally:

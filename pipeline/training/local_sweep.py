@@ -1,6 +1,5 @@
 """Trains the runs of a sweep on this machine, one after another or several at a time."""
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -22,15 +21,13 @@ from longhaul.pipeline.runs.checks import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
 from longhaul.pipeline.system.devices import uses_gpu
+from longhaul.pipeline.system.processes import end_with_parent
 from longhaul.pipeline.system.waiting import POLL_S
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY
 from longhaul.pipeline.training.preemption import EXIT_CHECKPOINTED
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _EXIT_INTERRUPTED = 130  # as any command ends after Ctrl-C
-# Loaded before it is needed, since a forked process should do as little as it can.
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
 
 
 def train_sweep(sweep: Sweep, *, parallel: int) -> int:
@@ -150,18 +147,9 @@ def _start(
             stdout=out,
             stderr=None if out is None else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
     return _Process(config.name, popen, environment, log)
-
-
-def _end_with_parent() -> None:
-    """Let this process, which is about to become a run, be sent SIGTERM when the sweep is killed.
-
-    Otherwise it would go on unseen, and the same command would find its folder in use.
-    """
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextmanager

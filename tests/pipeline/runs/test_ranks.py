@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longhaul.pipeline.runs.ranks import Ranks, _join, measure_together
+from longhaul.pipeline.runs.ranks import Ranks, _measure, measure_together
 
 
 def test_results_are_exchanged_over_gloo_on_gpus_too(
@@ -26,7 +26,7 @@ def test_results_are_exchanged_over_gloo_on_gpus_too(
         backends.append(dist.get_backend_config(ranks.group))
         assert ranks.gather(["a result"]) == ["a result"]
 
-    _join(measure, 0, 1, str(tmp_path), (), {})
+    _measure(0, 1, str(tmp_path), None, measure, (), {})
     assert devices == [0]
     assert "nccl" not in backends[0]
     assert not dist.is_initialized()
