@@ -152,7 +152,9 @@ def survive(
         seconds = time.monotonic() - began
         assert status in WAYS[way], f"{way}: {status}\n{error}"
         assert status == KILLED or said_last(error), way
-        assert "Traceback" not in error, error
+        # A data worker that is just being started prints one if its rank is killed.
+        orphans = error.count("EOFError: Ran out of input") if status == KILLED else 0
+        assert error.count("Traceback") == orphans, error
         check_folder(run)
         for name in ("validating", "evaluating"):
             (run.path / name).unlink(missing_ok=True)
