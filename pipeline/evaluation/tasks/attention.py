@@ -19,20 +19,9 @@ from torch import Tensor
 from longhaul.modules.attention import Attention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import BLUE, ORANGE, figure, standard_error
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
-from longhaul.pipeline.evaluation.tables import (
-    MOST,
-    Count,
-    Magnitude,
-    Positive,
-    Rows,
-    Share,
-    Summary,
-    TaskTable,
-    number,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -43,30 +32,30 @@ class Options(TextOptions, ContextOptions):
     is_shared = False
 
 
-_Spread = Annotated[float, number(0, MOST, or_nan=True)]
-_HalfLife = Annotated[float, number(0, MOST, or_inf=True)]
-_MaybeNan = Annotated[float, number(-MOST, MOST, or_nan=True)]
+_Spread = Annotated[float, tables.number(0, tables.MOST, or_nan=True)]
+_HalfLife = Annotated[float, tables.number(0, tables.MOST, or_inf=True)]
+_MaybeNan = Annotated[float, tables.number(-tables.MOST, tables.MOST, or_nan=True)]
 
 
 @dataclass(frozen=True)
 class _Row:
     """Of one mixing matrix, as HeadReport."""
 
-    layer: Count
-    matrix: Count
-    largest: Magnitude
-    first_token_share: Share
+    layer: tables.Count
+    matrix: tables.Count
+    largest: tables.Magnitude
+    first_token_share: tables.Share
     kurtosis: _MaybeNan
     half_life: _HalfLife
     rotation: _MaybeNan
     first_token_share_standard_error: _Spread
     kurtosis_standard_error: _Spread
     half_life_standard_error: _Spread
-    windows: Positive
+    windows: tables.Positive
 
 
-def _summary_caption(tables: Sequence[Rows]) -> str:
-    windows = [row["windows"] for rows in tables for row in rows]
+def _summary_caption(of_runs: Sequence[tables.Rows]) -> str:
+    windows = [row["windows"] for rows in of_runs for row in rows]
     fewest, most = min(windows), max(windows)
     read = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     return (
@@ -76,7 +65,7 @@ def _summary_caption(tables: Sequence[Rows]) -> str:
     )
 
 
-def _summary_row(heads: Rows) -> list[float]:
+def _summary_row(heads: tables.Rows) -> list[float]:
     """Statistics over all heads of all layers."""
     lives = [row["half_life"] for row in heads if math.isfinite(row["half_life"])]
     longest = [row for row in heads if lives and row["half_life"] == max(lives)]
@@ -99,12 +88,12 @@ def _mean_and_error(heads: Sequence[Mapping[str, Any]], name: str) -> tuple[floa
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="attention",
         row=_Row,
         title="Mixing matrices",
         measured_by="--tasks attention",
-        summary=Summary(
+        summary=tables.Summary(
             title="Mixing matrices",
             caption=_summary_caption,
             columns=(
@@ -118,7 +107,7 @@ TABLES = (
                 "error of longest",
                 "rotation rate (fixed = 1)",
             ),
-            rows=lambda tables: [_summary_row(rows) for rows in tables],
+            rows=lambda of_runs: [_summary_row(rows) for rows in of_runs],
         ),
     ),
 )
@@ -245,14 +234,14 @@ def report_layer(
     reports = [
         HeadReport(
             layer,
-            number,
+            head,
             *weight_statistics(matrix),
             # If each channel has a matrix, all matrices of a head share its gate.
-            *lives[number * attention.num_heads // len(weights)],
+            *lives[head * attention.num_heads // len(weights)],
             rotation=fixed if beta is None else beta.mean().item(),
             rotation_spread=0.0 if beta is None else beta.std().item(),
         )
-        for number, matrix in enumerate(weights)
+        for head, matrix in enumerate(weights)
     ]
     return reports, weights
 
@@ -297,7 +286,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
         writer.writerow([*HeadReport._fields, *names, "windows"])
         for report, some in zip(reports, found.values(), strict=True):
             numbers = [*report[2:], *(_error(some, name) for name in errors)]
-            cells = [f"{number:.6g}" for number in numbers]
+            cells = [f"{value:.6g}" for value in numbers]
             writer.writerow([report.layer, report.matrix, *cells, len(some)])
     title = f"{trained.config.name}, {label(trained, options)}"
     draw_maps(picture, maps, title)
@@ -326,7 +315,7 @@ def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
     space = max(1, T // 8)
     pitch = T + space
     canvas = torch.full((rows * pitch - space, columns * pitch - space), math.nan)
-    with figure(path, title, width=1.6 + 1.35 * columns, height=1 + 1.6 * rows) as axes:
+    with figures.figure(path, title, width=1.6 + 1.35 * columns, height=1 + 1.6 * rows) as axes:
         for layer, weights in enumerate(maps):
             row, column = divmod(layer, columns)
             shown = weights.clamp_min(1e-6).log10()
@@ -349,10 +338,12 @@ def draw_maps(path: Path, maps: list[Float[Tensor, "T T"]], title: str) -> None:
 
 def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int) -> None:
     """PNG of every head's half-life, and of its layer's rotation rate."""
-    with figure(path, title) as axes:
+    with figures.figure(path, title) as axes:
         gated = [report for report in reports if math.isfinite(report.half_life)]
         lives = [report.half_life for report in gated]
-        axes.plot([r.layer for r in gated], lives, "o", color=BLUE, label="half-life of a head")
+        axes.plot(
+            [r.layer for r in gated], lives, "o", color=figures.BLUE, label="half-life of a head"
+        )
         axes.axhline(context, color="black", linestyle=":", label="length of the text")
         axes.set_yscale("log", base=2)
         axes.set_xticks(sorted({report.layer for report in reports}))
@@ -366,7 +357,7 @@ def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int)
             [report.rotation for report in layers.values()],
             [report.rotation_spread for report in layers.values()],
             fmt="s",
-            color=ORANGE,
+            color=figures.ORANGE,
             label="rotation rate β",
         )
         rotation_axes.set_ylim(-0.05, 2.05)
@@ -377,7 +368,7 @@ def draw_memory(path: Path, reports: list[HeadReport], title: str, context: int)
 def _error(reports: Sequence[HeadReport], name: str) -> float:
     """The standard error over windows; NaN of one, and of infinite half-lives."""
     values = [getattr(report, name) for report in reports]
-    return standard_error(values) if all(map(math.isfinite, values)) else math.nan
+    return figures.standard_error(values) if all(map(math.isfinite, values)) else math.nan
 
 
 def _mean(values: list[float]) -> float:

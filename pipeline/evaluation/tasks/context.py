@@ -6,30 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from longhaul.pipeline.evaluation.figures import (
-    BLUE,
-    ERROR_BARS,
-    figure,
-    legend_below,
-    standard_error,
-    tokens_axis,
-    widen,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import BYTES_PER_TOKEN, label, metric_prefix
 from longhaul.pipeline.evaluation.options import TextOptions
-from longhaul.pipeline.evaluation.tables import (
-    Chart,
-    Count,
-    Curve,
-    Loss,
-    LossError,
-    Positive,
-    Rows,
-    TaskTable,
-    band,
-    column_values,
-    columns,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
@@ -52,33 +31,33 @@ class Options(TextOptions):
 
 @dataclass(frozen=True)
 class _Row:
-    context: Positive
-    loss_nats: Loss
-    tokens: Count
-    standard_error: LossError
+    context: tables.Positive
+    loss_nats: tables.Loss
+    tokens: tables.Count
+    standard_error: tables.LossError
 
 
-def _curve(rows: Rows) -> Curve:
-    found = columns(rows, "context", "loss_nats")
-    errors = columns(rows, "standard_error")["standard_error"]
-    return Curve(found, band(found["loss_nats"], errors))
+def _curve(rows: tables.Rows) -> tables.Curve:
+    found = tables.columns(rows, "context", "loss_nats")
+    errors = tables.columns(rows, "standard_error")["standard_error"]
+    return tables.Curve(found, tables.band(found["loss_nats"], errors))
 
 
-def _caption(tables: Sequence[Rows]) -> str:
+def _caption(of_runs: Sequence[tables.Rows]) -> str:
     return (
-        f"Tokens per run: {column_values(tables, 'tokens')}, the same for all lengths; bands: "
-        "standard error over windows as long as the longest."
+        f"Tokens per run: {tables.column_values(of_runs, 'tokens')}, the same for all lengths; "
+        "bands: standard error over windows as long as the longest."
     )
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="context",
         row=_Row,
         title="Loss in windows of each length",
         measured_by="--tasks context",
         charts=[
-            Chart(
+            tables.Chart(
                 name="loss_in_windows",
                 curve=_curve,
                 caption=_caption,
@@ -140,28 +119,28 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 for first in range(0, len(of_windows), each)
             ]
             losses[context] = sum(of_longest) / len(of_longest)
-            errors[context] = standard_error(of_longest)
+            errors[context] = figures.standard_error(of_longest)
     table, picture = folder / "context.csv", folder / "context.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["context", "loss_nats", "tokens", "standard_error"])
         for context, loss in losses.items():
             writer.writerow([context, f"{loss:.6f}", num_tokens, f"{errors[context]:.6f}"])
-    with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
+    with figures.figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         axes.errorbar(
             list(losses),
             list(losses.values()),
             list(errors.values()),
             fmt="o-",
-            color=BLUE,
-            label=ERROR_BARS,
+            color=figures.BLUE,
+            label=figures.ERROR_BARS,
         )
         trained_at = trained.positions.context
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
-        tokens_axis(axes, "context (tokens)", list(losses))
+        figures.tokens_axis(axes, "context (tokens)", list(losses))
         axes.set_ylabel("loss (nats per token)")
-        widen(axes)
-        legend_below(axes)
+        figures.widen(axes)
+        figures.legend_below(axes)
     prefix = metric_prefix(trained, options)
     values = {f"{prefix}/loss_in_context_{c:06d}": loss for c, loss in losses.items()}
     if trained.ranks.is_first and not options.text:

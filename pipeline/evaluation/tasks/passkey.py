@@ -20,26 +20,9 @@ from typing import Any, Literal
 import torch
 
 from longhaul.datamodules.tokenizer import Ids, Tokenizer
-from longhaul.pipeline.evaluation.figures import (
-    BLUE,
-    figure,
-    legend_below,
-    tokens_axis,
-    wilson_interval,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import BosOptions
-from longhaul.pipeline.evaluation.tables import (
-    BOS_COLUMN,
-    Bos,
-    Chart,
-    Count,
-    Curve,
-    Positive,
-    Rows,
-    TaskTable,
-    options_in_words,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.generation.decoding import Sampling, Session, decode
 from longhaul.pipeline.runs.trained_model import TrainedModel
@@ -59,17 +42,17 @@ class Options(BosOptions):
 
 @dataclass(frozen=True)
 class _Row:
-    length: Positive
-    prompts: Positive
-    right: Count
+    length: tables.Positive
+    prompts: tables.Positive
+    right: tables.Count
     depths: Literal["grid", "random"]
-    bos: Bos
+    bos: tables.Bos
 
 
-_OPTION_COLUMNS = {"depths": "depths of keys", **BOS_COLUMN}
+_OPTION_COLUMNS = {"depths": "depths of keys", **tables.BOS_COLUMN}
 
 
-def answers_by_length(rows: Rows) -> dict[int, tuple[int, int]]:
+def answers_by_length(rows: tables.Rows) -> dict[int, tuple[int, int]]:
     """The numbers of right answers and of prompts at each length of a table, over all depths."""
     counts: dict[int, tuple[int, int]] = {}
     for row in rows:
@@ -78,27 +61,27 @@ def answers_by_length(rows: Rows) -> dict[int, tuple[int, int]]:
     return dict(sorted(counts.items()))
 
 
-def _curve(rows: Rows) -> Curve:
+def _curve(rows: tables.Rows) -> tables.Curve:
     counts = answers_by_length(rows)
     right, prompts = zip(*counts.values(), strict=True)
-    low, high = zip(*itertools.starmap(wilson_interval, counts.values()), strict=True)
+    low, high = zip(*itertools.starmap(figures.wilson_interval, counts.values()), strict=True)
     found: dict[str, Sequence[Any]] = {"length": list(counts), "right": right, "prompts": prompts}
     # All rows of a table are of the same options.
     found |= {name: [rows[0][name]] * len(counts) for name in _OPTION_COLUMNS}
     found["share"] = [r / p for r, p in counts.values()]
-    return Curve(found, (low, high))
+    return tables.Curve(found, (low, high))
 
 
-def _caption(tables: Sequence[Rows]) -> str:
-    counts = {count for rows in tables for _, count in answers_by_length(rows).values()}
+def _caption(of_runs: Sequence[tables.Rows]) -> str:
+    counts = {count for rows in of_runs for _, count in answers_by_length(rows).values()}
     return (
         f"Prompts per length: {', '.join(map(str, sorted(counts)))}; "
-        f"{options_in_words(tables, _OPTION_COLUMNS)}; bands: Wilson 95 %."
+        f"{tables.options_in_words(of_runs, _OPTION_COLUMNS)}; bands: Wilson 95 %."
     )
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="passkey",
         row=_Row,
         title="Passkeys retrieved",
@@ -107,7 +90,7 @@ TABLES = (
         options=_OPTION_COLUMNS,
         charts=[
             # Figure 5 of CoCA.
-            Chart(
+            tables.Chart(
                 name="passkey",
                 curve=_curve,
                 caption=_caption,
@@ -353,15 +336,15 @@ def draw_curve(
     sums = by_length(scores)
     lengths = list(sums)
     shares = [right / count for right, count in sums.values()]
-    low, high = zip(*(wilson_interval(*sums[length]) for length in lengths), strict=True)
-    with figure(path, title) as axes:
-        axes.fill_between(lengths, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        axes.plot(lengths, shares, "o-", color=BLUE)
+    low, high = zip(*(figures.wilson_interval(*sums[length]) for length in lengths), strict=True)
+    with figures.figure(path, title) as axes:
+        axes.fill_between(lengths, low, high, color=figures.BLUE, alpha=0.15, linewidth=0)
+        axes.plot(lengths, shares, "o-", color=figures.BLUE)
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
         axes.set_ylim(-0.02, 1.02)
-        tokens_axis(axes, "length of the prompt (tokens)", lengths)
+        figures.tokens_axis(axes, "length of the prompt (tokens)", lengths)
         axes.set_ylabel("passkeys retrieved (share)")
-        legend_below(axes)
+        figures.legend_below(axes)
 
 
 def draw_depths(path: Path, scores: dict[tuple[int, float], list[bool]], title: str) -> None:
@@ -380,7 +363,7 @@ def draw_depths(path: Path, scores: dict[tuple[int, float], list[bool]], title: 
         [fmean(answers[length, row]) if answers[length, row] else math.nan for length in lengths]
         for row in range(len(rows))
     ]
-    with figure(path, title) as axes:
+    with figures.figure(path, title) as axes:
         # The colours of cividis look alike with and without colour blindness.
         image = axes.imshow(shares, vmin=0, vmax=1, cmap="cividis", aspect="auto")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])

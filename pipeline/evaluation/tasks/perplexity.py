@@ -12,33 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import (
-    BLUE,
-    ERROR_BARS,
-    figure,
-    legend_below,
-    standard_error,
-    tokens_axis,
-    widen,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import BosOptions, TextOptions
-from longhaul.pipeline.evaluation.tables import (
-    BOS_COLUMN,
-    Bos,
-    Chart,
-    Count,
-    Curve,
-    LossError,
-    Positive,
-    Rows,
-    TaskTable,
-    band,
-    column_values,
-    columns,
-    number,
-    options_in_words,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import (
     read_beginnings,
@@ -66,38 +42,38 @@ class Options(TextOptions, BosOptions):
 
 @dataclass(frozen=True)
 class _Row:
-    window: Positive
-    stride: Positive
-    tokens: Count
-    perplexity: Annotated[float, number(1, 1e100)]
-    standard_error: LossError
-    document_tokens: Positive | Literal["all"]
-    bos: Bos
+    window: tables.Positive
+    stride: tables.Positive
+    tokens: tables.Count
+    perplexity: Annotated[float, tables.number(1, 1e100)]
+    standard_error: tables.LossError
+    document_tokens: tables.Positive | Literal["all"]
+    bos: tables.Bos
 
 
 _OPTION_COLUMNS = {
     "stride": "stride in tokens",
     "document_tokens": "first tokens read of each document",
-    **BOS_COLUMN,
+    **tables.BOS_COLUMN,
 }
 
 
-def _curve(rows: Rows) -> Curve:
-    found = columns(rows, "window", *_OPTION_COLUMNS, "perplexity")
+def _curve(rows: tables.Rows) -> tables.Curve:
+    found = tables.columns(rows, "window", *_OPTION_COLUMNS, "perplexity")
     errors = [row["perplexity"] * row["standard_error"] for row in rows]
-    return Curve(found, band(found["perplexity"], errors))
+    return tables.Curve(found, tables.band(found["perplexity"], errors))
 
 
-def _caption(tables: Sequence[Rows]) -> str:
+def _caption(of_runs: Sequence[tables.Rows]) -> str:
     return (
-        f"Tokens scored per run: {column_values(tables, 'tokens')}; "
-        f"{options_in_words(tables, _OPTION_COLUMNS)}; bands: standard error over these parts of "
-        "documents or, where all is read, over windows as long as the longest."
+        f"Tokens scored per run: {tables.column_values(of_runs, 'tokens')}; "
+        f"{tables.options_in_words(of_runs, _OPTION_COLUMNS)}; bands: standard error over these "
+        "parts of documents or, where all is read, over windows as long as the longest."
     )
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="perplexity",
         row=_Row,
         title="Perplexity of a sliding window",
@@ -105,7 +81,7 @@ TABLES = (
         options=_OPTION_COLUMNS,
         charts=[
             # Figure 4 of CoCA.
-            Chart(
+            tables.Chart(
                 name="perplexity",
                 curve=_curve,
                 caption=_caption,
@@ -233,7 +209,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             ]
             gathered = trained.ranks.gather(document_losses)
             losses[window] = sum(gathered) / (scored * len(documents))
-            errors[window] = standard_error([loss / scored for loss in gathered])
+            errors[window] = figures.standard_error([loss / scored for loss in gathered])
     table, picture = folder / "perplexity.csv", folder / "perplexity.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -244,15 +220,17 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             row = [window, stride, len(documents), tokens, f"{loss:.6f}", f"{math.exp(loss):.6f}"]
             read = options.document_tokens or "all"
             writer.writerow([*row, f"{errors[window]:.6f}", read, options.bos])
-    with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
+    with figures.figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         values = [math.exp(loss) for loss in losses.values()]
         bars = [value * errors[window] for window, value in zip(losses, values, strict=True)]
-        axes.errorbar(list(losses), values, bars, fmt="o-", color=BLUE, label=ERROR_BARS)
+        axes.errorbar(
+            list(losses), values, bars, fmt="o-", color=figures.BLUE, label=figures.ERROR_BARS
+        )
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
-        tokens_axis(axes, f"sliding window (tokens), stride {stride}", list(losses))
+        figures.tokens_axis(axes, f"sliding window (tokens), stride {stride}", list(losses))
         axes.set_ylabel("perplexity (per token)")
-        widen(axes, is_relative=True)
-        legend_below(axes)
+        figures.widen(axes, is_relative=True)
+        figures.legend_below(axes)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/perplexity_{w:06d}": math.exp(loss) for w, loss in losses.items()}
     return TaskResult(named, (table, picture))

@@ -15,31 +15,10 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import (
-    BLUE,
-    SKY,
-    VERMILLION,
-    figure,
-    legend_below,
-    positions_axis,
-    shown_positions,
-    tokens_axis,
-    widen,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix, results_folder
 from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
 from longhaul.pipeline.evaluation.results import Results
-from longhaul.pipeline.evaluation.tables import (
-    Chart,
-    Curve,
-    Loss,
-    LossError,
-    Positive,
-    Rows,
-    TaskTable,
-    band,
-    columns,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_losses, read_windows
 from longhaul.pipeline.generation.decoding import tokens_at_once
@@ -57,49 +36,51 @@ class Options(TextOptions, ContextOptions):
 
 @dataclass(frozen=True)
 class _Position:
-    position: Positive
-    loss_nats: Loss
-    standard_error: LossError
-    mean_up_to_here: Loss
-    standard_error_up_to_here: LossError
+    position: tables.Positive
+    loss_nats: tables.Loss
+    standard_error: tables.LossError
+    mean_up_to_here: tables.Loss
+    standard_error_up_to_here: tables.LossError
 
 
 @dataclass(frozen=True)
 class _Bin:
-    first: Positive
-    last: Positive
-    loss_nats: Loss
-    standard_error: LossError
+    first: tables.Positive
+    last: tables.Positive
+    loss_nats: tables.Loss
+    standard_error: tables.LossError
 
 
-def _bins_curve(rows: Rows) -> Curve:
+def _bins_curve(rows: tables.Rows) -> tables.Curve:
     found = {
         "position": [(row["first"] + row["last"]) / 2 for row in rows],
-        **columns(rows, "first", "last"),
+        **tables.columns(rows, "first", "last"),
         "window": [rows[-1]["last"]] * len(rows),
-        **columns(rows, "standard_error", "loss_nats"),
+        **tables.columns(rows, "standard_error", "loss_nats"),
     }
-    return Curve(found, band(found["loss_nats"], found["standard_error"]))
+    return tables.Curve(found, tables.band(found["loss_nats"], found["standard_error"]))
 
 
-def _bins_caption(tables: Sequence[Rows]) -> str:
-    widths = sorted({rows[0]["last"] for rows in tables})
+def _bins_caption(of_runs: Sequence[tables.Rows]) -> str:
+    widths = sorted({rows[0]["last"] for rows in of_runs})
     return (
         f"Means over {' or '.join(f'{width:,}' for width in widths)} positions each; bands: "
         "standard error over windows."
     )
 
 
-def _mean_curve(rows: Rows) -> Curve:
-    shown = [rows[index] for index in shown_positions(len(rows), _POINTS).tolist()]
+def _mean_curve(rows: tables.Rows) -> tables.Curve:
+    shown = [rows[index] for index in figures.shown_positions(len(rows), _POINTS).tolist()]
     names = ("loss_nats", "standard_error", "standard_error_up_to_here", "mean_up_to_here")
     found = {
-        **columns(shown, "position"),
+        **tables.columns(shown, "position"),
         # Positions of windows with another length are positions in another text.
         "window": [len(rows)] * len(shown),
-        **columns(shown, *names),
+        **tables.columns(shown, *names),
     }
-    return Curve(found, band(found["mean_up_to_here"], found["standard_error_up_to_here"]))
+    return tables.Curve(
+        found, tables.band(found["mean_up_to_here"], found["standard_error_up_to_here"])
+    )
 
 
 _MEASURED_BY = (
@@ -108,13 +89,13 @@ _MEASURED_BY = (
 )
 TABLES = (
     # Figure 2 of the conformal-sympow paper.
-    TaskTable(
+    tables.TaskTable(
         name="loss_in_bins",
         row=_Bin,
         title="Loss at a position",
         measured_by=_MEASURED_BY,
         charts=[
-            Chart(
+            tables.Chart(
                 name="loss_at_position",
                 curve=_bins_curve,
                 caption=_bins_caption,
@@ -125,16 +106,16 @@ TABLES = (
         ],
     ),
     # The mean over all that a document of each length has.
-    TaskTable(
+    tables.TaskTable(
         name="positions",
         row=_Position,
         title="Mean loss up to a position",
         measured_by=_MEASURED_BY,
         charts=[
-            Chart(
+            tables.Chart(
                 name="loss_up_to_position",
                 curve=_mean_curve,
-                caption=lambda tables: (
+                caption=lambda of_runs: (
                     "Mean over all positions up to x; bands: standard error over windows."
                 ),
                 x_label="position in the context (tokens)",
@@ -281,7 +262,7 @@ def summarise_with_errors(metric: PositionLoss, prefix: str) -> dict[str, float]
 
 def write_table(path: Path, metric: PositionLoss) -> None:
     """CSV with a row for each position, counted from 1."""
-    columns = [*metric.by_position(), *metric.up_to_position()]
+    series = [*metric.by_position(), *metric.up_to_position()]
     samples = metric.compute()[2]  # of all ranks, unlike the state of that name
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -289,7 +270,7 @@ def write_table(path: Path, metric: PositionLoss) -> None:
         writer.writerow([*names, "standard_error_up_to_here", "samples"])
         # Row by row, since lists of a million floats would take more memory than the model.
         for position in range(metric.context):
-            row = [f"{column[position].item():.6f}" for column in columns]
+            row = [f"{column[position].item():.6f}" for column in series]
             writer.writerow([position + 1, *row, samples])
 
 
@@ -310,19 +291,24 @@ def draw(
 
     Bars are two standard errors over windows long, to each side.
     """
-    with figure(path, title) as axes:
-        shown = shown_positions(metric.context, _DOTS)
+    with figures.figure(path, title) as axes:
+        shown = figures.shown_positions(metric.context, _DOTS)
         each = metric.by_position()[0][shown].tolist()
         axes.plot(
-            (shown + 1).tolist(), each, color=SKY, linewidth=0.5, label="at the position", zorder=1
+            (shown + 1).tolist(),
+            each,
+            color=figures.SKY,
+            linewidth=0.5,
+            label="at the position",
+            zorder=1,
         )
         powers = _powers(metric.context)
         up_to, errors = ([part[p - 1].item() for p in powers] for part in metric.up_to_position())
         bars = [2 * error for error in errors]
         axes.errorbar(
-            powers, up_to, bars, fmt="o-", markersize=3, color=BLUE, label="mean up to it"
+            powers, up_to, bars, fmt="o-", markersize=3, color=figures.BLUE, label="mean up to it"
         )
-        tokens_axis(axes, "position in the context (tokens)")
+        figures.tokens_axis(axes, "position in the context (tokens)")
         _finish(axes, metric, trained_at, baseline)
 
 
@@ -333,13 +319,13 @@ def draw_bins(
     means, errors = (part.tolist() for part in metric.in_bins())
     pairs = list(zip(means, errors, strict=True))
     middles = [(first + last) / 2 for first, last in _bins(metric)]
-    with figure(path, title) as axes:
+    with figures.figure(path, title) as axes:
         low, high = [m - 2 * e for m, e in pairs], [m + 2 * e for m, e in pairs]
-        axes.fill_between(middles, low, high, color=BLUE, alpha=0.15, linewidth=0)
+        axes.fill_between(middles, low, high, color=figures.BLUE, alpha=0.15, linewidth=0)
         width = metric.bin_width
         label = "at the position" if width == 1 else f"at the position, mean of {width:,}"
-        axes.plot(middles, means, color=BLUE, label=label)
-        positions_axis(axes, "position in the context (tokens)")
+        axes.plot(middles, means, color=figures.BLUE, label=label)
+        figures.positions_axis(axes, "position in the context (tokens)")
         _finish(axes, metric, trained_at, baseline)
 
 
@@ -348,10 +334,10 @@ def _finish(axes: "Axes", metric: PositionLoss, trained_at: int, baseline: float
     if trained_at < metric.context:
         axes.axvline(trained_at, color="black", linestyle=":", label="training context")
     if baseline is not None:
-        axes.axhline(baseline, color=VERMILLION, linestyle="--", label="bigram model")
+        axes.axhline(baseline, color=figures.VERMILLION, linestyle="--", label="bigram model")
     axes.set_ylabel("loss (nats per token)")
-    widen(axes)
-    legend_below(axes)
+    figures.widen(axes)
+    figures.legend_below(axes)
 
 
 def check(trained: TrainedModel, options: Options) -> None:

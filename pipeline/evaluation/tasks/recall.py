@@ -20,25 +20,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import (
-    BLUE,
-    clustered_interval,
-    figure,
-    legend_below,
-    standard_error,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import TextOptions
-from longhaul.pipeline.evaluation.tables import (
-    Chart,
-    Count,
-    Curve,
-    Positive,
-    Rows,
-    Share,
-    TaskTable,
-    columns,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import read_windows, shifted
 from longhaul.pipeline.generation.decoding import tokens_per_pass
@@ -53,36 +37,36 @@ class Options(TextOptions):
 
 @dataclass(frozen=True)
 class _Row:
-    pairs: Positive
-    queries: Positive
-    right: Count
-    low: Share
-    high: Share
-    chance: Share
+    pairs: tables.Positive
+    queries: tables.Positive
+    right: tables.Count
+    low: tables.Share
+    high: tables.Share
+    chance: tables.Share
 
 
-def _curve(rows: Rows) -> Curve:
-    found = columns(rows, "pairs", "right", "queries", "low", "high")
+def _curve(rows: tables.Rows) -> tables.Curve:
+    found = tables.columns(rows, "pairs", "right", "queries", "low", "high")
     found["share"] = [row["right"] / row["queries"] for row in rows]
-    return Curve(found, (found["low"], found["high"]))
+    return tables.Curve(found, (found["low"], found["high"]))
 
 
-def _random_guess(tables: Sequence[Rows]) -> tuple[str, float]:
-    return "random guess", fmean({row["chance"] for rows in tables for row in rows})
+def _random_guess(of_runs: Sequence[tables.Rows]) -> tuple[str, float]:
+    return "random guess", fmean({row["chance"] for rows in of_runs for row in rows})
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="recall",
         row=_Row,
         title="Values recalled",
         measured_by="--tasks recall",
         most=("right", "queries"),
         charts=[
-            Chart(
+            tables.Chart(
                 name="recall",
                 curve=_curve,
-                caption=lambda tables: (
+                caption=lambda of_runs: (
                     "Zero-shot recall: a sequence holds pairs of tokens, then the same pairs in "
                     "another order. Bands: Wilson 95 %, from the standard error over sequences."
                 ),
@@ -197,29 +181,29 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 progress.add(part[0].numel())
             results[size] = [right for some in trained.ranks.gather(counts) for right in some]
     shares = {size: [right / size for right in counts] for size, counts in results.items()}
-    bands = {size: clustered_interval(of_size, size) for size, of_size in shares.items()}
+    bands = {size: figures.clustered_interval(of_size, size) for size, of_size in shares.items()}
     table, picture = folder / "recall.csv", folder / "recall.png"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
         names = ["accuracy", "standard_error", "low", "high", "chance"]
         writer.writerow(["pairs", "sequences", "queries", "right", *names])
         for size, rights in results.items():
-            error = standard_error(shares[size])
+            error = figures.standard_error(shares[size])
             numbers = fmean(shares[size]), error, *bands[size], 1 / len(values)
             row = [size, len(rights), size * len(rights), sum(rights)]
             writer.writerow([*row, *(f"{number:.4f}" for number in numbers)])
     accuracies = {size: fmean(of_size) for size, of_size in shares.items()}
-    with figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
+    with figures.figure(picture, f"{trained.config.name}, {label(trained, options)}") as axes:
         low, high = zip(*bands.values(), strict=True)
-        axes.fill_between(sizes, low, high, color=BLUE, alpha=0.15, linewidth=0)
-        axes.plot(sizes, list(accuracies.values()), "o-", color=BLUE)
+        axes.fill_between(sizes, low, high, color=figures.BLUE, alpha=0.15, linewidth=0)
+        axes.plot(sizes, list(accuracies.values()), "o-", color=figures.BLUE)
         axes.axhline(1 / len(values), color="black", linestyle=":", label="random guess")
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_ylim(-0.02, 1.02)
         axes.set_xlabel("pairs in the sequence")
         axes.set_ylabel("values recalled (share)")
-        legend_below(axes)
+        figures.legend_below(axes)
     prefix = metric_prefix(trained, options)
     named = {f"{prefix}/recall_{size:06d}": share for size, share in accuracies.items()}
     return TaskResult(named, (table, picture))

@@ -29,30 +29,9 @@ from torch import Tensor
 from longhaul.modules.attention.fused import FusedAttention
 from longhaul.modules.block import Block
 from longhaul.modules.language_model import LanguageModel
-from longhaul.pipeline.evaluation.figures import (
-    SKY,
-    VERMILLION,
-    enlarged_from,
-    figure,
-    legend_below,
-    positions_axis,
-)
+from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import BosOptions, ContextOptions, TextOptions
-from longhaul.pipeline.evaluation.tables import (
-    BOS_COLUMN,
-    MOST,
-    Bos,
-    Chart,
-    Curve,
-    Magnitude,
-    Positive,
-    Rows,
-    Summary,
-    TaskTable,
-    number,
-    options_in_words,
-)
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
 from longhaul.pipeline.evaluation.windows import read_windows
@@ -64,28 +43,28 @@ class Options(TextOptions, ContextOptions, BosOptions):
     is_shared = False
 
 
-_Score = Annotated[float, number(-MOST, MOST)]
+_Score = Annotated[float, tables.number(-tables.MOST, tables.MOST)]
 
 
 @dataclass(frozen=True)
 class _Row:
     """Of one key, as LayerScores."""
 
-    layer: Positive
-    key: Positive
+    layer: tables.Positive
+    key: tables.Positive
     score: _Score
     least_of_heads: _Score
     most_of_heads: _Score
-    largest: Magnitude
-    bos: Bos
+    largest: tables.Magnitude
+    bos: tables.Bos
 
 
-def _chart(is_low: bool, is_end: bool) -> Chart:
+def _chart(is_low: bool, is_end: bool) -> tables.Chart:
     """A part of figure 8 of CoCA: the last layer or the others, whole or enlarged."""
 
-    def curve(rows: Rows) -> Curve:
+    def curve(rows: tables.Rows) -> tables.Curve:
         last = max(row["layer"] for row in rows)
-        first = enlarged_from(max(row["key"] for row in rows)) if is_end else 1
+        first = figures.enlarged_from(max(row["key"] for row in rows)) if is_end else 1
         by_key: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for row in rows:
             if (row["layer"] < last) is is_low and row["key"] >= first:
@@ -96,18 +75,18 @@ def _chart(is_low: bool, is_end: bool) -> Chart:
         mean = [fmean(row["score"] for row in by_key[key]) for key in keys]
         bos = [rows[0]["bos"]] * len(keys)
         found = {"key": keys, "least": low, "most": high, "bos": bos, "score": mean}
-        return Curve(found, (low, high))
+        return tables.Curve(found, (low, high))
 
-    def caption(tables: Sequence[Rows]) -> str:
-        layers = sorted({row["layer"] for rows in tables for row in rows})
+    def caption(of_runs: Sequence[tables.Rows]) -> str:
+        layers = sorted({row["layer"] for rows in of_runs for row in rows})
         shown = ", ".join(map(str, layers[:-1] if is_low else layers[-1:]))
         return (
             f"Mean over heads and layers; bands: from the least to the most of them. Layers: "
-            f"{shown}; {options_in_words(tables, BOS_COLUMN)}."
+            f"{shown}; {tables.options_in_words(of_runs, tables.BOS_COLUMN)}."
         )
 
     layers = "low layers" if is_low else "last layer"
-    return Chart(
+    return tables.Chart(
         name=f"scores_{'low' if is_low else 'last'}{'_end' if is_end else ''}",
         curve=curve,
         caption=caption,
@@ -120,10 +99,10 @@ def _chart(is_low: bool, is_end: bool) -> Chart:
     )
 
 
-def _outliers(tables: Sequence[Rows]) -> list[list[float]]:
+def _outliers(of_runs: Sequence[tables.Rows]) -> list[list[float]]:
     """The largest scores, which section 4.5 of CoCA compares between models."""
     largest = []
-    for rows in tables:
+    for rows in of_runs:
         last = max(row["layer"] for row in rows)
         parts = [
             [row["largest"] for row in rows if (row["layer"] < last) is low]
@@ -134,25 +113,25 @@ def _outliers(tables: Sequence[Rows]) -> list[list[float]]:
     least = min(most)
     return [
         [max(row["key"] for row in rows), *parts, one / least if least else math.nan]
-        for rows, parts, one in zip(tables, largest, most, strict=True)
+        for rows, parts, one in zip(of_runs, largest, most, strict=True)
     ]
 
 
 TABLES = (
-    TaskTable(
+    tables.TaskTable(
         name="scores",
         row=_Row,
         title="Attention scores of the last token",
         measured_by="--tasks scores --context N, of a softmax kind",
-        options=BOS_COLUMN,
+        options=tables.BOS_COLUMN,
         charts=[_chart(*which) for which in itertools.product((True, False), repeat=2)],
         is_of_one_scaling=True,
-        summary=Summary(
+        summary=tables.Summary(
             title="Largest attention scores before the softmax",
-            caption=lambda tables: (
+            caption=lambda of_runs: (
                 "Absolute scores of all tokens for all before them, in all heads; the last column "
                 "is the largest over that of the run where it is least; "
-                f"{options_in_words(tables, BOS_COLUMN)}"
+                f"{tables.options_in_words(of_runs, tables.BOS_COLUMN)}"
             ),
             columns=("tokens", "low layers", "last layer", "outliers (ratio to the least)"),
             rows=_outliers,
@@ -231,7 +210,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                 writer.writerow([layer, key, *(f"{score:.6g}" for score in row), options.bos])
     title = f"{trained.config.name}, {label(trained, options)}"
     draw(picture, layers, title, 1)
-    draw(end, layers, title, enlarged_from(context))
+    draw(end, layers, title, figures.enlarged_from(context))
     largest = max(one.largest.max().item() for one in layers)
     values = {f"{metric_prefix(trained, options)}/score_largest": largest}
     return TaskResult(values, (table, picture, end))
@@ -245,8 +224,8 @@ def draw(path: Path, layers: Sequence[LayerScores], title: str, first: int) -> N
     """
     *low, last = layers
     part = slice(first - 1, None)
-    with figure(path, title) as axes:
-        for colour, some in ((SKY, low), (VERMILLION, [last])):
+    with figures.figure(path, title) as axes:
+        for colour, some in ((figures.SKY, low), (figures.VERMILLION, [last])):
             if not some:
                 continue  # a model of one layer
             keys = range(first, len(last.mean) + 1)
@@ -259,6 +238,6 @@ def draw(path: Path, layers: Sequence[LayerScores], title: str, first: int) -> N
             numbers = ", ".join(str(one.layer) for one in some)
             name = f"layer {numbers}" if len(some) == 1 else f"layers {numbers}"
             axes.plot(keys, mean.tolist(), color=colour, linewidth=0.7, label=name)
-        positions_axis(axes, "position of the key (tokens)")
+        figures.positions_axis(axes, "position of the key (tokens)")
         axes.set_ylabel("score of the last token")
-        legend_below(axes)
+        figures.legend_below(axes)
