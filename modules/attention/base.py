@@ -139,17 +139,21 @@ class Attention(nn.Module):
         self.num_key_heads = shape.key_heads
         self.head_dim = shape.head_dim
 
-    def add_qkv(self, key_dim: int | None = None) -> None:
-        """Make `qkv`, the projection behind `queries_keys_values`; key_dim is K, else V."""
+    def add_qkv(self, key_dim: int | None = None, *, name: str = "qkv") -> None:
+        """Make the projection behind `queries_keys_values`, an attribute of this name.
+
+        key_dim is K, by default V.
+        """
         K, V, H, G = key_dim or self.head_dim, self.head_dim, self.num_heads, self.num_key_heads
         self.qkv_widths = K * H, K * G, V * G
-        self.qkv = self.shape.projection(sum(self.qkv_widths))
+        self.qkv_name = name
+        setattr(self, name, self.shape.projection(sum(self.qkv_widths)))
 
     def queries_keys_values(
         self, x: Float[Tensor, "B T D"]
     ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
         """Queries, keys and values of every head, from one projection of x."""
-        q, k, v = self.qkv(x).split(self.qkv_widths, dim=-1)
+        q, k, v = getattr(self, self.qkv_name)(x).split(self.qkv_widths, dim=-1)
         keys = (self.num_key_heads, -1)
         return q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, keys), v.unflatten(-1, keys)
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Float64
 from torch import Tensor
 
@@ -56,12 +55,12 @@ class Coca(FusedAttention):
         super().__init__(config, shape)
         self.is_strict = config.mode == "strict"
         self.rotary = config.rotary(self.head_dim)
-        self.qtv = shape.projection(3 * shape.width)
+        self.add_qkv(name="qtv")
 
     def project(
         self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, u, v = rearrange(self.qtv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        q, u, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         first, second = u.chunk(2, dim=-1)
         return q, KeyValueCache(((first + second) / 2).relu(), v)
 
