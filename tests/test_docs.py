@@ -164,6 +164,7 @@ BRIEF += ("data.validation_tokens=2048",)
 BRIEF += ("data.workers=0",)
 
 
+@pytest.mark.wide
 def test_the_commands_for_a_laptop_run(tmp_path: Path) -> None:
     lines = block_after("docs/getting-started.md", "A laptop", "sh").splitlines()
     commands = [words_of(line) for line in lines]

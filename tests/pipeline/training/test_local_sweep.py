@@ -25,6 +25,7 @@ def steps(run: Run, name: str) -> list[int]:
     return [line["step"] for line in lines if line["kind"] == "train"]
 
 
+@pytest.mark.wide
 def test_a_stopped_sweep_is_resumed_below_one_parent(run: Run) -> None:
     axes = ("--sweep", "model.attention.kind=softmax,sympow", "--sweep", "trainer.seed=1")
     names = [f"small-kind={kind}-seed=1" for kind in ("softmax", "sympow")]

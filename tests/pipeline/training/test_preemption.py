@@ -311,6 +311,7 @@ def test_a_stop_that_takes_too_long_ends(run: Run, monkeypatch: pytest.MonkeyPat
     assert "not stopped 2 s after SIGTERM" in error
 
 
+@pytest.mark.wide
 def test_one_ranks_nan_skips_the_update_on_all(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGHAUL_FAULT", "1:5:nan")
     status, error = start(run).end()

@@ -243,6 +243,7 @@ def test_kill_9_twenty_times_leaves_no_trace(make_run: Callable[[int], Run]) -> 
     assert_one_clean_run(run, num_updates=500)
 
 
+@pytest.mark.wide
 def test_two_processes_see_the_same_batches(run: Run, uninterrupted: Run) -> None:
     run.longhaul("train", "small.yaml", "trainer.strategy=ddp", "trainer.devices=2")
     assert samples_of(run) == samples_of(uninterrupted)

@@ -25,7 +25,7 @@ wide = pytest.mark.wide
 @pytest.mark.parametrize(
     "case",
     [
-        Case(T=40, B=1, H=4, G=2, K=9),
+        pytest.param(Case(T=40, B=1, H=4, G=2, K=9), marks=wide),
         Case(T=40, B=2, gates="hard", state="none"),
         pytest.param(Case(T=40, B=1, gates="none", normalize=False), marks=wide),
         pytest.param(Case(T=40, B=1, degree=1, K=140, V=130), marks=wide),
