@@ -27,7 +27,7 @@ from multiprocessing import (
 )
 from queue import SimpleQueue
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -67,12 +67,8 @@ def start_fork_server() -> None:
         ) from error
 
 
-class Read(NamedTuple):
-    """What a worker sends."""
-
-    windows: Windows
-    records: Sequence[logging.LogRecord]
-    """What was logged meanwhile: the handlers of the training process are to see it."""
+Read = tuple[Windows, list[logging.LogRecord]]
+"""What a worker sends: windows, and what was logged meanwhile, for the trainer's handlers."""
 
 
 class WorkerLoader(DataLoader[Windows]):
@@ -188,7 +184,7 @@ class _Reader(Dataset[Read]):
             worker = torch.utils.data.get_worker_info()
             assert worker is not None
             self._stages[worker.id] = _HAS_READ
-        return Read(windows, [self._records.get() for _ in range(self._records.qsize())])
+        return windows, [self._records.get() for _ in range(self._records.qsize())]
 
 
 def _begin(stage: torch.Tensor, environment: dict[str, str], worker: int) -> None:
