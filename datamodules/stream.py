@@ -46,11 +46,7 @@ class TokenWindows(Dataset[Windows]):
     """
 
     def __init__(
-        self,
-        stores: Sequence[ShardStore],
-        order: Order,
-        context: int,
-        stride: int,
+        self, stores: Sequence[ShardStore], order: Order, context: int, stride: int
     ) -> None:
         self._stores = stores
         self._order = order

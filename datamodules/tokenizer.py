@@ -223,8 +223,7 @@ class FileTokenizer(Tokenizer):
     Args:
         content: the bytes of the file.
         where: path or URL of the file, for error messages.
-        bos: the token, or its id, in front of a sequence. None: one with a usual name, or `eos`.
-        eos: the token, or its id, that ends a text. None: one with a usual name.
+        bos, eos: as of `build_tokenizer`, without the tokenizer_config.json.
 
     Raises:
         ValueError: the file is no tokenizer, or has no such token.

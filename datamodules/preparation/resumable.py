@@ -12,13 +12,7 @@ from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.locks import lock
-from longhaul.datamodules.files.untrusted import (
-    Count,
-    check_no_links,
-    one_line,
-    parse_json,
-    shown,
-)
+from longhaul.datamodules.files.untrusted import Count, check_no_links, one_line, parse_json, shown
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
 from longhaul.datamodules.shards import Tokens, new_shard
 
