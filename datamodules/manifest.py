@@ -70,7 +70,7 @@ class Manifest:
     document_tokens: Annotated[int, Field(ge=1, le=1 << 40)]
     """Length of every block, in tokens. The file's key is older than that word."""
     dtype: Literal["uint16", "uint32"]
-    """`uint16` or `uint32`: the type in which tokens are stored."""
+    """The type in which tokens are stored."""
     dropped_tokens: Count = 0
     """Tokens at the end of the source that did not fill a block."""
     empty_texts: Count = 0
