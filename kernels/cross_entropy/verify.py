@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.cross_entropy import cross_entropy_
-from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES, Case
 
 
 @dataclass(frozen=True, kw_only=True)

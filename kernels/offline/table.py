@@ -14,7 +14,7 @@ import torch
 import triton
 
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
-from longhaul.kernels.verify.op import Shape
+from longhaul.kernels.ops import Shape
 
 # Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
 # of spill loads that was inspected and found harmless. All other kernels must not spill at all.

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES, Case
 
 
 @dataclass(frozen=True, kw_only=True)
