@@ -214,7 +214,7 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
     content = json.loads(path.read_text())
     content["results"] = {"kernels: a": {"status": "bogus"}}
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="'kernels: a': status: found 'bogus', wanted 'passed'"):
+    with pytest.raises(ValueError, match=r"results.kernels: a.status: found 'bogus', wanted"):
         run(path, machine=GPUS)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match=r"--json: found .* damaged \(.*, wanted it whole"):
@@ -253,9 +253,7 @@ def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: Any) -> Non
     content = json.loads(path.read_text())
     content["results"] = {"timings: \x1b[2J": entry}
     path.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"^--json: .*verify.json: results: 'timings: \\x1b"
-    ) as one:
+    with pytest.raises(ValueError, match=r"^--json: .*verify.json: results.'timings: \\x1b") as one:
         run(path)
     assert "\n" not in str(one.value)
 
