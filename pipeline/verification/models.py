@@ -36,6 +36,38 @@ class Step:
         kind = self.model.attention.kind
         return f"124M, {kind}, {self.batch} x {self.context:,} tokens{compiled}"
 
+    def measure(self, device: torch.device) -> dict[str, Any]:
+        """Median milliseconds of an update, tokens per second, memory, and the losses.
+
+        A loss that is not finite, or does not fall on the repeated batch, is a fault.
+        """
+        model = _built(self.model, device)
+        prepare_blocks(model, checkpoint_every=0, compiled=self.is_compiled)
+        shape = (self.batch, self.context + 1)
+        tokens = torch.randint(self.model.vocabulary, shape, device=device)
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device.type == "cuda")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        losses, seconds = [], []
+        for _ in range(_WARM_UP + _TIMED):
+            started = perf_counter()
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = model.loss(*batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())  # It waits for the device.
+            seconds.append(perf_counter() - started)
+        median = sorted(seconds[_WARM_UP:])[_TIMED // 2]
+        return {
+            "ms": 1e3 * median,
+            "tokens_per_second": self.batch * self.context / median,
+            "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+            "losses": losses,
+            "faults": faults_of(losses),
+        }
+
 
 _USUAL, _SOFTMAX = (
     LanguageModelConfig(attention=attention_config(kind)())
@@ -49,39 +81,6 @@ STEPS = (
     Step(model=_USUAL, context=16_384, batch=2, is_compiled=True),
     Step(model=_SOFTMAX, context=16_384, batch=2, is_compiled=True),
 )
-
-
-def measure_step(step: Step, device: torch.device) -> dict[str, Any]:
-    """Median milliseconds of an update, tokens per second, memory, and the losses.
-
-    A loss that is not finite, or does not fall on the repeated batch, is a fault.
-    """
-    model = _built(step.model, device)
-    prepare_blocks(model, checkpoint_every=0, compiled=step.is_compiled)
-    shape = (step.batch, step.context + 1)
-    tokens = torch.randint(step.model.vocabulary, shape, device=device)
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=device.type == "cuda")
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    losses, seconds = [], []
-    for _ in range(_WARM_UP + _TIMED):
-        started = perf_counter()
-        with torch.autocast(device.type, torch.bfloat16):
-            loss = model.loss(*batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())  # It waits for the device.
-        seconds.append(perf_counter() - started)
-    median = sorted(seconds[_WARM_UP:])[_TIMED // 2]
-    return {
-        "ms": 1e3 * median,
-        "tokens_per_second": step.batch * step.context / median,
-        "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
-        "losses": losses,
-        "faults": faults_of(losses),
-    }
 
 
 def faults_of(losses: list[float]) -> list[str]:

@@ -9,7 +9,7 @@ from longhaul.kernels.power.verify import tasks
 from longhaul.kernels.power.verify.benchmark import Task, compile_part
 from longhaul.kernels.power.verify.targets import targets_of
 from longhaul.pipeline.verification.check import Check, Needs, Place
-from longhaul.pipeline.verification.models import STEPS, Step, measure_step
+from longhaul.pipeline.verification.models import STEPS, Step
 
 _SECONDS = 150
 
@@ -49,7 +49,7 @@ def step_timings() -> list[Check]:
         Check(
             part="timings",
             name=f"training step: {step.name}",
-            function=time_step,
+            function=time_task,
             argument=step,
             seconds=180,
             needs=Needs(gpu=True),
@@ -82,16 +82,11 @@ def _needs(task: Task) -> Needs:
     return Needs(gpu=True, packages=() if task.package is None else (task.package,))
 
 
-def time_task(task: Task, place: Place) -> dict[str, Any]:
+def time_task(task: Task | Step, place: Place) -> dict[str, Any]:
     """A measurement, and no memory kept for the next one."""
     found = task.measure(torch.device(place.device))
-    _free(place)
-    return found
-
-
-def time_step(step: Step, place: Place) -> dict[str, Any]:
-    found = measure_step(step, torch.device(place.device))
-    _free(place)
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
@@ -99,8 +94,3 @@ def compile_peer(argument: tuple[Task, int], place: Place) -> dict[str, Any]:
     task, part = argument
     compile_part(task, part, tasks.COMPILED_BEFORE[task.implementation], torch.device(place.device))
     return {}
-
-
-def _free(place: Place) -> None:
-    if place.device == "cuda":
-        torch.cuda.empty_cache()

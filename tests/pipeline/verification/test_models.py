@@ -12,7 +12,6 @@ from longhaul.pipeline.verification.models import (
     Step,
     check_decoding,
     decoding_checks,
-    measure_step,
     small_model,
 )
 
@@ -40,6 +39,6 @@ def test_steps_that_differ_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_of_a_model_is_timed_and_its_losses_are_looked_at() -> None:
     model = replace(small_model("softmax"), layers=1, width=32, vocabulary=320)
-    found = measure_step(Step(model=model, context=64, batch=2), torch.device("cpu"))
+    found = Step(model=model, context=64, batch=2).measure(torch.device("cpu"))
     assert found["faults"] == []
     assert found["tokens_per_second"] == pytest.approx(128e3 / found["ms"])
