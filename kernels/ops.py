@@ -3,8 +3,8 @@
 A new op is a subpackage of kernels with such cases and shapes, and an entry here.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from longhaul.kernels.cross_entropy import verify as cross_entropy
 from longhaul.kernels.power.verify import catalogue as power
@@ -13,23 +13,16 @@ from longhaul.kernels.rotary import verify as rotary
 from longhaul.kernels.verify.cases import Case
 
 
-class Shape(Protocol):
-    """A call whose kernels are compiled for every chip."""
-
-    @property
-    def name(self) -> str: ...
-
-    def launch(self) -> None:
-        """Run its launchers with every configuration, on small tensors of zeros on the CPU."""
-
-
 class Op(NamedTuple):
     """The calls of an op that are checked and compiled."""
 
     features: Callable[[str], Sequence[Case]]
     """Cases for everything that the op can do, in a dtype, less those of `headline`."""
 
-    shapes: Sequence[Shape]
+    shapes: Mapping[str, Callable[[], None]]
+    """By name what runs launchers with every configuration, on small tensors of zeros on the CPU:
+    their kernels are compiled for every chip."""
+
     headline: Sequence[Case] = ()
     """The call that training makes, which is checked first."""
 
@@ -44,7 +37,7 @@ class Op(NamedTuple):
 OPS = (
     Op(
         features=power.feature_cases,
-        shapes=SHAPES,
+        shapes={shape.name: shape.launch for shape in SHAPES},
         headline=power.headline_cases(),
         extremes=power.extreme_cases,
         long=power.long_cases(),
