@@ -38,8 +38,6 @@ _ROOTS = (f"{_HERE}.configuration_longhaul", f"{_HERE}.modeling_longhaul")
 _REGISTRATION = f"{_HERE}.architecture"
 # Any machine that loads an export has these; numpy comes with transformers.
 _PROVIDED = {*sys.stdlib_module_names, "einops", "numpy", "torch", "transformers"}
-
-
 _RELATIVE = re.compile(r"^( *from \.)(\w+)(?= import )|^( *from \. import )(\w+)", re.MULTILINE)
 
 
@@ -128,15 +126,13 @@ class _Code:
         """The statements that replace an import; None keeps it."""
         if isinstance(node, ast.Import):
             new = [self._whole(alias, module) for alias in node.names]
-            return (
-                None
-                if all(one is None for one in new)
-                else [
-                    line
-                    for alias, one in zip(node.names, new, strict=True)
-                    for line in (one or [f"import {_as(alias)}"])
-                ]
-            )
+            if not any(new):
+                return None
+            return [
+                line
+                for alias, one in zip(node.names, new, strict=True)
+                for line in (one or [ast.unparse(ast.Import([alias]))])
+            ]
         source = node.module or ""
         if node.level:
             package = module if _is_package(module) else module.rpartition(".")[0]
@@ -228,10 +224,6 @@ def _imports(tree: ast.AST) -> Iterator[Import]:
             yield node
         elif not isinstance(node, ast.Try):
             yield from _imports(node)
-
-
-def _as(alias: ast.alias) -> str:
-    return alias.name if alias.asname is None else f"{alias.name} as {alias.asname}"
 
 
 def _spec(module: str) -> ModuleSpec | None:

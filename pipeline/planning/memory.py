@@ -31,6 +31,7 @@ from longhaul.pipeline.distributed.zero import bucket_sizes
 from longhaul.pipeline.planning.capacity import num_parameters
 from longhaul.pipeline.planning.memory_tracker import CATEGORIES, MemoryTracker
 from longhaul.pipeline.planning.op_workspaces import Backend, OpWorkspace, traced_as
+from longhaul.pipeline.planning.sizes import build_on_meta
 
 # Elements of the live parameters of stage 3, DeepSpeed's own default.
 _DEEPSPEED_LIVE = 1_000_000_000
@@ -190,8 +191,7 @@ def _trace_update(
     is_sharded = strategy == "fsdp" and config.trainer.world_size > 1
     parts = 1 if strategy == "single" else config.trainer.context_parallel
     with _fake_ranks(config.trainer.world_size) if is_sharded else nullcontext():
-        with torch.device("meta"):
-            model = LanguageModel(config.model)
+        model = build_on_meta(config.model)
         model.train_only(config.trainer.train_only)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         gradients = sum(p.nbytes for p in model.parameters() if p.requires_grad)
