@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from longhaul.datamodules.files.untrusted import copy_regular, inner_path
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
-from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, position
+from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, parts, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
@@ -102,10 +102,7 @@ class MlflowMirror:
         if self._connection is None:
             self._connect()
         sent = 0
-        while True:
-            lines, end = self.journal.read(self._offset)
-            if end == self._offset:
-                return sent
+        for lines, end in parts(self.journal.read, self._offset):
             self._last_status = max(
                 (position(line) for line in lines if line["kind"] == "status"), default=-1
             )
@@ -115,6 +112,7 @@ class MlflowMirror:
             self._losses.read(lines)
             self._offset = end
             self._send_to_parent()
+        return sent
 
     def known_run_id(self) -> str | None:
         """The id of the MLflow run, None if it has not been created."""
@@ -128,13 +126,8 @@ class MlflowMirror:
 
     def num_unsent(self) -> int:
         """Number of lines of the journal that have not been sent, as far as this process knows."""
-        count, offset = 0, self._offset
-        while True:
-            lines, end = self.journal.read(offset)
-            if end == offset:
-                return count
-            count += len(self._unsent(lines))
-            offset = end
+        further = parts(self.journal.read, self._offset)
+        return sum(len(self._unsent(lines)) for lines, _ in further)
 
     @property
     def _client(self) -> "MlflowClient":
