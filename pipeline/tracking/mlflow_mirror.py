@@ -18,7 +18,9 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -40,7 +42,6 @@ from longhaul.pipeline.tracking.mlflow_run import (
     check_active,
     checked_parent,
     open_run,
-    stored_run_id,
 )
 
 if TYPE_CHECKING:
@@ -65,37 +66,29 @@ _MOST_ARTIFACT_BYTES = 256 << 20
 _MAX_ATTEMPTS = 5
 
 
+@dataclass(kw_only=True)
 class MlflowMirror:
     """Uploads one journal to the MLflow run of a run folder. Only one thread may use it.
 
     `upload` may raise any error of MLflow. When it is called again it continues.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        journal: Journal,
-        *,
-        uri: str,
-        experiment: str,
-        run_name: str,
-        is_training: bool,
-        parent_run_id: str | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.journal = journal
-        self.uri = uri
-        self.experiment = experiment
-        self.run_name = run_name
-        self.is_training = is_training
-        self.parent_run_id = parent_run_id
-        self.run_id = ""
-        self._connection: MlflowClient | None = None
-        self._uploaded: dict[str, int] = {}
-        self._attempts: dict[tuple[str, int], int] = {}
-        self._offset = 0
-        self._last_status = -1  # position of the newest status line among those being sent
-        self._losses = _Losses(run_name)
+    run_dir: Path
+    journal: Journal
+    uri: str
+    experiment: str
+    run_name: str
+    is_training: bool
+    parent_run_id: str | None
+    run_id: str = ""
+    _connection: "MlflowClient | None" = None
+    _uploaded: dict[str, int] = field(default_factory=dict)
+    _attempts: Counter[int] = field(default_factory=Counter)
+    """Of uploading an artifact, by the number of its line."""
+
+    _offset: int = 0
+    _last_status: int = -1
+    """Position of the newest status line among those being sent."""
 
     def upload(self) -> int:
         """Send the journal's lines that MLflow does not have yet, and return their number."""
@@ -113,10 +106,6 @@ class MlflowMirror:
             self._offset = end
             self._send_to_parent()
         return sent
-
-    def known_run_id(self) -> str | None:
-        """The id of the MLflow run, None if it has not been created."""
-        return self.run_id or stored_run_id(self.run_dir)
 
     def disconnect(self) -> bool:
         """Drop the connection, and tell whether there was one. The next `upload` looks for the run
@@ -185,9 +174,8 @@ class MlflowMirror:
         if not is_refusal(error):
             if line["kind"] != "artifact":
                 return False
-            key = (line["kind"], position(line))
-            self._attempts[key] = self._attempts.get(key, 0) + 1
-            if self._attempts[key] < _MAX_ATTEMPTS:
+            self._attempts[line["number"]] += 1
+            if self._attempts[line["number"]] < _MAX_ATTEMPTS:
                 return False
         check_active(self._client.get_run(self.run_id))
         return True
@@ -283,20 +271,16 @@ class MlflowMirror:
     def _send_datasets(self, datasets: Iterable[Mapping[str, str]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        inputs = []
-        for fields in datasets:
-            inputs.append(
-                DatasetInput(
-                    Dataset(
-                        fields["name"],
-                        fields["digest"],
-                        fields["source_type"],
-                        fields["source"],
-                        profile=fields["profile"],
-                    ),
-                    [InputTag("mlflow.data.context", fields["context"])],
-                )
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    *(one["name"], one["digest"], one["source_type"], one["source"]),
+                    profile=one["profile"],
+                ),
+                [InputTag("mlflow.data.context", one["context"])],
             )
+            for one in datasets
+        ]
         self._client.log_inputs(self.run_id, inputs)
 
     def _set_tags(self, values: Mapping[str, str]) -> None:
