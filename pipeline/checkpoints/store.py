@@ -70,10 +70,6 @@ class CheckpointStore:
             group: gloo process group of the ranks that save together. It must be used for nothing
                 else, since saves communicate at the same time as training. None for one process.
         """
-        if keep_last < 1:
-            raise ValueError(f"keep_last: found {keep_last}, wanted 1 or more checkpoints")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every: found {keep_every}, wanted 1 or more steps, or None")
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
