@@ -325,6 +325,8 @@ class _Stager(AsyncStager):
     DefaultStager of torch 2.11 can do so once.
     """
 
+    _synchronize_after_execute = False  # `stage` has waited
+
     def __init__(self, *, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
         self._stager = StateDictStager(pin_memory=is_pinned, share_memory=False)
@@ -334,10 +336,6 @@ class _Stager(AsyncStager):
         if self._is_pinned:
             torch.accelerator.synchronize()
         return copies
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return False
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""

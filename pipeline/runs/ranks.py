@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
-P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 _PADDING = object()
 # Long, because the other processes wait while the first one does some of the work by itself.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
@@ -111,7 +111,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def measure_together(
-    count: int, measure: Callable[Concatenate[Ranks, P], None], *args: P.args, **kwargs: P.kwargs
+    count: int, measure: Callable[[Ranks, *Arguments], None], *arguments: *Arguments
 ) -> None:
     """Call measure(ranks, ...) in this process and in count - 1 others, with one device each.
 
@@ -119,15 +119,12 @@ def measure_together(
     processes, and only this one reports it.
     """
     if count == 1:
-        measure(SINGLE_PROCESS, *args, **kwargs)
+        measure(SINGLE_PROCESS, *arguments)
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as rendezvous:
         others = [
-            spawn.Process(
-                target=_run_in_child,
-                args=(measure, rank, count, rendezvous, args, kwargs),
-            )
+            spawn.Process(target=_run_in_child, args=(rank, count, rendezvous, measure, *arguments))
             for rank in range(1, count)
         ]
         has_failed = threading.Event()
@@ -154,7 +151,7 @@ def measure_together(
                 target=_watch, args=(others, has_failed, interrupts), daemon=True
             )
             watch.start()
-            _join(measure, 0, count, rendezvous, args, kwargs)
+            _join(0, count, rendezvous, measure, *arguments)
             # To close their connection, others open the file in `rendezvous`. Without its folder
             # they would look for it until a timeout of minutes.
             watch.join()
@@ -175,7 +172,7 @@ def _terminate(processes: Sequence[Any]) -> None:
 
 
 def _join(
-    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
+    rank: int, count: int, rendezvous: str, measure: Callable[..., None], *arguments: Any
 ) -> None:
     """Connect to the other processes through a file in `rendezvous`, and call `measure`."""
     has_gpus = torch.cuda.is_available()
@@ -192,7 +189,7 @@ def _join(
         timeout=_COLLECTIVE_TIMEOUT,
     )
     try:
-        measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
+        measure(Ranks(rank, count, dist.group.WORLD), *arguments)
         # A process that leaves earlier would close connections that others still use.
         dist.barrier()
     finally:
@@ -200,13 +197,11 @@ def _join(
         dist.destroy_process_group()
 
 
-def _run_in_child(
-    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
-) -> None:
-    """Main function of the other processes."""
+def _run_in_child(rank: int, *arguments: Any) -> None:
+    """Main function of the other processes, with the arguments of `_join`."""
     with plain_terminal():
         try:
-            _join(measure, rank, count, rendezvous, args, kwargs)
+            _join(rank, *arguments)
         except ValueError:
             os._exit(2)
         except (OSError, RuntimeError) as error:
