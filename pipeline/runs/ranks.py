@@ -33,11 +33,8 @@ class RankFailedError(RuntimeError):
     """Another process failed in the work that all share."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What a process that failed gives the others in place of its results."""
-
-    message: str
+class _Failure(str):
+    """The message that a process which failed gives the others in place of its results."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class Ranks:
         of_all: list[Any] = [None] * self.count
         dist.all_gather_object(of_all, own, group=self.group)
         failed = [
-            f"rank {rank} failed: {one.message}"
+            f"rank {rank} failed: {one}"
             for rank, one in enumerate(of_all)
             if isinstance(one, _Failure)
         ]

@@ -220,20 +220,14 @@ class Journal:
 
     def close(self) -> None:
         """Flush and close the journal, and release its lock."""
-        with self._lock:
-            if self._file < 0:
-                return
-            try:
-                self._put_back()
-                os.fsync(self._file)
-            except JournalError:
-                raise
-            except OSError as error:
-                raise self._unwritten(error) from error
-            finally:
-                os.close(self._file)
-                os.close(self._lock_handle)
-                self._file = -1
+        try:
+            self.sync()
+        finally:
+            with self._lock:
+                if self._file >= 0:
+                    os.close(self._file)
+                    os.close(self._lock_handle)
+                    self._file = -1
 
     def _dup(self) -> int:
         if self._file < 0:
@@ -366,16 +360,9 @@ def parse_line(raw: bytes) -> dict[str, Any]:
 
 def plain_values(values: Mapping[str, float]) -> dict[str, float | str]:
     """Numbers as a line represents them. float() reads each back exactly."""
-    result: dict[str, float | str] = {}
-    for name, value in values.items():
-        number = float(value)
-        if math.isnan(number):
-            result[name] = "NaN"
-        elif math.isinf(number):
-            result[name] = "Infinity" if number > 0 else "-Infinity"
-        else:
-            result[name] = number
-    return result
+    numbers = {name: float(value) for name, value in values.items()}
+    # json.dumps writes the others as NaN, Infinity and -Infinity, which are JSON in quotes only.
+    return {name: n if math.isfinite(n) else json.dumps(n) for name, n in numbers.items()}
 
 
 def _now_ms() -> int:

@@ -38,11 +38,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     short_error,
     truncate,
 )
-from longhaul.pipeline.tracking.mlflow_run import (
-    check_active,
-    checked_parent,
-    open_run,
-)
+from longhaul.pipeline.tracking.mlflow_run import check_active, checked_parent, open_run
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -87,8 +83,6 @@ class MlflowMirror:
     """Of uploading an artifact, by the number of its line."""
 
     _offset: int = 0
-    _last_status: int = -1
-    """Position of the newest status line among those being sent."""
 
     def upload(self) -> int:
         """Send the journal's lines that MLflow does not have yet, and return their number."""
@@ -96,9 +90,6 @@ class MlflowMirror:
             self._connect()
         sent = 0
         for lines, end in parts(self.journal.read, self._offset):
-            self._last_status = max(
-                (position(line) for line in lines if line["kind"] == "status"), default=-1
-            )
             for group in _grouped(self._unsent(lines)):
                 self._send(group)
                 sent += len(group)
@@ -236,7 +227,8 @@ class MlflowMirror:
         A server that hung may execute a request that timed out here after later requests, so no
         needless request is made.
         """
-        if position(line) < self._last_status:
+        newest = self.journal.last("status")
+        if newest is not None and line["number"] < newest["number"]:
             return
         if line["status"] == "RUNNING":
             if self._client.get_run(self.run_id).info.status != "RUNNING":
@@ -261,12 +253,12 @@ class MlflowMirror:
 
     def _send_tags(self, values: Mapping[str, str]) -> None:
         """Set tags, but no other parent, and no description that may have been edited in MLflow."""
-        omitted = set()
+        tags = dict(values)
         if NOTE_TAG in self._client.get_run(self.run_id).data.tags:
-            omitted.add(NOTE_TAG)
-        if values.get(PARENT_TAG) != self.parent_run_id:
-            omitted.add(PARENT_TAG)
-        self._set_tags({name: value for name, value in values.items() if name not in omitted})
+            tags.pop(NOTE_TAG, None)
+        if tags.get(PARENT_TAG) != self.parent_run_id:
+            tags.pop(PARENT_TAG, None)
+        self._set_tags(tags)
 
     def _send_datasets(self, datasets: Iterable[Mapping[str, str]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag

@@ -62,8 +62,7 @@ class Tracker:
             run_dir: the run folder, in which the id of its MLflow run is stored.
             uri: `sqlite:///FILE`, or the address of a server.
             experiment, run_name: used if MLflow does not have the run yet.
-            params: the whole config, flat. MLflow params cannot change, so one that differs from
-                MLflow's becomes a tag `config_changed.NAME` with the current value.
+            params: the whole config, flat. One that differs from MLflow's becomes a tag.
             tags: a new value replaces the old one, except for the run's description.
             datasets: what the run reads.
             artifacts: files of the run folder to upload, such as the config.
