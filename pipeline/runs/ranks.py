@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, resource_tracker
-from typing import Any, TypeVar, TypeVarTuple
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from longhaul.pipeline.terminal.output import message, plain_terminal
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 T = TypeVar("T")
-Arguments = TypeVarTuple("Arguments")
+P = ParamSpec("P")
 _PADDING = object()
 # Long, because the other processes wait while the first one does some of the work by itself.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
@@ -33,8 +33,11 @@ class RankFailedError(RuntimeError):
     """Another process failed in the work that all share."""
 
 
-class _Failure(str):
-    """The message that a process which failed gives the others in place of its results."""
+@dataclass(frozen=True)
+class _Failure:
+    """What a process that failed gives the others in place of its results."""
+
+    message: str
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Ranks:
         of_all: list[Any] = [None] * self.count
         dist.all_gather_object(of_all, own, group=self.group)
         failed = [
-            f"rank {rank} failed: {one}"
+            f"rank {rank} failed: {one.message}"
             for rank, one in enumerate(of_all)
             if isinstance(one, _Failure)
         ]
@@ -108,7 +111,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def measure_together(
-    count: int, measure: Callable[[Ranks, *Arguments], None], *arguments: *Arguments
+    count: int, measure: Callable[Concatenate[Ranks, P], None], *args: P.args, **kwargs: P.kwargs
 ) -> None:
     """Call measure(ranks, ...) in this process and in count - 1 others, with one device each.
 
@@ -116,12 +119,15 @@ def measure_together(
     processes, and only this one reports it.
     """
     if count == 1:
-        measure(SINGLE_PROCESS, *arguments)
+        measure(SINGLE_PROCESS, *args, **kwargs)
         return
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as rendezvous:
         others = [
-            spawn.Process(target=_run_in_child, args=(rank, count, rendezvous, measure, *arguments))
+            spawn.Process(
+                target=_run_in_child,
+                args=(measure, rank, count, rendezvous, args, kwargs),
+            )
             for rank in range(1, count)
         ]
         has_failed = threading.Event()
@@ -148,7 +154,7 @@ def measure_together(
                 target=_watch, args=(others, has_failed, interrupts), daemon=True
             )
             watch.start()
-            _join(0, count, rendezvous, measure, *arguments)
+            _join(measure, 0, count, rendezvous, args, kwargs)
             # To close their connection, others open the file in `rendezvous`. Without its folder
             # they would look for it until a timeout of minutes.
             watch.join()
@@ -169,7 +175,7 @@ def _terminate(processes: Sequence[Any]) -> None:
 
 
 def _join(
-    rank: int, count: int, rendezvous: str, measure: Callable[..., None], *arguments: Any
+    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
 ) -> None:
     """Connect to the other processes through a file in `rendezvous`, and call `measure`."""
     has_gpus = torch.cuda.is_available()
@@ -186,7 +192,7 @@ def _join(
         timeout=_COLLECTIVE_TIMEOUT,
     )
     try:
-        measure(Ranks(rank, count, dist.group.WORLD), *arguments)
+        measure(Ranks(rank, count, dist.group.WORLD), *args, **kwargs)
         # A process that leaves earlier would close connections that others still use.
         dist.barrier()
     finally:
@@ -194,11 +200,13 @@ def _join(
         dist.destroy_process_group()
 
 
-def _run_in_child(rank: int, *arguments: Any) -> None:
-    """Main function of the other processes, with the arguments of `_join`."""
+def _run_in_child(
+    measure: Callable[..., None], rank: int, count: int, rendezvous: str, args: Any, kwargs: Any
+) -> None:
+    """Main function of the other processes."""
     with plain_terminal():
         try:
-            _join(rank, *arguments)
+            _join(measure, rank, count, rendezvous, args, kwargs)
         except ValueError:
             os._exit(2)
         except (OSError, RuntimeError) as error:

@@ -26,7 +26,7 @@ def test_results_are_exchanged_over_gloo_on_gpus_too(
         backends.append(dist.get_backend_config(ranks.group))
         assert ranks.gather(["a result"]) == ["a result"]
 
-    _join(0, 1, str(tmp_path), measure)
+    _join(measure, 0, 1, str(tmp_path), (), {})
     assert devices == [0]
     assert "nccl" not in backends[0]
     assert not dist.is_initialized()
