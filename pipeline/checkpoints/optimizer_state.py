@@ -16,7 +16,7 @@ from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 def training_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """All tensors, not copied, as `model/NAME` and `optimizer/NAME/KEY`."""
     tensors = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
-    names = _parameter_names(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items():
             tensors[f"optimizer/{names[id(parameter)]}/{key}"] = value
@@ -78,8 +78,3 @@ def _room_for(saved: SavedCheckpoint, name: str, key: str, parameter: nn.Paramet
     if key == "step":
         return torch.zeros((), dtype=dtype, device=parameter.device)
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-
-
-def _parameter_names(model: nn.Module) -> dict[int, str]:
-    """Parameter names, keyed by id(parameter)."""
-    return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -48,7 +48,6 @@ class SavedCheckpoint:
         self.path = path
         self._rank_group = rank_group
         names = verified or ask_first_rank(rank_group, partial(verify, path, groups or None))
-        self._state_text = _state_text(path)
         self._reader = HuggingFaceStorageReader(str(path))
         # Otherwise the reader would read all files of the folder, unverified ones included.
         self._reader.fs = _ListedFiles(names)
@@ -56,7 +55,7 @@ class SavedCheckpoint:
 
     def state(self, schema: type[_Answer]) -> _Answer:
         """What the checkpoint holds beside tensors. CheckpointError if it is something else."""
-        return _parsed_state(self.path, self._state_text, schema)
+        return read_state(self.path, schema)
 
     def check_group(self, group: str, wanted: Mapping[str, Tensor]) -> None:
         """Raise CheckpointError unless a group has tensors of these names and shapes, and no more.
@@ -65,35 +64,21 @@ class SavedCheckpoint:
             group: such as "model".
             wanted: tensors by name without the prefix GROUP/.
         """
-        found = {
-            name.removeprefix(f"{group}/"): entry
-            for name, entry in self.tensors.items()
-            if name.startswith(f"{group}/")
-        }
-        for name in sorted(found.keys() | wanted.keys()):
-            size = found[name].size if name in found else None
-            shape = wanted[name].shape if name in wanted else None
-            if size != shape:
-                raise CheckpointError(
-                    f"checkpoint {self.path}: found {_shape(size)} for {group}/{name}, wanted "
-                    f"{_shape(shape)}"
-                )
-            dtype = found[name].properties.dtype
+        found = {name for name in self.tensors if name.startswith(f"{group}/")}
+        shapes = {f"{group}/{name}": tensor.shape for name, tensor in wanted.items()}
+        for name in sorted(found | shapes.keys()):
+            self._check_shape(name, shapes.get(name))
+            dtype = self.tensors[name].properties.dtype
             if not dtype.is_floating_point:
                 raise CheckpointError(
-                    f"checkpoint {self.path}: found {dtype} for {group}/{name}, wanted a "
-                    "floating-point type"
+                    f"checkpoint {self.path}: found {dtype} for {name}, wanted a floating-point "
+                    "type"
                 )
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """Fill these tensors in place: a DTensor with this rank's shard, others with all values."""
         for name, tensor in into.items():
-            if name not in self.tensors or self.tensors[name].size != tensor.shape:
-                found = self.tensors[name].size if name in self.tensors else None
-                raise CheckpointError(
-                    f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted "
-                    f"{_shape(tensor.shape)}"
-                )
+            self._check_shape(name, tensor.shape)
         if not into:
             return
         try:
@@ -127,6 +112,13 @@ class SavedCheckpoint:
         self.read(full)
         return {name.removeprefix(f"{group}/"): tensor for name, tensor in full.items()}
 
+    def _check_shape(self, name: str, wanted: torch.Size | None) -> None:
+        found = self.tensors[name].size if name in self.tensors else None
+        if found != wanted:
+            raise CheckpointError(
+                f"checkpoint {self.path}: found {_shape(found)} for {name}, wanted {_shape(wanted)}"
+            )
+
     def _read_metadata(self) -> dict[str, TensorStorageMetadata]:
         """Sizes and types of all tensors, whose shards must fill them."""
         try:
@@ -156,22 +148,9 @@ def read_state(checkpoint: Path, schema: type[_Answer]) -> _Answer:
     Raises:
         CheckpointError: it is something else.
     """
-    return _parsed_state(checkpoint, _state_text(checkpoint), schema)
-
-
-def _state_text(checkpoint: Path) -> bytes:
     try:
-        return read_regular(checkpoint / STATE, _MOST_STATE_BYTES)
+        return parse_json(schema, read_regular(checkpoint / STATE, _MOST_STATE_BYTES), STATE)
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
-        ) from error
-
-
-def _parsed_state(checkpoint: Path, content: bytes, schema: type[_Answer]) -> _Answer:
-    try:
-        return parse_json(schema, content, STATE)
-    except ValueError as error:
         raise CheckpointError(
             f"checkpoint {checkpoint} cannot be read: {one_line(error)}"
         ) from error

@@ -25,10 +25,6 @@ def capture_rng() -> dict[str, Tensor]:
     """
     version, words, kept = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
-    if numpy_state["bit_generator"] != "MT19937":
-        raise ValueError(
-            f"numpy's global generator: found {numpy_state['bit_generator']}, wanted MT19937"
-        )
     twister = numpy_state["state"]
     state = {
         "python": torch.tensor([version, *words], dtype=torch.int64),

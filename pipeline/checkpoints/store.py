@@ -70,10 +70,6 @@ class CheckpointStore:
             group: gloo process group of the ranks that save together. It must be used for nothing
                 else, since saves communicate at the same time as training. None for one process.
         """
-        if keep_last < 1:
-            raise ValueError(f"keep_last: found {keep_last}, wanted 1 or more checkpoints")
-        if keep_every is not None and keep_every < 1:
-            raise ValueError(f"keep_every: found {keep_every}, wanted 1 or more steps, or None")
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
@@ -329,6 +325,8 @@ class _Stager(AsyncStager):
     DefaultStager of torch 2.11 can do so once.
     """
 
+    _synchronize_after_execute = False  # `stage` has waited
+
     def __init__(self, *, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
         self._stager = StateDictStager(pin_memory=is_pinned, share_memory=False)
@@ -338,10 +336,6 @@ class _Stager(AsyncStager):
         if self._is_pinned:
             torch.accelerator.synchronize()
         return copies
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return False
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for."""

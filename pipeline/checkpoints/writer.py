@@ -12,7 +12,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ from longhaul.pipeline.checkpoints.integrity import CheckpointError, checksum
 
 # Largest file. Each is read back after it was written, which takes this much additional memory.
 _MAX_FILE_BYTES = 1 << 29
-
-
-@dataclass(frozen=True)
-class _WrittenFile:
-    """What a rank reports to rank 0, which writes the checksums."""
-
-    name: str
-    checksum: dict[str, Any]
 
 
 class CheckpointWriter(StorageWriter):
@@ -82,15 +74,14 @@ class CheckpointWriter(StorageWriter):
         for name, items in _split_into_files(plan):
             tensors = {item.index.fqn: _cpu_tensor(planner.resolve_data(item)) for item in items}
             offsets = {item.index.fqn: list(item.index.offset or ()) for item in items}
-            written = _WrittenFile(name, _write_tensors(self.folder / name, tensors, offsets))
+            written = name, _write_tensors(self.folder / name, tensors, offsets)
             results += [WriteResult(item.index, _bytes(item), written) for item in items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        written = [one.storage_data for of_rank in results for one in of_rank]
-        self._end({file.name: file.checksum for file in written})
+        self._end(dict(one.storage_data for of_rank in results for one in of_rank))
 
 
 def _split_into_files(plan: SavePlan) -> Iterator[tuple[str, list[WriteItem]]]:

@@ -19,7 +19,7 @@ from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
 from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
-from longhaul.pipeline.runs.checks import check_run
+from longhaul.pipeline.runs.data import check_run
 from longhaul.pipeline.runs.folder import RunFolder, load_run, remember_named
 from longhaul.pipeline.runs.named_keys import SUBMITTED
 from longhaul.pipeline.runs.sweep import read_sweep, remember_sweep, with_absolute_root

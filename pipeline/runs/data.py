@@ -11,12 +11,27 @@ from contextlib import contextmanager
 from longhaul.configs import ConfigError, RunConfig
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus, corpus_of, find_corpora, load_corpus
-from longhaul.datamodules.urls import at_home
+from longhaul.datamodules.urls import at_home, is_remote
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
 
 # The folder in RUN/data of each key of the config that names a corpus.
 _RECORDS = {"manifest": "train", "validation_manifest": "validation"}
+
+
+def check_run(config: RunConfig) -> None:
+    """Raise ConfigError if a run of that name is another one, or if there are no such data.
+
+    For a run that another process will begin, to which remote data are left.
+    """
+    RunFolder.of(config).check_same_run(config)
+    for key in _RECORDS:
+        location = getattr(config.data, key)
+        if location is not None and not is_remote(location):
+            try:
+                corpus_of(config.data, key)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"data.{key}: {error}") from error
 
 
 def record_data(folder: RunFolder, data: DataConfig) -> None:

@@ -6,13 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from longhaul.configs import (
-    ConfigError,
-    RunConfig,
-    load_run_config,
-    load_stored_config,
-    to_yaml,
-)
+from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import flatten, to_dict
 from longhaul.configs.run_folders import has_run, run_folder_of
 from longhaul.configs.schema import TrackingConfig

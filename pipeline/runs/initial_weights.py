@@ -28,47 +28,41 @@ def load_initial_weights(model: LanguageModel, start_from: str) -> Path:
         CheckpointError: the checkpoint is damaged.
     """
     try:
-        source, before, now = _compared_configs(start_from, model.config)
+        return _load(model, start_from)
     except ValueError as error:
         raise ConfigError(f"trainer.start_from: {error}") from error
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise ConfigError(
-                f"trainer.start_from: found {key} {before.get(key)!r} in {source}, "
-                f"wanted {now.get(key)!r} as in this run's model"
-            )
-    try:
-        weights = (
-            exported_weights(source)
-            if is_exported(source)
-            else SavedCheckpoint(source, "model").read_group("model")
-        )
-    except ValueError as error:
-        raise ConfigError(f"trainer.start_from: {error}") from error
+
+
+def _load(model: LanguageModel, start_from: str) -> Path:
+    if is_exported(start_from):
+        source = Path(start_from)
+        _compare_options(exported_model(source), model.config, source)
+        weights = exported_weights(source)
+    else:
+        folder, source = find_checkpoint(start_from)
+        _compare_options(stored_config(folder).model, model.config, source)
+        weights = SavedCheckpoint(source, "model").read_group("model")
     wanted = model.state_dict()
     for name in sorted(weights.keys() | wanted.keys()):
         if name not in weights and "initial_state" in name.split("."):
             continue
         if name not in weights or name not in wanted or weights[name].shape != wanted[name].shape:
-            raise ConfigError(
-                f"trainer.start_from: found {_shape(weights.get(name))} for {name} in {source}, "
-                f"wanted {_shape(wanted.get(name))} as in this run's model"
+            raise ValueError(
+                f"found {_shape(weights.get(name))} for {name} in {source}, wanted "
+                f"{_shape(wanted.get(name))} as in this run's model"
             )
     model.load_state_dict(weights, strict=False)
     return source
 
 
-def _compared_configs(
-    start_from: str, model: LanguageModelConfig
-) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The source of the weights, and the options to compare: the source's and the model's."""
-    if is_exported(start_from):
-        source = Path(start_from)
-        before = exported_model(source)
-    else:
-        folder, source = find_checkpoint(start_from)
-        before = stored_config(folder).model
-    return source, _weight_options(before), _weight_options(model)
+def _compare_options(found: LanguageModelConfig, wanted: LanguageModelConfig, source: Path) -> None:
+    before, now = _weight_options(found), _weight_options(wanted)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            raise ValueError(
+                f"found {key} {before.get(key)!r} in {source}, wanted {now.get(key)!r} as in this "
+                "run's model"
+            )
 
 
 def _weight_options(model: LanguageModelConfig) -> dict[str, Any]:

@@ -78,7 +78,22 @@ def load_trained_model(
     """
 
     def load(folder: RunFolder, checkpoint: Path) -> TrainedModel:
-        return _load(folder, checkpoint, positions, factor, ranks, device)
+        config = stored_config(folder)
+        scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
+        saved = SavedCheckpoint(checkpoint, "model")
+        with torch.device("meta"):
+            model = LanguageModel(config.model)
+        model.set_positions(scaling)
+        saved.check_group("model", model.state_dict())
+        model.load_state_dict(saved.read_group("model"), assign=True)
+        place = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        model.to(place).eval()
+        step = saved.state(TrainingState).progress.step
+        corpus = training_corpus(folder, config)
+        checksums = read_regular(checkpoint / CHECKSUMS, 16 << 20)
+        return TrainedModel(
+            model, config, folder, checkpoint, step, place, scaling, corpus, checksums, ranks
+        )
 
     use_private_caches()
     return read_checkpoint(run_or_checkpoint, load, ranks)
@@ -130,32 +145,6 @@ def _was_pruned(checkpoint: Path) -> bool:
         return False
     logger.info("%s was removed by its run while it was read; the newest is read", checkpoint)
     return True
-
-
-def _load(
-    folder: RunFolder,
-    checkpoint: Path,
-    positions: str,
-    factor: float,
-    ranks: Ranks,
-    device: torch.device | None,
-) -> TrainedModel:
-    config = stored_config(folder)
-    scaling = PositionScaling(name=positions, factor=factor, context=config.data.context)
-    saved = SavedCheckpoint(checkpoint, "model")
-    with torch.device("meta"):
-        model = LanguageModel(config.model)
-    model.set_positions(scaling)
-    saved.check_group("model", model.state_dict())
-    model.load_state_dict(saved.read_group("model"), assign=True)
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model.to(device).eval()
-    step = saved.state(TrainingState).progress.step
-    corpus = training_corpus(folder, config)
-    checksums = read_regular(checkpoint / CHECKSUMS, 16 << 20)
-    return TrainedModel(
-        model, config, folder, checkpoint, step, device, scaling, corpus, checksums, ranks
-    )
 
 
 def find_checkpoint(run_or_checkpoint: str | Path) -> tuple[RunFolder, Path]:

@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from types import TracebackType
 from typing import NoReturn, TextIO
 
 from tqdm import tqdm
@@ -42,12 +41,7 @@ class TokenProgress:
     def __enter__(self) -> "TokenProgress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

@@ -18,9 +18,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,6 +46,7 @@ EXIT_BUSY = 73
 
 _Number = float | Literal["NaN", "Infinity", "-Infinity"]
 _Values = dict[str, _Number]
+_Part = tuple[list[dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Journal:
         """
         self.path = path
         self._lock = threading.Lock()
+        self._last: dict[str, dict[str, Any]] = {}
+        self._is_away = False  # and this was told
         self._lock_path = path.with_name(f"{path.name}.lock")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,18 +153,16 @@ class Journal:
             seconds = LOCK_AGAIN_S if "SLURM_RESTART_COUNT" in os.environ else 0.0
             self._lock_handle = _lock_file(self._lock_path, seconds)
             self._file = open_to_write(path, os.O_RDWR | os.O_APPEND)
-            _cut_incomplete_line(self._file)
+            complete = 0
+            for lines, end in parts(self.read):
+                self._last.update((line["kind"], line) for line in lines)
+                complete = end
+            if complete != os.fstat(self._file).st_size:
+                os.ftruncate(self._file, complete)
         except JournalError:
             raise
         except OSError as error:
             raise JournalError(f"{path} cannot be opened: {error.strerror or error}") from error
-        self._is_away = False  # and this was told
-        self._last: dict[str, dict[str, Any]] = {}
-        offset, end = -1, 0
-        while offset != end:
-            offset = end
-            lines, end = self.read(offset)
-            self._last.update((line["kind"], line) for line in lines)
 
     def append(self, kind: str, step: int, values: Mapping[str, float]) -> bool:
         """Record the values of a step. False if the kind already has this step or a later one."""
@@ -207,7 +209,7 @@ class Journal:
         finally:
             os.close(handle)
 
-    def read(self, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    def read(self, offset: int = 0) -> _Part:
         """As `read_lines`, but of the file that this process writes, whatever has its name."""
         with self._lock:
             handle = self._dup()
@@ -218,20 +220,14 @@ class Journal:
 
     def close(self) -> None:
         """Flush and close the journal, and release its lock."""
-        with self._lock:
-            if self._file < 0:
-                return
-            try:
-                self._put_back()
-                os.fsync(self._file)
-            except JournalError:
-                raise
-            except OSError as error:
-                raise self._unwritten(error) from error
-            finally:
-                os.close(self._file)
-                os.close(self._lock_handle)
-                self._file = -1
+        try:
+            self.sync()
+        finally:
+            with self._lock:
+                if self._file >= 0:
+                    os.close(self._file)
+                    os.close(self._lock_handle)
+                    self._file = -1
 
     def _dup(self) -> int:
         if self._file < 0:
@@ -290,12 +286,9 @@ class Journal:
 def parsed_positions(text: str) -> dict[str, int]:
     """The positions in a tag. Nothing if someone has changed it: all lines are then sent again."""
     try:
-        found = json.loads(text)
+        return parse_json(dict[str, int], text, "positions")
     except ValueError:
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {kind: value for kind, value in found.items() if type(value) is int}
 
 
 def position(line: Mapping[str, Any]) -> int:
@@ -303,7 +296,7 @@ def position(line: Mapping[str, Any]) -> int:
     return int(line["number"] if "number" in line else line["step"])
 
 
-def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: Path, offset: int = 0) -> _Part:
     """Read some complete lines from a byte offset on, and return them with the offset after them.
 
     The returned offset equals the given one if there are no more lines. An incomplete last line is
@@ -314,19 +307,27 @@ def read_lines(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
         return _read_lines(file.fileno(), path, offset)
 
 
+def parts(read: Callable[[int], _Part], offset: int = 0) -> Iterator[_Part]:
+    """All further lines in parts, and the offset after each; `read` is as `read_lines`."""
+    while True:
+        lines, end = read(offset)
+        if end == offset:
+            return
+        yield lines, end
+        offset = end
+
+
 def last_status(path: Path) -> str | None:
     """The newest status in a journal, None if there is none that can be read."""
-    status, offset, end = None, -1, 0
+    status = None
     with suppress(OSError, ValueError):
-        while offset != end:
-            offset = end
-            lines, end = read_lines(path, offset)
+        for lines, _ in parts(partial(read_lines, path)):
             for line in lines:
                 status = line["status"] if line["kind"] == "status" else status
     return status
 
 
-def _read_lines(handle: int, path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+def _read_lines(handle: int, path: Path, offset: int) -> _Part:
     # Not all at once: a long run's journal has tens of megabytes, and several times that when
     # parsed.
     content = os.pread(handle, _READ_BYTES, offset)
@@ -359,16 +360,9 @@ def parse_line(raw: bytes) -> dict[str, Any]:
 
 def plain_values(values: Mapping[str, float]) -> dict[str, float | str]:
     """Numbers as a line represents them. float() reads each back exactly."""
-    result: dict[str, float | str] = {}
-    for name, value in values.items():
-        number = float(value)
-        if math.isnan(number):
-            result[name] = "NaN"
-        elif math.isinf(number):
-            result[name] = "Infinity" if number > 0 else "-Infinity"
-        else:
-            result[name] = number
-    return result
+    numbers = {name: float(value) for name, value in values.items()}
+    # json.dumps writes the others as NaN, Infinity and -Infinity, which are JSON in quotes only.
+    return {name: n if math.isfinite(n) else json.dumps(n) for name, n in numbers.items()}
 
 
 def _now_ms() -> int:
@@ -413,16 +407,3 @@ def _is_at(path: Path, handle: int) -> bool:
         return os.path.samestat(path.lstat(), os.fstat(handle))
     except OSError:
         return False
-
-
-def _cut_incomplete_line(handle: int) -> None:
-    end = size = os.fstat(handle).st_size
-    while end > 0:
-        begin = max(0, end - 65_536)
-        newline = os.pread(handle, end - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            end = begin + newline + 1
-            break
-        end = begin
-    if end != size:
-        os.ftruncate(handle, end)

@@ -18,7 +18,9 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from longhaul.datamodules.files.untrusted import copy_regular, inner_path
 from longhaul.datamodules.named import is_named
 from longhaul.datamodules.urls import SQLITE, is_remote, local_path
-from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, position
+from longhaul.pipeline.tracking.metrics_journal import Journal, parsed_positions, parts, position
 from longhaul.pipeline.tracking.mlflow_limits import (
     MAX_NAME_CHARACTERS,
     MAX_PARAM_CHARACTERS,
@@ -36,12 +38,7 @@ from longhaul.pipeline.tracking.mlflow_limits import (
     short_error,
     truncate,
 )
-from longhaul.pipeline.tracking.mlflow_run import (
-    check_active,
-    checked_parent,
-    open_run,
-    stored_run_id,
-)
+from longhaul.pipeline.tracking.mlflow_run import check_active, checked_parent, open_run
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -65,60 +62,41 @@ _MOST_ARTIFACT_BYTES = 256 << 20
 _MAX_ATTEMPTS = 5
 
 
+@dataclass(kw_only=True)
 class MlflowMirror:
     """Uploads one journal to the MLflow run of a run folder. Only one thread may use it.
 
     `upload` may raise any error of MLflow. When it is called again it continues.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        journal: Journal,
-        *,
-        uri: str,
-        experiment: str,
-        run_name: str,
-        is_training: bool,
-        parent_run_id: str | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.journal = journal
-        self.uri = uri
-        self.experiment = experiment
-        self.run_name = run_name
-        self.is_training = is_training
-        self.parent_run_id = parent_run_id
-        self.run_id = ""
-        self._connection: MlflowClient | None = None
-        self._uploaded: dict[str, int] = {}
-        self._attempts: dict[tuple[str, int], int] = {}
-        self._offset = 0
-        self._last_status = -1  # position of the newest status line among those being sent
-        self._losses = _Losses(run_name)
+    run_dir: Path
+    journal: Journal
+    uri: str
+    experiment: str
+    run_name: str
+    is_training: bool
+    parent_run_id: str | None
+    run_id: str = ""
+    _connection: "MlflowClient | None" = None
+    _uploaded: dict[str, int] = field(default_factory=dict)
+    _attempts: Counter[int] = field(default_factory=Counter)
+    """Of uploading an artifact, by the number of its line."""
+
+    _offset: int = 0
 
     def upload(self) -> int:
         """Send the journal's lines that MLflow does not have yet, and return their number."""
         if self._connection is None:
             self._connect()
         sent = 0
-        while True:
-            lines, end = self.journal.read(self._offset)
-            if end == self._offset:
-                return sent
-            self._last_status = max(
-                (position(line) for line in lines if line["kind"] == "status"), default=-1
-            )
+        for lines, end in parts(self.journal.read, self._offset):
             for group in _grouped(self._unsent(lines)):
                 self._send(group)
                 sent += len(group)
             self._losses.read(lines)
             self._offset = end
             self._send_to_parent()
-
-    def known_run_id(self) -> str | None:
-        """The id of the MLflow run, None if it has not been created."""
-        return self.run_id or stored_run_id(self.run_dir)
+        return sent
 
     def disconnect(self) -> bool:
         """Drop the connection, and tell whether there was one. The next `upload` looks for the run
@@ -128,13 +106,8 @@ class MlflowMirror:
 
     def num_unsent(self) -> int:
         """Number of lines of the journal that have not been sent, as far as this process knows."""
-        count, offset = 0, self._offset
-        while True:
-            lines, end = self.journal.read(offset)
-            if end == offset:
-                return count
-            count += len(self._unsent(lines))
-            offset = end
+        further = parts(self.journal.read, self._offset)
+        return sum(len(self._unsent(lines)) for lines, _ in further)
 
     @property
     def _client(self) -> "MlflowClient":
@@ -192,9 +165,8 @@ class MlflowMirror:
         if not is_refusal(error):
             if line["kind"] != "artifact":
                 return False
-            key = (line["kind"], position(line))
-            self._attempts[key] = self._attempts.get(key, 0) + 1
-            if self._attempts[key] < _MAX_ATTEMPTS:
+            self._attempts[line["number"]] += 1
+            if self._attempts[line["number"]] < _MAX_ATTEMPTS:
                 return False
         check_active(self._client.get_run(self.run_id))
         return True
@@ -255,7 +227,8 @@ class MlflowMirror:
         A server that hung may execute a request that timed out here after later requests, so no
         needless request is made.
         """
-        if position(line) < self._last_status:
+        newest = self.journal.last("status")
+        if newest is not None and line["number"] < newest["number"]:
             return
         if line["status"] == "RUNNING":
             if self._client.get_run(self.run_id).info.status != "RUNNING":
@@ -280,30 +253,26 @@ class MlflowMirror:
 
     def _send_tags(self, values: Mapping[str, str]) -> None:
         """Set tags, but no other parent, and no description that may have been edited in MLflow."""
-        omitted = set()
+        tags = dict(values)
         if NOTE_TAG in self._client.get_run(self.run_id).data.tags:
-            omitted.add(NOTE_TAG)
-        if values.get(PARENT_TAG) != self.parent_run_id:
-            omitted.add(PARENT_TAG)
-        self._set_tags({name: value for name, value in values.items() if name not in omitted})
+            tags.pop(NOTE_TAG, None)
+        if tags.get(PARENT_TAG) != self.parent_run_id:
+            tags.pop(PARENT_TAG, None)
+        self._set_tags(tags)
 
     def _send_datasets(self, datasets: Iterable[Mapping[str, str]]) -> None:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        inputs = []
-        for fields in datasets:
-            inputs.append(
-                DatasetInput(
-                    Dataset(
-                        fields["name"],
-                        fields["digest"],
-                        fields["source_type"],
-                        fields["source"],
-                        profile=fields["profile"],
-                    ),
-                    [InputTag("mlflow.data.context", fields["context"])],
-                )
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    *(one["name"], one["digest"], one["source_type"], one["source"]),
+                    profile=one["profile"],
+                ),
+                [InputTag("mlflow.data.context", one["context"])],
             )
+            for one in datasets
+        ]
         self._client.log_inputs(self.run_id, inputs)
 
     def _set_tags(self, values: Mapping[str, str]) -> None:

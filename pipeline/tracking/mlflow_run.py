@@ -299,10 +299,7 @@ def _experiment_id(client: "MlflowClient", uri: str, name: str) -> str:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-        known = client.get_experiment_by_name(name)
-        if known is None:
-            raise
-        return known.experiment_id  # Another process was faster.
+        return _experiment_id(client, uri, name)  # Another process was faster.
 
 
 def _check_unnamed(path: Path) -> None:

@@ -24,7 +24,12 @@ from longhaul.pipeline.system.waiting import (
 from longhaul.pipeline.tracking.metrics_journal import Dataset, Journal, plain_values, position
 from longhaul.pipeline.tracking.mlflow_limits import is_lasting, short_error, without_secrets
 from longhaul.pipeline.tracking.mlflow_mirror import PARENT_TAG, MlflowMirror
-from longhaul.pipeline.tracking.mlflow_run import ENVIRONMENT, absolute_uri, load_mlflow
+from longhaul.pipeline.tracking.mlflow_run import (
+    ENVIRONMENT,
+    absolute_uri,
+    load_mlflow,
+    stored_run_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +62,7 @@ class Tracker:
             run_dir: the run folder, in which the id of its MLflow run is stored.
             uri: `sqlite:///FILE`, or the address of a server.
             experiment, run_name: used if MLflow does not have the run yet.
-            params: the whole config, flat. MLflow params cannot change, so one that differs from
-                MLflow's becomes a tag `config_changed.NAME` with the current value.
+            params: the whole config, flat. One that differs from MLflow's becomes a tag.
             tags: a new value replaces the old one, except for the run's description.
             datasets: what the run reads.
             artifacts: files of the run folder to upload, such as the config.
@@ -75,8 +79,8 @@ class Tracker:
         name = "metrics" if is_training else "evaluation"
         self._journal = Journal(self._run_dir / "logs" / f"{name}.jsonl")
         self._mirror = MlflowMirror(
-            self._run_dir,
-            self._journal,
+            run_dir=self._run_dir,
+            journal=self._journal,
             uri=uri,
             experiment=experiment,
             run_name=run_name,
@@ -100,16 +104,11 @@ class Tracker:
         # Not in the thread, because other threads may be reading the environment in C code.
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        last = self._journal.last("status")
-        if self._is_training and (last is None or last["status"] != "RUNNING"):
-            self._journal.add("status", status="RUNNING")
-        for kind, values in (("params", self._params), ("tags", self._tags)):
-            before = self._journal.last(kind)
-            if values and (before is None or before["values"] != values):
-                self._journal.add(kind, values=values)
-        last = self._journal.last("datasets")
-        if self._datasets and (last is None or last["datasets"] != self._datasets):
-            self._journal.add("datasets", datasets=self._datasets)
+        if self._is_training:
+            self._add_if_new("status", "status", "RUNNING")
+        self._add_if_new("params", "values", self._params)
+        self._add_if_new("tags", "values", self._tags)
+        self._add_if_new("datasets", "datasets", self._datasets)
         for path in self._artifacts:
             self.log_artifact(path)
         self._thread.start()
@@ -118,7 +117,7 @@ class Tracker:
     def run_id(self) -> str | None:
         """The MLflow run's id, None if MLflow has never been reached, as far as can be read."""
         try:
-            return self._mirror.known_run_id()
+            return self._mirror.run_id or stored_run_id(self._run_dir)
         except (OSError, ValueError):  # the upload tells of it
             return None
 
@@ -196,47 +195,45 @@ class Tracker:
             )
         return num_unsent == 0
 
+    def _add_if_new(self, kind: str, field: str, value: Any) -> None:
+        """Record an event, unless there is nothing to say or the last one said it."""
+        last = self._journal.last(kind)
+        if value and (last is None or last[field] != value):
+            self._journal.add(kind, **{field: value})
+
     def _relative(self, path: Path) -> str:
         return str(path.absolute().relative_to(self._run_dir))
 
     def _upload_repeatedly(self) -> None:
         """The thread: upload and wait in turn, with longer waits while MLflow is unavailable."""
         backoff = 0.0
-        unavailable_since: float | None = None
-        is_imported = False
         while True:
             # Read before the upload, so that the last upload includes all that was logged before
             # the stop.
             is_last = self._stop.is_set()
             try:
-                if not is_imported:
-                    load_mlflow(self._mirror.uri)
-                    is_imported = True
+                load_mlflow(self._mirror.uri)
                 # A crash of the machine must not lose a line that MLflow has: the resumed run would
                 # write that step again, with another time, and MLflow would have it twice.
                 self._journal.sync()
                 num_sent = self._mirror.upload()
             except Exception as error:
                 is_in_vain = not self._mirror.disconnect() and is_lasting(error)
-                self._failure = short_error(error)
                 backoff = min(MAX_BACKOFF_S, max(1.0, 2 * backoff))
-                if unavailable_since is None:
-                    unavailable_since = time.monotonic()
+                if self._failure is None:
                     logger.warning(
                         "MLflow at %s does not take metrics; they are kept in %s until it does: %s",
-                        without_secrets(self._mirror.uri),
-                        self._journal.path,
-                        self._failure,
+                        *(without_secrets(self._mirror.uri), self._journal.path),
+                        short_error(error),
                     )
+                self._failure = short_error(error)
                 if is_last and is_in_vain:
                     return
             else:
+                if self._failure is not None:
+                    logger.warning("MLflow is back; %d lines sent", num_sent)
                 self._failure = None
                 backoff = 0.0
-                if unavailable_since is not None:
-                    seconds = time.monotonic() - unavailable_since
-                    logger.warning("MLflow is back after %.0f s; %d lines sent", seconds, num_sent)
-                    unavailable_since = None
                 if is_last:
                     return
             if is_last:
@@ -245,18 +242,16 @@ class Tracker:
                     return
                 time.sleep(pause)
             else:
-                self._log_system_metrics(is_imported)
+                self._log_system_metrics()
                 self._stop.wait(max(UPLOAD_EVERY_S, backoff))
 
-    def _log_system_metrics(self, is_imported: bool) -> None:
+    def _log_system_metrics(self) -> None:
         """Log the machine's load, with the collectors of MLflow's own system monitor.
 
         That monitor itself sends directly to the server, ends at the first failure, and loses what
         it had measured. Through the journal, system metrics are as safe as the other metrics.
         """
-        if not (
-            is_imported and self._is_training and time.monotonic() >= self._next_system_metrics
-        ):
+        if not self._is_training or time.monotonic() < self._next_system_metrics:
             return
         self._next_system_metrics = time.monotonic() + SYSTEM_METRICS_EVERY_S
         try:

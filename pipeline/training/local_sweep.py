@@ -17,7 +17,7 @@ import torch
 from longhaul.configs import ConfigError, RunConfig, to_yaml
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import open_to_write
-from longhaul.pipeline.runs.checks import check_run
+from longhaul.pipeline.runs.data import check_run
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.sweep import Sweep
 from longhaul.pipeline.system.devices import uses_gpu

@@ -12,7 +12,7 @@ import pytest
 
 from longhaul.configs import ConfigError, load_run_config
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.runs.checks import check_run
+from longhaul.pipeline.runs.data import check_run
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 
