@@ -14,11 +14,7 @@ from longhaul.pipeline.reporting.page import write_page
 from longhaul.pipeline.reporting.runs import read_runs
 from longhaul.pipeline.reporting.tables import TABLES
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
-from longhaul.pipeline.system.atomic_folder import (
-    atomic_folder,
-    new_or_empty_folder,
-    write_listing,
-)
+from longhaul.pipeline.system.atomic_folder import atomic_folder, new_or_empty_folder, write_listing
 
 logger = logging.getLogger(__name__)
 

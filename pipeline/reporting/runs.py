@@ -404,11 +404,7 @@ def _history(
 
 
 def _points(
-    client: "MlflowClient",
-    run_id: str,
-    name: str,
-    metrics: Mapping[str, float],
-    config: RunConfig,
+    client: "MlflowClient", run_id: str, name: str, metrics: Mapping[str, float], config: RunConfig
 ) -> list[Point]:
     # All updates have the same number of tokens; a resumed run cannot change it.
     tokens_per_update = config.optim.tokens_per_update

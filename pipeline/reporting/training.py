@@ -5,13 +5,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from longhaul.pipeline.reporting.caveats import caveats, seeds_of
-from longhaul.pipeline.reporting.comparison import (
-    BANDS,
-    at_the_end,
-    budgets,
-    lines,
-    training_loss,
-)
+from longhaul.pipeline.reporting.comparison import BANDS, at_the_end, budgets, lines, training_loss
 from longhaul.pipeline.reporting.drawing import Figure, Row, Series
 from longhaul.pipeline.reporting.runs import Point, Run
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
