@@ -51,7 +51,6 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             + (left_out if missing else ""),
             caveats=caveats(part, runs, measure.losses, _tokens_at_sequences(part)),
             reference=part.bigram_line(),
-            x_label="training context (tokens)",
             y_label="training loss (nats per token)",
             series=lines(part, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
             columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
@@ -59,8 +58,6 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
                 [*part.leading_cells(run), run.seed, part.sequences, measure.losses[run.run_id]]
                 for run in runs
             ],
-            x_axis="context",
-            x_ticks=[run.context for run in runs],
             bytes_per_token=part.bytes_per_token,
         )
 
@@ -77,7 +74,6 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
             caption=f"{budgets(runs)} {seeds_of(part, runs)} {BANDS}",
             caveats=caveats(part, runs, at_the_end(part).losses, lambda run: run.budget),
             reference=part.bigram_line(),
-            x_label="training context (tokens)",
             y_label="validation loss (nats per token)",
             series=lines(part, [(run, run.context, run.final_loss) for run in runs]),
             columns=[*LEADING_COLUMNS, "seed", "tokens", "validation_loss_nats"],
@@ -85,8 +81,6 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
                 [*part.leading_cells(run), run.seed, run.validation[-1].tokens, run.final_loss]
                 for run in runs
             ],
-            x_axis="context",
-            x_ticks=[run.context for run in runs],
             bytes_per_token=part.bytes_per_token,
         )
 
@@ -120,7 +114,35 @@ def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
 def seeds_table(named: NamedRuns) -> Iterator[Table]:
     """Means over seeds of both losses and of both gaps, of finished runs."""
     for part in named.at_equal_tokens(in_each_context=True):
-        yield from _seeds_table(part)
+        measures = at_sequences(part), at_the_end(part)
+        found = [by_setting(part, measure.losses) for measure in measures]
+        gaps = [by_setting(part, paired_gaps(part, measure)) for measure in measures]
+        rows = list[Row]()
+        for setting in sorted({key for of_measure in found for key in of_measure}):
+            seeds = max(len(of_measure.get(setting, ())) for of_measure in found)
+            row: list[str | int | float] = [*setting, seeds]
+            for pair in zip(found, gaps, strict=True):
+                for values in (list(one.get(setting, {}).values()) for one in pair):
+                    row += [fmean(values) if values else math.nan, standard_error(values)]
+            rows.append(row)
+        if rows:
+            yield Table(
+                name=f"seeds{part.suffix}",
+                title=f"Means over seeds{part.where}",
+                caption=f"Nats per token; training loss after {part.sequences:,} sequences, last "
+                "validation loss; errors are standard errors over seeds. A gap is the mean "
+                f"difference to {part.reference} runs of the same seed, context and data",
+                caveats=caveats(part, part.runs, at_the_end(part).losses),
+                columns=[
+                    *("variant", "training context", "tokens", "seeds"),
+                    *(
+                        what + loss
+                        for loss in ("training loss", "validation loss")
+                        for what in ("", "error of ", "gap in ", "error of gap in ")
+                    ),
+                ],
+                rows=rows,
+            )
 
 
 def at_sequences(named: NamedRuns) -> Measure:
@@ -241,7 +263,6 @@ def _gap_figure(
         caption=f"{caption} Differences to {named.reference} runs of the same seed, context and "
         f"data, which read the same text in the same order. {seeds_of(named, others)} {BANDS}",
         caveats=caveats(named, runs, measure.losses, tokens),
-        x_label="training context (tokens)",
         y_label=f"gap to {named.reference} (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
         columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],
@@ -249,49 +270,8 @@ def _gap_figure(
             [*named.leading_cells(run), run.seed, measure.losses[run.run_id], gaps[run.run_id]]
             for run in runs
         ],
-        x_axis="context",
-        x_ticks=[run.context for run in others],
         reference=(named.reference, 0.0),
         bytes_per_token=named.bytes_per_token,
-    )
-
-
-def _seeds_table(named: NamedRuns) -> Iterator[Table]:
-    measures = at_sequences(named), at_the_end(named)
-    found = [by_setting(named, measure.losses) for measure in measures]
-    gaps = [by_setting(named, paired_gaps(named, measure)) for measure in measures]
-    settings = dict.fromkeys(key for columns in found for key in columns)
-    if not settings:
-        return
-    rows = list[Row]()
-    for setting in sorted(settings):
-        row: list[str | int | float] = [*setting]
-        row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
-        for pair in zip(found, gaps, strict=True):
-            for values in (list(one.get(setting, {}).values()) for one in pair):
-                row += [fmean(values) if values else math.nan, standard_error(values)]
-        rows.append(row)
-    yield Table(
-        name=f"seeds{named.suffix}",
-        title=f"Means over seeds{named.where}",
-        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
-        f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
-        f"{named.reference} runs of the same seed, context and data",
-        caveats=caveats(named, named.runs, at_the_end(named).losses),
-        columns=[
-            *("variant", "training context", "tokens", "seeds"),
-            *(
-                column
-                for loss in ("training loss", "validation loss")
-                for column in (
-                    loss,
-                    f"error of {loss}",
-                    f"gap in {loss}",
-                    f"error of gap in {loss}",
-                )
-            ),
-        ],
-        rows=rows,
     )
 
 

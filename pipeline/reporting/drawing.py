@@ -72,18 +72,20 @@ class Figure:
     caption: str
     """What a reader must know to understand it."""
 
-    x_label: str
     y_label: str
     series: Sequence[Series]
     columns: Sequence[str]
     rows: Sequence[Row]
     """Rows of the CSV file, below the column names."""
 
-    x_axis: XAxis
-    """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; position: linear,
-    positions in a text; bytes: base 10."""
+    x_label: str = "training context (tokens)"
+    x_axis: XAxis = "context"
+    """context: base 2; tokens: linear, trained tokens; position: linear, positions in a text;
+    bytes: base 10."""
 
-    x_ticks: Sequence[int] = ()
+    has_ticks: bool = True
+    """Whether an axis of contexts has its numbers at the points, not at powers of two."""
+
     y_axis: YAxis = "loss"
     """loss, perplexity: linear, and wide enough that noise does not look like a difference."""
 
@@ -245,7 +247,8 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         bits = axes.secondary_yaxis("right", functions=ways)
         bits.set_ylabel("bits per byte")
     if drawing.x_axis == "context":
-        tokens_axis(axes, drawing.x_label, drawing.x_ticks)
+        ticks = [int(x) for one in drawing.series for x in one.x] if drawing.has_ticks else ()
+        tokens_axis(axes, drawing.x_label, ticks)
         return
     if drawing.x_axis == "position":
         positions_axis(axes, drawing.x_label)

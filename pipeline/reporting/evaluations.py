@@ -53,7 +53,7 @@ def _figures(
 
     Losses and perplexities have the bigram model's as their reference.
     """
-    title, y_axis, has_ticks = chart.title or table.title, chart.y_axis, chart.has_ticks
+    title, y_axis = chart.title or table.title, chart.y_axis
     reference = None if chart.reference is None else chart.reference(group.tables)
     is_over_positions = "position" in curves[0].columns
     caption = chart.caption(group.tables)
@@ -98,7 +98,6 @@ def _figures(
             names = ", ".join(dict.fromkeys(guessing))
             why.append(f"No conclusion: not better than {reference[0]}: {names}.")
     rows = table_rows(named, group, curves)
-    ticks = [int(x) for curve in curves for x in curve.x] if has_ticks else ()
     seeds = seeds_of(named, runs)
     drawn = Figure(
         name=group.name(name),
@@ -111,7 +110,7 @@ def _figures(
         columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *curves[0].columns],
         rows=rows,
         x_axis=chart.x_axis,
-        x_ticks=ticks,
+        has_ticks=chart.has_ticks,
         y_axis=y_axis,
         trained_at=group.context if chart.is_over_tokens else None,
         reference=reference,
@@ -137,7 +136,6 @@ def _figures(
         series=mean_series(named, paired, of_gaps, float),
         columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *of_gaps[0].columns],
         rows=table_rows(named, paired, of_gaps),
-        x_ticks=[int(x) for curve in of_gaps for x in curve.x] if has_ticks else (),
         y_axis="loss" if is_in_nats else "score",
         reference=(named.reference, 0.0),
         bytes_per_token=named.bytes_per_token if is_in_nats and not group.text else math.nan,

@@ -88,7 +88,6 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
         if len(hardware) == 1
         else "",
         caveats=[*([where] if len(hardware) > 1 else []), *caveats(named, runs)],
-        x_label="training context (tokens)",
         y_label="speed (tokens/s per device)",
         series=lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
         columns=[*LEADING_COLUMNS, "hardware", "devices", "tokens_per_second_a_device"],
@@ -101,8 +100,6 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
             ]
             for run in runs
         ],
-        x_axis="context",
-        x_ticks=[run.context for run in runs],
         y_axis="from zero",
     )
 

@@ -57,19 +57,8 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
         ],
         columns=_COLUMNS,
         rows=[
-            [
-                *pair.names,
-                pair.loss,
-                verdict.words,
-                pair.context,
-                pair.tokens,
-                verdict.interval.count,
-                verdict.interval.mean,
-                verdict.interval.low,
-                verdict.interval.high,
-                verdict.p,
-            ]
-            for pair, verdict in zip(pairs, found, strict=True)
+            [*pair.names, pair.loss, words, pair.context, pair.tokens, *interval, p]
+            for pair, (interval, p, words) in zip(pairs, found, strict=True)
         ],
     )
 
