@@ -11,10 +11,11 @@ import csv
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from longhaul.pipeline.evaluation.figures import standard_error
 from longhaul.pipeline.tracking.metrics_journal import read_lines
@@ -95,11 +96,8 @@ def _at(folder: Path, first: int, last: int) -> float:
 
 
 def stored() -> dict[Key, Row]:
-    if not _FILE.exists():
-        return {}
-    types: dict[str, Any] = {one.name: one.type for one in fields(Row)}
     with _FILE.open(newline="") as file:
-        rows = [Row(**{k: types[k](v) for k, v in one.items()}) for one in csv.DictReader(file)]
+        rows = [Row(**one) for one in csv.DictReader(file)]
     return {row.key: row for row in rows}
 
 

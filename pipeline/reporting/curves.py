@@ -82,17 +82,13 @@ def mean_series(
         back = math.exp if unit is math.log else float
         y = [back(one.mean) for one in found]
         if are_heads:
-            band = _joined(bands)
-            series.append(Series(label, look, first.x, y, True, line, band))
+            series.append(Series(label, look, first.x, y, True, line, _joined(bands)))
             continue
         band = None
         if math.isfinite(found[0].low):
             # An interval of two seeds can be wider than any number that can be drawn.
-            lows, highs = (
-                [min(one.low, MOST_DRAWN) for one in found],
-                [min(one.high, MOST_DRAWN) for one in found],
-            )
-            band = [back(low) for low in lows], [back(high) for high in highs]
+            lows = [back(min(one.low, MOST_DRAWN)) for one in found]
+            band = lows, [back(min(one.high, MOST_DRAWN)) for one in found]
         windows = _average_band(y, members) if len(bands) == len(members) else None
         series.append(Series(label, look, first.x, y, True, line, band, windows))
     return series

@@ -98,11 +98,11 @@ def _figures(
             names = ", ".join(dict.fromkeys(guessing))
             why.append(f"No conclusion: not better than {reference[0]}: {names}.")
     rows = table_rows(named, group, curves)
-    seeds = seeds_of(named, runs)
     drawn = Figure(
         name=group.name(name),
         title=f"{title}, {group.where}",
-        caption=f"{caption} {group.checkpoints} {seeds}" + ("" if is_score else f" {_OVER_SEEDS}"),
+        caption=f"{caption} {group.checkpoints} {seeds_of(named, runs)}"
+        + ("" if is_score else f" {_OVER_SEEDS}"),
         caveats=why,
         x_label=chart.x_label,
         y_label=chart.y_label,
