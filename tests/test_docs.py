@@ -364,7 +364,7 @@ def test_measurements_of_a_gpu_become_tables(tmp_path: Path) -> None:
         assert line in script.page(TEXTS["kernels/power/README.md"], tmp_path)
     content["machine"]["device"] = "cpu"
     (tmp_path / "h100.json").write_text(json.dumps(content))
-    assert "No measurement yet" in script.measurements(tmp_path)
+    assert not script.measurements(tmp_path)
 
 
 def test_every_key_of_a_config_is_explained() -> None:
