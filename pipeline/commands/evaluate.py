@@ -183,14 +183,12 @@ def _parse(option: str, kind: str, value: Any) -> Any:
         return tuple(value.split(","))
     if kind == "tuple[Path, ...]":
         return tuple(value)
-    return _parse_object(option, value) if kind.startswith("dict") else value
-
-
-def _parse_object(option: str, text: str) -> dict[str, Any]:
+    if not kind.startswith("dict"):
+        return value
     try:
-        found = json.loads(text)
+        found = json.loads(value)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not found:
-        raise ValueError(f'{option}: found {text!r}, wanted a JSON object such as {{"name": 1}}')
+        raise ValueError(f'{option}: found {value!r}, wanted a JSON object such as {{"name": 1}}')
     return found

@@ -32,6 +32,9 @@ class Measure:
     pairs: Mapping[str, tuple[str | int, ...]]
     """What a run has in common with the run of the reference kind that it is compared with."""
 
+    tokens: Callable[[Run], int]
+    """After how many a run has this loss."""
+
 
 def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
     """Figure 1 of the conformal-sympow paper."""
@@ -49,7 +52,7 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             + f" A longer context has read proportionally more tokens. {seeds_of(part, runs)} "
             + BANDS
             + (left_out if missing else ""),
-            caveats=caveats(part, runs, measure.losses, _tokens_at_sequences(part)),
+            caveats=caveats(part, runs, measure.losses, measure.tokens),
             reference=part.bigram_line(),
             y_label="training loss (nats per token)",
             series=lines(part, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
@@ -94,7 +97,6 @@ def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             "gap_at_sequences",
             f"Training loss minus {part.reference}'s, after {part.sequences:,} sequences",
             _SEQUENCES.format(part.sequences),
-            _tokens_at_sequences(part),
         )
 
 
@@ -107,7 +109,6 @@ def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
             "gap_against_context",
             f"Validation loss minus {part.reference}'s, after equal tokens",
             "Last validation.",
-            lambda run: run.budget,
         )
 
 
@@ -151,6 +152,7 @@ def at_sequences(named: NamedRuns) -> Measure:
     return Measure(
         {run_id: loss for run_id, loss in losses.items() if math.isfinite(loss)},
         {run.run_id: _pair(run) for run in named.runs},
+        lambda run: named.sequences * run.context,
     )
 
 
@@ -163,6 +165,7 @@ def at_the_end(named: NamedRuns) -> Measure:
             for run in named.runs
             if run.validation
         },
+        lambda run: run.budget,
     )
 
 
@@ -208,10 +211,6 @@ def paired_gaps(named: NamedRuns, measure: Measure) -> dict[str, float]:
     }
 
 
-def _tokens_at_sequences(named: NamedRuns) -> Callable[[Run], int]:
-    return lambda run: named.sequences * run.context
-
-
 def lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
     """A point for each run; the means of each finished variant, and the band of their seeds."""
     series = []
@@ -244,12 +243,7 @@ def budgets(runs: Sequence[Run]) -> str:
 
 
 def _gap_figure(
-    named: NamedRuns,
-    measure: Measure,
-    name: str,
-    title: str,
-    caption: str,
-    tokens: Callable[[Run], int],
+    named: NamedRuns, measure: Measure, name: str, title: str, caption: str
 ) -> Iterator[Figure]:
     gaps = paired_gaps(named, measure)
     runs = [run for run in named.runs if run.run_id in gaps]
@@ -262,7 +256,7 @@ def _gap_figure(
         title=f"{title}{named.where}",
         caption=f"{caption} Differences to {named.reference} runs of the same seed, context and "
         f"data, which read the same text in the same order. {seeds_of(named, others)} {BANDS}",
-        caveats=caveats(named, runs, measure.losses, tokens),
+        caveats=caveats(named, runs, measure.losses, measure.tokens),
         y_label=f"gap to {named.reference} (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
         columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],

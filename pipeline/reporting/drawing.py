@@ -5,7 +5,7 @@ import math
 import textwrap
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,7 +117,7 @@ class Table:
     title: str
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Row] = field(default_factory=list)
+    rows: Sequence[Row]
     caveats: Sequence[str] = ()
 
 

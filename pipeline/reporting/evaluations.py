@@ -91,7 +91,7 @@ def _figures(
         named,
         runs,
         losses if is_in_nats else None,
-        lambda run: max(one.tokens for one in group.members if one.run is run),
+        lambda run: group.members[0].tokens,  # all are after as many
         text=group.text,
         split_by=group.split_by,
     )
