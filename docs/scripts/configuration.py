@@ -1,4 +1,6 @@
-"""Write docs/configuration.md from the typed dataclasses: `python docs/scripts/configuration.py`.
+"""Write the tables of docs/configuration.md from the typed dataclasses.
+
+    python docs/scripts/configuration.py
 
 tests/test_docs.py fails when the page and the dataclasses differ.
 """
@@ -10,38 +12,7 @@ from longhaul.modules.attention import attention_config, registered_variants
 
 PAGE = Path(__file__).parent.parent / "configuration.md"
 
-_INTRODUCTION = """\
-# Configuration
-
-A run is described by one YAML file, and by `key.sub=value` on the command line, which wins:
-
-```sh
-longhaul train run/demo.yaml name=wide model.width=384
-```
-
-- CONFIG is the path of a file, or the name of a preset that ships, such as `run/demo.yaml`.
-- `inherits: [other.yaml]` merges other files first, in order; their paths are relative to the file,
-  or names of presets.
-- The order of precedence is: default, inherited file, file, command line.
-- An unknown key, a wrong type or a value out of range ends the command before anything starts, with
-  one line that names the key, what was found and what was wanted, and status 2.
-- Where another kind of attention is chosen over an inherited one, options that it has are kept, and
-  the others are dropped.
-- `null` stands for "absent". A key that is text takes what stands there, also `1e3`, `no` or
-  `12:00:00`; quotes are needed around `null` as a name, around blanks at an end, and in files
-  around what has a meaning in YAML, such as `#`.
-- `~` at the beginning of a path is the home folder.
-- Whole numbers, here and in the options of all commands, may have underscores, an exponent or a
-  unit: `1_000_000`, `1e6`, `1M`. `k`, `M`, `B` (or `G`) and `T` are powers of 1,000; `Ki`, `Mi`,
-  `Gi` and `Ti` are powers of 1,024. Only in the length of a sequence (`data.context`,
-  `--contexts`, `--doc-tokens` and their like) `k` and `M` are powers of 1,024 too:
-  `data.context=4k` is 4,096, as everybody means it. The log says what was understood.
-- `longhaul config CONFIG key.sub=value` prints the whole config; `longhaul config --keys`,
-  `--kinds` and `--presets` list what there is.
-- A run folder keeps the whole config, with all defaults written out, in `config.yaml`.
-
-`make docs` generates the tables below from the dataclasses. Keys with "required" have no default.
-"""
+_MARK = "<!-- The rest of this page is generated. -->\n"
 
 _VARIANTS = """\
 
@@ -52,9 +23,9 @@ _VARIANTS = """\
 """
 
 
-def page() -> str:
-    """The whole page."""
-    parts = [_INTRODUCTION]
+def page(text: str) -> str:
+    """The page with all that follows the mark written anew."""
+    parts = [text.partition(_MARK)[0], _MARK]
     parts += [
         f"\n## {one.title or 'The run'}\n\n{one.meaning}\n\n{_table(one)}" for one in sections()
     ]
@@ -82,4 +53,4 @@ def _table(section: Section) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -11,18 +11,19 @@ import csv
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from longhaul.pipeline.evaluation.figures import standard_error
 from longhaul.pipeline.tracking.metrics_journal import read_lines
 
 _FILE = Path(__file__).parent.parent / "reproduction/runs.csv"
-_CONTEXTS, _SEEDS = (128, 512, 2048), (0, 1, 2)
+CONTEXTS, _SEEDS = (128, 512, 2048), (0, 1, 2)
 _GATED, _CONFORMAL = "sympow_gated", "conformal_sympow"
-_KINDS = ("softmax", "sympow", _GATED, _CONFORMAL)
+KINDS = ("softmax", "sympow", _GATED, _CONFORMAL)
 _TOKENS_PER_UPDATE, _SEQUENCES = 2048, 1953
 
 Key = tuple[str, str, int, int]  # kind, gate_init, context, seed
@@ -95,11 +96,8 @@ def _at(folder: Path, first: int, last: int) -> float:
 
 
 def stored() -> dict[Key, Row]:
-    if not _FILE.exists():
-        return {}
-    types: dict[str, Any] = {one.name: one.type for one in fields(Row)}
     with _FILE.open(newline="") as file:
-        rows = [Row(**{k: types[k](v) for k, v in one.items()}) for one in csv.DictReader(file)]
+        rows = [Row(**one) for one in csv.DictReader(file)]
     return {row.key: row for row in rows}
 
 
@@ -133,12 +131,12 @@ def table(rows: dict[Key, Row]) -> str:
             error = standard_error(values)
             lines.append(f"{what:64} {fmean(values):+8.4f} ± {error:.4f}  ({len(values)} seeds)")
 
-    for kind in _KINDS:
-        for c in _CONTEXTS:
+    for kind in KINDS:
+        for c in CONTEXTS:
             tell(f"validation loss, {kind}, {c}", (1, "validation", kind, c))
-    for kind in _KINDS[1:]:
+    for kind in KINDS[1:]:
         for name in ("validation", "sequences"):
-            for c in _CONTEXTS:
+            for c in CONTEXTS:
                 what = f"1, 4: gap to softmax, {name}, {kind}, {c}"
                 tell(what, (1, name, kind, c), (-1, name, "softmax", c))
         tell(
@@ -146,13 +144,13 @@ def table(rows: dict[Key, Row]) -> str:
             *((1, "sequences", kind, 2048), (-1, "sequences", "softmax", 2048)),
             *((-1, "sequences", kind, 128), (1, "sequences", "softmax", 128)),
         )
-    for c in _CONTEXTS:
+    for c in CONTEXTS:
         last = "last_tenth"
         tell(f"2: gated minus sympow, {last}, {c}", (1, last, _GATED, c), (-1, last, "sympow", c))
         for name in ("first_tenth", "second_tenth", last):
             what = f"3: conformal minus gated, {name}, {c}"
             tell(what, (1, name, _CONFORMAL, c), (-1, name, _GATED, c))
-    for kind in _KINDS:
+    for kind in KINDS:
         what = f"5: loss at 4,096 to 8,192 minus at 256 to 512, {kind}"
         tell(what, (1, "beyond", kind, 512), (-1, "within", kind, 512))
     what = "6: conformal minus gated at 4,096 to 8,192"

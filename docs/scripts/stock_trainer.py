@@ -17,10 +17,7 @@ if __name__ == "__main__":
     lightning.seed_everything(config.trainer.seed)
     samples, micro_batch = config.samples_per_update, config.trainer.micro_batch
     data = TokenDataModule(
-        config.data,
-        seed=config.trainer.seed,
-        samples_per_update=samples,
-        micro_batch=micro_batch,
+        config.data, seed=config.trainer.seed, samples_per_update=samples, micro_batch=micro_batch
     )
     trainer = lightning.Trainer(
         max_steps=updates,

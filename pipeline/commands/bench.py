@@ -14,24 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train = benchmarks.add_parser(
         "train", help="the trainer's cost, and every kind trained with the same budget"
     )
-    _add_train_arguments(train)
-
-
-def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    train.add_argument(
         "config_and_overrides",
         nargs="*",
         metavar="[CONFIG] key.sub=value",
         help=f"a YAML file or preset, by default {_CONFIG}, and values that override it",
     )
-    parser.add_argument(
+    train.add_argument(
         "--kinds",
         nargs="*",
         metavar="KIND[:option=value,...]",
         help="rows of the table, such as softmax cartan:generator=product,bilinear=false; default: "
         "all kinds; --kinds without a KIND measures only the trainer and checkpoints",
     )
-    parser.add_argument(
+    train.add_argument(
         "--updates",
         type=int,
         default=200,

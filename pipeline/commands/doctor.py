@@ -15,6 +15,4 @@ def main(args: argparse.Namespace) -> int:
     from longhaul.pipeline.doctor.diagnosis import diagnose
     from longhaul.pipeline.runs.folder import load_run
 
-    if args.config is None:
-        return diagnose(None)
-    return diagnose(load_run(args.config, args.overrides))
+    return diagnose(None if args.config is None else load_run(args.config, args.overrides))

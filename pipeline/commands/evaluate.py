@@ -1,18 +1,36 @@
 """`longhaul evaluate`: measure checkpoints on held-out text, or on synthetic tasks."""
 
 import argparse
+import ast
+import json
 import logging
 import re
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from longhaul.pipeline.commands.arguments import add_model_arguments, named_model
-from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
+from longhaul.pipeline.commands.arguments import add_model_arguments, named_model, parse_contexts
 from longhaul.pipeline.evaluation.registry import TASKS, check_tasks
+from longhaul.pipeline.evaluation.task import Option
 from longhaul.pipeline.terminal.output import message
 from longhaul.pipeline.tracking.metrics_journal import EXIT_BUSY, JournalBusyError
 
 logger = logging.getLogger(__name__)
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "str": {"metavar": "TEXT"},
+    "bool": {"action": "store_true"},
+    "tuple[int, ...]": {"metavar": "N,N,..."},
+    "tuple[str, ...]": {"metavar": "NAME,NAME,..."},
+    "tuple[Path, ...]": {"metavar": "FILE", "action": "extend", "nargs": "+", "type": Path},
+    "dict[str, Any]": {"metavar": "JSON"},
+}
+"""By the type of a field, without `| None`: keywords for argparse. The values of a `Literal` are
+choices."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,3 +108,87 @@ def main(args: argparse.Namespace) -> int:
         which = ", ".join(failed)
         raise RuntimeError(f"evaluate: found {len(failed)} of {len(models)} that failed: {which}")
     return 0
+
+
+def add_task_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one argument per field of the options of tasks.
+
+    Raises ValueError for a field whose type no argument can have.
+    """
+    for name, of_tasks in _fields().items():
+        tasks = defaultdict[str, list[str]](list)
+        for task, option in of_tasks.items():
+            default = option.default
+            shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+            tasks[option.help + (f"; default {shown}" if default else "")].append(task)
+        help_text = "; ".join(f"{', '.join(some)}: {text}" for text, some in tasks.items())
+        kind = _type(of_tasks)
+        if name == "context":
+            # Where all tasks read --contexts, it is another name of that one.
+            keywords: dict[str, Any] = {"metavar": "N"}
+            help_text += "; with tasks that read --contexts, the same as that"
+        elif kind.startswith("Literal"):
+            keywords = {"choices": ast.literal_eval(kind.removeprefix("Literal"))}
+        elif kind in _ARGUMENTS:
+            keywords = _ARGUMENTS[kind]
+        else:
+            wanted = ", ".join([*_ARGUMENTS, "Literal[...]"])
+            raise ValueError(f"{', '.join(of_tasks)}: {name}: found {kind}, wanted one of {wanted}")
+        parser.add_argument(
+            "--" + name.replace("_", "-"), **keywords, help=help_text.replace("%", "%%")
+        )
+
+
+def _fields() -> dict[str, dict[str, Option]]:
+    """The options of all tasks by name: for each task with one, the field of it."""
+    found = defaultdict[str, dict[str, Option]](dict)
+    for name, task in TASKS.items():
+        for field, option in task.options.items():
+            found[field][name] = option
+    return found
+
+
+def _type(of_tasks: dict[str, Option]) -> str:
+    first, *_ = of_tasks.values()
+    return first.type.removesuffix(" | None")
+
+
+def task_options(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The values that the arguments give to options of tasks, for the tasks of these names."""
+    context, contexts = parse_contexts(args.context, "--context"), args.contexts
+    check_tasks(names, "--tasks")
+    read = [TASKS[name].options for name in names]
+    if contexts is None and all("contexts" in one and "context" not in one for one in read):
+        context, contexts = None, args.context
+    if context is not None and len(context) > 1:
+        raise ValueError(
+            f"--context: found {args.context} with {args.tasks}, wanted one number, or the tasks "
+            "context and perplexity alone, which read several"
+        )
+    given = vars(args) | {"context": None if context is None else context[0], "contexts": contexts}
+    values = {}
+    for name, of_tasks in _fields().items():
+        if given[name] is not None:
+            value = _parse("--" + name.replace("_", "-"), _type(of_tasks), given[name])
+            if any(value != option.default for option in of_tasks.values()):
+                values[name] = value
+    return values
+
+
+def _parse(option: str, kind: str, value: Any) -> Any:
+    """The value of a field of this type, from what argparse has found."""
+    if kind == "tuple[int, ...]":
+        return tuple(sorted(set(parse_contexts(value, option) or ())))
+    if kind == "tuple[str, ...]":
+        return tuple(value.split(","))
+    if kind == "tuple[Path, ...]":
+        return tuple(value)
+    if not kind.startswith("dict"):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f'{option}: found {value!r}, wanted a JSON object such as {{"name": 1}}')
+    return found

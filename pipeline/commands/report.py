@@ -42,11 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.pipeline.reporting.folder import Choice, report
+    from longhaul.pipeline.reporting.folder import report
 
-    choice = Choice(
-        runs=args.runs, filter=args.filter, against=args.against, sequences=args.sequences
+    files = report(
+        args.experiment,
+        args.destination,
+        args.uri,
+        names=args.runs,
+        search=args.filter,
+        against=args.against,
+        sequences=args.sequences,
     )
-    for file in report(args.experiment, args.destination, args.uri, choice):
+    for file in files:
         print(f"written: {file}")
     return 0

@@ -1,6 +1,7 @@
 """Sentences above a figure or table whose runs cannot bear a conclusion."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
@@ -52,22 +53,21 @@ def caveats(
             if any(tokens(run) <= run.config.optim.schedule.warmup_tokens for run in own)
         ]
         if early:
-            found.append(
-                f"No conclusion: within the warm-up of the learning rate: {_listed(early)}."
-            )
+            names = _listed(early)
+            found.append(f"No conclusion: within the warm-up of the learning rate: {names}.")
     single = [name for name, own in settings.items() if len({run.seed for run in own}) == 1]
     if single:
         found.append(
             f"No conclusion about differences: one seed of {_listed(single)}; another seed may "
             "differ as much."
         )
-    unfinished = [run for run in runs if not run.is_finished]
-    if unfinished and len(unfinished) == len(runs):
+    unfinished = sum(not run.is_finished for run in runs)
+    if unfinished and unfinished == len(runs):
         found.append("Unequal tokens: none of these runs has finished.")
     elif unfinished:
         found.append(
-            f"Unequal tokens: {len(unfinished)} {'run' if len(unfinished) == 1 else 'runs'} that "
-            "did not finish stand beside finished ones, with hollow markers."
+            f"Unequal tokens: {unfinished} {'run' if unfinished == 1 else 'runs'} that did not "
+            "finish stand beside finished ones, with hollow markers."
         )
     return found
 
@@ -94,29 +94,25 @@ def extrapolation(context: int, longest: float) -> list[str]:
 
 def seeds_of(named: NamedRuns, runs: Sequence[Run]) -> str:
     """How many seeds each variant has at each context, for a caption."""
-    variants = dict.fromkeys(named.variant(run) for run in runs if run.is_finished)
-    if not variants:
-        return ""
+    seeds: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for run in runs:
+        if run.is_finished:
+            seeds[named.variant(run)][run.context].add(run.seed)
     words = []
-    for variant in variants:
-        own = [run for run in runs if run.is_finished and named.variant(run) == variant]
-        numbers = [
-            len({run.seed for run in own if run.context == context})
-            for context in sorted({run.context for run in own})
-        ]
+    for variant, by_context in seeds.items():
+        numbers = [len(of_context) for of_context in by_context.values()]
         low, high = min(numbers), max(numbers)
         words.append(f"{variant} {low}" + (f" to {high}" if high > low else ""))
-    return f"Seeds: {', '.join(words)}."
+    return f"Seeds: {', '.join(words)}." if words else ""
 
 
 def _by_setting(named: NamedRuns, runs: Sequence[Run]) -> dict[str, list[Run]]:
     """The finished runs by variant, and context where there are several."""
     is_one = len({run.context for run in runs}) == 1
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if run.is_finished:
-            name = named.variant(run) + ("" if is_one else f" at {run.context:,}")
-            found.setdefault(name, []).append(run)
+            found[named.variant(run) + ("" if is_one else f" at {run.context:,}")].append(run)
     return found
 
 

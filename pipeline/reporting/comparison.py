@@ -32,6 +32,9 @@ class Measure:
     pairs: Mapping[str, tuple[str | int, ...]]
     """What a run has in common with the run of the reference kind that it is compared with."""
 
+    tokens: Callable[[Run], int]
+    """After how many a run has this loss."""
+
 
 def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
     """Figure 1 of the conformal-sympow paper."""
@@ -49,9 +52,8 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             + f" A longer context has read proportionally more tokens. {seeds_of(part, runs)} "
             + BANDS
             + (left_out if missing else ""),
-            caveats=caveats(part, runs, measure.losses, _tokens_at_sequences(part)),
+            caveats=caveats(part, runs, measure.losses, measure.tokens),
             reference=part.bigram_line(),
-            x_label="training context (tokens)",
             y_label="training loss (nats per token)",
             series=lines(part, [(run, run.context, measure.losses[run.run_id]) for run in runs]),
             columns=[*LEADING_COLUMNS, "seed", "sequences", "training_loss_nats"],
@@ -59,8 +61,6 @@ def loss_at_sequences(named: NamedRuns) -> Iterator[Figure]:
                 [*part.leading_cells(run), run.seed, part.sequences, measure.losses[run.run_id]]
                 for run in runs
             ],
-            x_axis="context",
-            x_ticks=[run.context for run in runs],
             bytes_per_token=part.bytes_per_token,
         )
 
@@ -77,7 +77,6 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
             caption=f"{budgets(runs)} {seeds_of(part, runs)} {BANDS}",
             caveats=caveats(part, runs, at_the_end(part).losses, lambda run: run.budget),
             reference=part.bigram_line(),
-            x_label="training context (tokens)",
             y_label="validation loss (nats per token)",
             series=lines(part, [(run, run.context, run.final_loss) for run in runs]),
             columns=[*LEADING_COLUMNS, "seed", "tokens", "validation_loss_nats"],
@@ -85,8 +84,6 @@ def loss_against_context(named: NamedRuns) -> Iterator[Figure]:
                 [*part.leading_cells(run), run.seed, run.validation[-1].tokens, run.final_loss]
                 for run in runs
             ],
-            x_axis="context",
-            x_ticks=[run.context for run in runs],
             bytes_per_token=part.bytes_per_token,
         )
 
@@ -100,7 +97,6 @@ def gap_at_sequences(named: NamedRuns) -> Iterator[Figure]:
             "gap_at_sequences",
             f"Training loss minus {part.reference}'s, after {part.sequences:,} sequences",
             _SEQUENCES.format(part.sequences),
-            _tokens_at_sequences(part),
         )
 
 
@@ -113,14 +109,41 @@ def gap_against_context(named: NamedRuns) -> Iterator[Figure]:
             "gap_against_context",
             f"Validation loss minus {part.reference}'s, after equal tokens",
             "Last validation.",
-            lambda run: run.budget,
         )
 
 
 def seeds_table(named: NamedRuns) -> Iterator[Table]:
     """Means over seeds of both losses and of both gaps, of finished runs."""
     for part in named.at_equal_tokens(in_each_context=True):
-        yield from _seeds_table(part)
+        measures = at_sequences(part), at_the_end(part)
+        found = [by_setting(part, measure.losses) for measure in measures]
+        gaps = [by_setting(part, paired_gaps(part, measure)) for measure in measures]
+        rows = list[Row]()
+        for setting in sorted({key for of_measure in found for key in of_measure}):
+            seeds = max(len(of_measure.get(setting, ())) for of_measure in found)
+            row: list[str | int | float] = [*setting, seeds]
+            for pair in zip(found, gaps, strict=True):
+                for values in (list(one.get(setting, {}).values()) for one in pair):
+                    row += [fmean(values) if values else math.nan, standard_error(values)]
+            rows.append(row)
+        if rows:
+            yield Table(
+                name=f"seeds{part.suffix}",
+                title=f"Means over seeds{part.where}",
+                caption=f"Nats per token; training loss after {part.sequences:,} sequences, last "
+                "validation loss; errors are standard errors over seeds. A gap is the mean "
+                f"difference to {part.reference} runs of the same seed, context and data",
+                caveats=caveats(part, part.runs, at_the_end(part).losses),
+                columns=[
+                    *("variant", "training context", "tokens", "seeds"),
+                    *(
+                        what + loss
+                        for loss in ("training loss", "validation loss")
+                        for what in ("", "error of ", "gap in ", "error of gap in ")
+                    ),
+                ],
+                rows=rows,
+            )
 
 
 def at_sequences(named: NamedRuns) -> Measure:
@@ -129,6 +152,7 @@ def at_sequences(named: NamedRuns) -> Measure:
     return Measure(
         {run_id: loss for run_id, loss in losses.items() if math.isfinite(loss)},
         {run.run_id: _pair(run) for run in named.runs},
+        lambda run: named.sequences * run.context,
     )
 
 
@@ -141,6 +165,7 @@ def at_the_end(named: NamedRuns) -> Measure:
             for run in named.runs
             if run.validation
         },
+        lambda run: run.budget,
     )
 
 
@@ -186,10 +211,6 @@ def paired_gaps(named: NamedRuns, measure: Measure) -> dict[str, float]:
     }
 
 
-def _tokens_at_sequences(named: NamedRuns) -> Callable[[Run], int]:
-    return lambda run: named.sequences * run.context
-
-
 def lines(named: NamedRuns, points: Sequence[tuple[Run, float, float]]) -> list[Series]:
     """A point for each run; the means of each finished variant, and the band of their seeds."""
     series = []
@@ -222,12 +243,7 @@ def budgets(runs: Sequence[Run]) -> str:
 
 
 def _gap_figure(
-    named: NamedRuns,
-    measure: Measure,
-    name: str,
-    title: str,
-    caption: str,
-    tokens: Callable[[Run], int],
+    named: NamedRuns, measure: Measure, name: str, title: str, caption: str
 ) -> Iterator[Figure]:
     gaps = paired_gaps(named, measure)
     runs = [run for run in named.runs if run.run_id in gaps]
@@ -240,8 +256,7 @@ def _gap_figure(
         title=f"{title}{named.where}",
         caption=f"{caption} Differences to {named.reference} runs of the same seed, context and "
         f"data, which read the same text in the same order. {seeds_of(named, others)} {BANDS}",
-        caveats=caveats(named, runs, measure.losses, tokens),
-        x_label="training context (tokens)",
+        caveats=caveats(named, runs, measure.losses, measure.tokens),
         y_label=f"gap to {named.reference} (nats per token)",
         series=lines(named, [(run, run.context, gaps[run.run_id]) for run in others]),
         columns=[*LEADING_COLUMNS, "seed", "loss_nats", "gap_nats"],
@@ -249,49 +264,8 @@ def _gap_figure(
             [*named.leading_cells(run), run.seed, measure.losses[run.run_id], gaps[run.run_id]]
             for run in runs
         ],
-        x_axis="context",
-        x_ticks=[run.context for run in others],
         reference=(named.reference, 0.0),
         bytes_per_token=named.bytes_per_token,
-    )
-
-
-def _seeds_table(named: NamedRuns) -> Iterator[Table]:
-    measures = at_sequences(named), at_the_end(named)
-    found = [by_setting(named, measure.losses) for measure in measures]
-    gaps = [by_setting(named, paired_gaps(named, measure)) for measure in measures]
-    settings = dict.fromkeys(key for columns in found for key in columns)
-    if not settings:
-        return
-    rows = list[Row]()
-    for setting in sorted(settings):
-        row: list[str | int | float] = [*setting]
-        row.append(max(len(of_measure.get(setting, ())) for of_measure in found))
-        for pair in zip(found, gaps, strict=True):
-            for values in (list(one.get(setting, {}).values()) for one in pair):
-                row += [fmean(values) if values else math.nan, standard_error(values)]
-        rows.append(row)
-    yield Table(
-        name=f"seeds{named.suffix}",
-        title=f"Means over seeds{named.where}",
-        caption=f"Nats per token; training loss after {named.sequences:,} sequences, last "
-        f"validation loss; errors are standard errors over seeds. A gap is the mean difference to "
-        f"{named.reference} runs of the same seed, context and data",
-        caveats=caveats(named, named.runs, at_the_end(named).losses),
-        columns=[
-            *("variant", "training context", "tokens", "seeds"),
-            *(
-                column
-                for loss in ("training loss", "validation loss")
-                for column in (
-                    loss,
-                    f"error of {loss}",
-                    f"gap in {loss}",
-                    f"error of gap in {loss}",
-                )
-            ),
-        ],
-        rows=rows,
     )
 
 

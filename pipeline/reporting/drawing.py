@@ -5,13 +5,9 @@ import math
 import textwrap
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.pipeline.evaluation.figures import (
@@ -24,7 +20,8 @@ from longhaul.pipeline.evaluation.figures import (
     widen,
 )
 from longhaul.pipeline.evaluation.tables import XAxis, YAxis
-from longhaul.pipeline.reporting.variants import Look
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.variants import Look, NamedRuns
 from longhaul.pipeline.terminal.numbers import amount, in_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +58,13 @@ class Series:
     """Whether it is one of several seeds, whose mean has the label and the markers."""
 
 
+def series_of(
+    named: NamedRuns, run: Run, x: Sequence[float], y: Sequence[float], line: str | None = None
+) -> Series:
+    """The line, or the points, of one run."""
+    return Series(named.label(run), named.look(run), x, y, run.is_finished, line)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
     """A figure one column wide."""
@@ -72,18 +76,20 @@ class Figure:
     caption: str
     """What a reader must know to understand it."""
 
-    x_label: str
     y_label: str
     series: Sequence[Series]
     columns: Sequence[str]
     rows: Sequence[Row]
     """Rows of the CSV file, below the column names."""
 
-    x_axis: XAxis
-    """context: base 2, with numbers at x_ticks; tokens: linear, trained tokens; position: linear,
-    positions in a text; bytes: base 10."""
+    x_label: str = "training context (tokens)"
+    x_axis: XAxis = "context"
+    """context: base 2; tokens: linear, trained tokens; position: linear, positions in a text;
+    bytes: base 10."""
 
-    x_ticks: Sequence[int] = ()
+    has_ticks: bool = True
+    """Whether an axis of contexts has its numbers at the points, not at powers of two."""
+
     y_axis: YAxis = "loss"
     """loss, perplexity: linear, and wide enough that noise does not look like a difference."""
 
@@ -111,7 +117,7 @@ class Table:
     title: str
     caption: str
     columns: Sequence[str]
-    rows: Sequence[Row] = field(default_factory=list)
+    rows: Sequence[Row]
     caveats: Sequence[str] = ()
 
 
@@ -195,8 +201,10 @@ def _plot(axes: "Axes", one: Series) -> None:
     )
 
 
-def _divided(y: NDArray[np.float64], by: float) -> NDArray[np.float64]:
-    return np.asarray(y) / by
+def _heights(drawing: Figure) -> list[float]:
+    """All finite values, and that of the reference."""
+    values = [y for one in drawing.series for y in one.y if math.isfinite(y)]
+    return values if drawing.reference is None else [*values, drawing.reference[1]]
 
 
 def _cut_bands(axes: "Axes", drawing: Figure) -> None:
@@ -204,8 +212,7 @@ def _cut_bands(axes: "Axes", drawing: Figure) -> None:
 
     The interval of two seeds is so wide that nothing else could be seen beside it.
     """
-    values = [y for one in drawing.series for y in one.y if math.isfinite(y)]
-    values += [drawing.reference[1]] if drawing.reference is not None else []
+    values = _heights(drawing)
     if not values:
         return
     low, high = axes.get_ylim()
@@ -228,8 +235,7 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
     elif drawing.y_axis == "log":
         axes.set_yscale("log")
-        values = [y for one in drawing.series for y in one.y]
-        values += [drawing.reference[1]] if drawing.reference is not None else []
+        values = _heights(drawing)
         axes.set_ylim(min(values) / 1.5, max(values) * 1.5)  # Bands of few seeds are cut off.
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
@@ -241,11 +247,12 @@ def _axes(axes: "Axes", drawing: Figure) -> None:
         axes.set_ylim(*drawing.y_range)
     if math.isfinite(drawing.bytes_per_token):
         nats = math.log(2) * drawing.bytes_per_token  # of one bit per byte
-        ways = partial(_divided, by=nats), partial(_divided, by=1 / nats)
+        ways = (lambda y: y / nats), (lambda y: y * nats)
         bits = axes.secondary_yaxis("right", functions=ways)
         bits.set_ylabel("bits per byte")
     if drawing.x_axis == "context":
-        tokens_axis(axes, drawing.x_label, drawing.x_ticks)
+        ticks = [int(x) for one in drawing.series for x in one.x] if drawing.has_ticks else ()
+        tokens_axis(axes, drawing.x_label, ticks)
         return
     if drawing.x_axis == "position":
         positions_axis(axes, drawing.x_label)

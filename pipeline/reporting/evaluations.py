@@ -1,21 +1,34 @@
-"""Figures of the results that `longhaul evaluate` logged."""
+"""Figures of the results that `longhaul evaluate` logged.
+
+Each has means over seeds, and a second one their paired gaps to a reference kind.
+"""
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+from typing import Any
 
-from longhaul.pipeline.evaluation.tables import Chart, Curve, TaskTable
+from longhaul.pipeline.evaluation.tables import Band, Chart, Curve, TaskTable
 from longhaul.pipeline.reporting.caveats import caveats, extrapolation, seeds_of
-from longhaul.pipeline.reporting.comparison import BANDS
-from longhaul.pipeline.reporting.curves import MOST_DRAWN, gap_curves, mean_series, table_rows
-from longhaul.pipeline.reporting.drawing import Figure
-from longhaul.pipeline.reporting.groups import Group, groups
+from longhaul.pipeline.reporting.comparison import BANDS, by_seed
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series
+from longhaul.pipeline.reporting.groups import OPTIONS, EvaluatedRun, Group, groups
+from longhaul.pipeline.reporting.runs import Run
+from longhaul.pipeline.reporting.seeds import interval
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
 _OVER_SEEDS = f"{BANDS} Dotted lines: the same band of single runs, over what is said above."
 
 _LOG_AXIS_RATIO = 20.0
 """The axis is logarithmic if the highest perplexity is this many times the lowest."""
+
+_LINE_STYLES = ("--", "-.", ":")
+"""Of runs read with scaled positions."""
+
+_MOST_DRAWN = 500.0
+"""Nats up to which bounds and lines of perplexities are drawn; exp of more overflows."""
 
 
 def charts(table: TaskTable, named: NamedRuns) -> Iterator[Figure]:
@@ -53,7 +66,7 @@ def _figures(
 
     Losses and perplexities have the bigram model's as their reference.
     """
-    title, y_axis, has_ticks = chart.title or table.title, chart.y_axis, chart.has_ticks
+    title, y_axis = chart.title or table.title, chart.y_axis
     reference = None if chart.reference is None else chart.reference(group.tables)
     is_over_positions = "position" in curves[0].columns
     caption = chart.caption(group.tables)
@@ -78,7 +91,7 @@ def _figures(
         named,
         runs,
         losses if is_in_nats else None,
-        lambda run: max(one.tokens for one in group.members if one.run is run),
+        lambda run: group.members[0].tokens,  # all are after as many
         text=group.text,
         split_by=group.split_by,
     )
@@ -87,7 +100,7 @@ def _figures(
     bigram = named.bigram_line(group.text, group.context)
     if bigram is not None and is_in_nats:
         label, loss = bigram
-        reference = label, math.exp(min(loss, MOST_DRAWN)) if is_perplexity else loss
+        reference = label, math.exp(min(loss, _MOST_DRAWN)) if is_perplexity else loss
     if y_axis == "share" and reference is not None:
         guessing = [
             named.label(run)
@@ -97,21 +110,20 @@ def _figures(
         if guessing:
             names = ", ".join(dict.fromkeys(guessing))
             why.append(f"No conclusion: not better than {reference[0]}: {names}.")
-    rows = table_rows(named, group, curves)
-    ticks = [int(x) for curve in curves for x in curve.x] if has_ticks else ()
-    seeds = seeds_of(named, runs)
+    rows = _table_rows(named, group, curves)
     drawn = Figure(
         name=group.name(name),
         title=f"{title}, {group.where}",
-        caption=f"{caption} {group.checkpoints} {seeds}" + ("" if is_score else f" {_OVER_SEEDS}"),
+        caption=f"{caption} {group.checkpoints} {seeds_of(named, runs)}"
+        + ("" if is_score else f" {_OVER_SEEDS}"),
         caveats=why,
         x_label=chart.x_label,
         y_label=chart.y_label,
-        series=mean_series(named, group, curves, unit, are_heads=is_score),
+        series=_mean_series(named, group, curves, unit, are_heads=is_score),
         columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *curves[0].columns],
         rows=rows,
         x_axis=chart.x_axis,
-        x_ticks=ticks,
+        has_ticks=chart.has_ticks,
         y_axis=y_axis,
         trained_at=group.context if chart.is_over_tokens else None,
         reference=reference,
@@ -120,7 +132,7 @@ def _figures(
     yield drawn
     if is_score:
         return
-    gaps = gap_curves(named, group, curves, unit)
+    gaps = _gap_curves(named, group, curves, unit)
     if not gaps:
         return
     members, of_gaps = zip(*gaps, strict=True)
@@ -134,11 +146,124 @@ def _figures(
         caption="Differences of runs with the same seed and data, read in the same way. "
         f"{of_seeds} {BANDS}",
         y_label=f"gap to {named.reference} ({gap_unit})",
-        series=mean_series(named, paired, of_gaps, float),
+        series=_mean_series(named, paired, of_gaps, float),
         columns=[*LEADING_COLUMNS, "seed", "step", "positions", "text", *of_gaps[0].columns],
-        rows=table_rows(named, paired, of_gaps),
-        x_ticks=[int(x) for curve in of_gaps for x in curve.x] if has_ticks else (),
+        rows=_table_rows(named, paired, of_gaps),
         y_axis="loss" if is_in_nats else "score",
         reference=(named.reference, 0.0),
         bytes_per_token=named.bytes_per_token if is_in_nats and not group.text else math.nan,
     )
+
+
+def _table_rows(named: NamedRuns, group: Group, curves: Sequence[Curve]) -> list[Row]:
+    """Rows of all runs, which stand apart: their means over seeds can be computed from them."""
+    rows = list[Row]()
+    for one, curve in zip(group.members, curves, strict=True):
+        label = one.evaluated.label
+        setting = [*named.leading_cells(one.run), one.run.seed, label.step, one.scaling, group.text]
+        rows += [[*setting, *row] for row in zip(*curve.columns.values(), strict=True)]
+    return rows
+
+
+def _alike(one: EvaluatedRun, curve: Curve) -> tuple[Any, ...]:
+    """What results must have in common to be averaged or compared."""
+    options = [curve.columns[name][0] for name in OPTIONS if name in curve.columns]
+    return one.scaling, tuple(curve.x), *options
+
+
+def _mean_series(
+    named: NamedRuns,
+    group: Group,
+    curves: Sequence[Curve],
+    unit: Callable[[float], float],
+    *,
+    are_heads: bool = False,
+) -> list[Series]:
+    """A line for each variant and way of reading: the mean over seeds of several, or the one run.
+
+    Where bands of curves are over heads, they are joined; elsewhere they are over windows, and
+    those of a mean are as wide as the runs' are on average.
+    """
+    every = {one.scaling for one in group.members}
+    # Where all have one scaling, nothing needs to be told apart.
+    scalings = sorted(every - {""}) if len(every) > 1 else []
+    alike: dict[tuple[Any, ...], list[tuple[Run, Curve]]] = defaultdict(list)
+    for one, curve in zip(group.members, curves, strict=True):
+        alike[named.label(one.run), *_alike(one, curve)].append((one.run, curve))
+    series = []
+    for (label, scaling, *_), members in alike.items():
+        line = "-" if scalings else None
+        if scaling in scalings:
+            line = _LINE_STYLES[scalings.index(scaling) % len(_LINE_STYLES)]
+        label = label + (f", {scaling}" if scaling else "")
+        run, first = members[0]
+        look, is_finished = named.look(run), run.is_finished
+        bands = [curve.band for _, curve in members if curve.band is not None]
+        if len(members) == 1 or not is_finished:
+            for _, curve in members:
+                heads, windows = (curve.band, None) if are_heads else (None, curve.band)
+                series.append(
+                    Series(label, look, curve.x, curve.y, is_finished, line, heads, windows)
+                )
+            continue
+        series += [
+            Series(label, look, curve.x, curve.y, line=line, is_seed=True) for _, curve in members
+        ]
+        found = [
+            interval(list(by_seed((r, unit(c.y[at])) for r, c in members).values()))
+            for at in range(len(first.x))
+        ]
+        back = math.exp if unit is math.log else float
+        y = [back(one.mean) for one in found]
+        if are_heads:
+            series.append(Series(label, look, first.x, y, True, line, _joined(bands)))
+            continue
+        band = None
+        if math.isfinite(found[0].low):
+            # An interval of two seeds can be wider than any number that can be drawn.
+            lows = [back(min(one.low, _MOST_DRAWN)) for one in found]
+            band = lows, [back(min(one.high, _MOST_DRAWN)) for one in found]
+        windows = _average_band(y, members) if len(bands) == len(members) else None
+        series.append(Series(label, look, first.x, y, True, line, band, windows))
+    return series
+
+
+def _joined(bands: Sequence[Band]) -> Band | None:
+    """From the least to the most of all bands."""
+    if not bands:
+        return None
+    lows, highs = zip(*bands, strict=True)
+    return [min(at) for at in zip(*lows, strict=True)], [max(at) for at in zip(*highs, strict=True)]
+
+
+def _average_band(y: Sequence[float], members: Sequence[tuple[Run, Curve]]) -> Band:
+    """Bounds around y that are as far from it as the members' are from their own on average."""
+    below = [fmean(c.y[at] - c.band[0][at] for _, c in members if c.band) for at in range(len(y))]
+    above = [fmean(c.band[1][at] - c.y[at] for _, c in members if c.band) for at in range(len(y))]
+    return (
+        [value - by for value, by in zip(y, below, strict=True)],
+        [value + by for value, by in zip(y, above, strict=True)],
+    )
+
+
+def _gap_curves(
+    named: NamedRuns, group: Group, curves: Sequence[Curve], unit: Callable[[float], float]
+) -> list[tuple[EvaluatedRun, Curve]]:
+    """Each finished run minus the mean of the reference kind's runs of its seed, at equal x."""
+    baselines: dict[tuple[Any, ...], list[Curve]] = defaultdict(list)
+    pairs = list(zip(group.members, curves, strict=True))
+    for one, curve in pairs:
+        if one.run.is_finished and one.run.kind == named.reference:
+            baselines[one.run.seed, *_alike(one, curve)].append(curve)
+    found = []
+    for one, curve in pairs:
+        baseline = baselines.get((one.run.seed, *_alike(one, curve)))
+        if baseline and one.run.is_finished and one.run.kind != named.reference:
+            of_reference = [
+                fmean(unit(other.y[at]) for other in baseline) for at in range(len(curve.x))
+            ]
+            y = [unit(value) - base for value, base in zip(curve.y, of_reference, strict=True)]
+            options = {name: curve.columns[name] for name in OPTIONS if name in curve.columns}
+            x = next(iter(curve.columns))
+            found.append((one, Curve({x: curve.x, **options, "gap": y})))
+    return found

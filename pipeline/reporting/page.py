@@ -85,22 +85,6 @@ _POLICY = (
 
 _LINE_ENDS = re.compile(r"(?<==)(?=\S{4})|(?<=_)(?=[a-z])")
 
-RUN_COLUMNS = (
-    "run",
-    "variant",
-    "status",
-    "training context",
-    "learning rate",
-    "seed",
-    "tokens",
-    "validation loss (nats per token)",
-    "bits per byte",
-    "tokens/s",
-    "parameters",
-    "state",
-    "commit",
-)
-
 
 def write_page(
     folder: Path,
@@ -115,27 +99,21 @@ def write_page(
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     shown_first = [table for table in tables if table.name.startswith("verdicts")]
     finished = sum(run.is_finished for run in named.runs)
+    listed = "\n".join(f"<li>{escape(line)}</li>" for line in left_out)
     parts = [
         f"<h1>{escape(experiment)}</h1>",
         f"<p>{len(named.runs)} runs, {finished} finished, read from "
         f"{escape(without_secrets(uri))} on {when} by longhaul report.",
         "Unfinished runs have hollow markers and a label; their numbers are those so far.</p>",
         _caveats(unmeasured(named)),
-        *(["<h2>What the seeds show</h2>"] if shown_first else []),
-        *(_table(folder, table) for table in shown_first),
-        "<h2>Runs</h2>",
-        _runs(named),
-        "<h2>Figures</h2>",
-        '<div class="figures">',
+        _section("What the seeds show", [_table(folder, table) for table in shown_first]),
+        _section("Runs", [_runs(named)]),
+        '<h2>Figures</h2>\n<div class="figures">',
         *(_figure(folder, figure) for figure in figures),
         "</div>",
-        *(["<h2>Tables</h2>"] if len(tables) > len(shown_first) else []),
-        *(_table(folder, table) for table in tables if table not in shown_first),
-        *(["<h2>Left out</h2>", "<ul>"] if left_out else []),
-        *(f"<li>{escape(line)}</li>" for line in left_out),
-        *(["</ul>"] if left_out else []),
-        "<h2>Configs</h2>",
-        *(_config(run) for run in named.runs),
+        _section("Tables", [_table(folder, table) for table in tables if table not in shown_first]),
+        _section("Left out", [f"<ul>\n{listed}\n</ul>"] if left_out else []),
+        _section("Configs", [_config(run) for run in named.runs]),
     ]
     head = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -150,29 +128,32 @@ def write_page(
     (folder / "index.html").write_bytes(page.encode(errors="replace"))
 
 
+def _section(title: str, parts: Sequence[str]) -> str:
+    return "\n".join([f"<h2>{title}</h2>", *parts]) if parts else ""
+
+
 def _runs(named: NamedRuns) -> str:
     rows = []
     for run in named.runs:
-        rate, seed = run.config.optim.learning_rate, run.config.trainer.seed
-        cells = [
-            _text(run.name),
-            _text(named.variant(run)),
-            _text(run.status.lower()),
-            _number(run.context, "{:,}"),
-            _number(rate, "{:g}"),
-            _number(seed, "{}"),
-            _cell(amount(run.tokens), run.tokens),
-            _number(run.final_loss, "{:.4f}"),
-            _number(run.bits_per_byte, "{:.3f}"),
-            _number(run.speed, "{:,.0f}"),
-            _cell(amount(run.num_parameters), run.num_parameters),
-            _cell(in_bytes(run.state_bytes), run.state_bytes),
-            _text(
-                re.sub(r"(?<=^.{10})[0-9a-f]+", "", run.commit)
-            ),  # keeps 10 digits of the hash, and -dirty
-        ]
+        # The hash of a commit is cut to ten digits; -dirty behind it stays.
+        commit = re.sub(r"(?<=^.{10})[0-9a-f]+", "", run.commit)
+        cells = {
+            "run": _text(run.name),
+            "variant": _text(named.variant(run)),
+            "status": _text(run.status.lower()),
+            "training context": _number(run.context, "{:,}"),
+            "learning rate": _number(run.config.optim.learning_rate, "{:g}"),
+            "seed": _number(run.seed, "{}"),
+            "tokens": _cell(amount(run.tokens), run.tokens),
+            "validation loss (nats per token)": _number(run.final_loss, "{:.4f}"),
+            "bits per byte": _number(run.bits_per_byte, "{:.3f}"),
+            "tokens/s": _number(run.speed, "{:,.0f}"),
+            "parameters": _cell(amount(run.num_parameters), run.num_parameters),
+            "state": _cell(in_bytes(run.state_bytes), run.state_bytes),
+            "commit": _text(commit),
+        }
         css = "" if run.is_finished else ' class="unfinished"'
-        rows.append(f"<tr{css}>{''.join(cells)}</tr>")
+        rows.append(f"<tr{css}>{''.join(cells.values())}</tr>")
     note = (
         '<p class="note">Tokens: trained so far. Validation loss: the last one. Tokens/s: of all '
         "devices, median of all updates. Bits per byte: of the validation loss; runs with other "
@@ -180,7 +161,7 @@ def _runs(named: NamedRuns) -> str:
         "token, which longhaul evaluate RUN --tasks context does, or there is no loss. State: of "
         "one sequence, in half precision, after as many tokens as in training.</p>"
     )
-    return note + _sortable("runs", RUN_COLUMNS, rows)
+    return note + _sortable("runs", [*cells], rows)
 
 
 def _figure(folder: Path, figure: Figure) -> str:

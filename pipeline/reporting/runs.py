@@ -250,18 +250,13 @@ def _experiment_id(client: "MlflowClient", name: str) -> str:
 
 def _with_names(runs: "Sequence[MlflowRun]", names: Sequence[str]) -> "list[MlflowRun]":
     """The runs with such names; ValueError for a name that none has."""
-    if not names:
-        return list(runs)
-    every = {str(run.info.run_name) for run in runs}
+    every = [str(run.info.run_name) for run in runs]
     for name in names:
-        if not any(fnmatch.fnmatchcase(one, name) for one in every):
-            known = ", ".join(map(repr, sorted(map(plain, every))[:_NAMES_SHOWN]))
+        if not fnmatch.filter(every, name):
+            known = ", ".join(map(repr, sorted(set(map(plain, every)))[:_NAMES_SHOWN]))
             raise ValueError(f"--runs: found {name!r}, wanted some of {known or 'no runs'}")
-    return [
-        run
-        for run in runs
-        if any(fnmatch.fnmatchcase(str(run.info.run_name), name) for name in names)
-    ]
+    chosen = {one for name in names or ["*"] for one in fnmatch.filter(every, name)}
+    return [run for run, name in zip(runs, every, strict=True) if name in chosen]
 
 
 def _training_runs(client: "MlflowClient", experiment_id: str, search: str) -> "list[MlflowRun]":
@@ -311,23 +306,27 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         config, text = _config(fetch, Path(folder))
         evaluations, left_out = read_tables(names, fetch, config.data.context)
         hardware = _hardware(fetch)
+
+    def history(name: str) -> list[tuple[int, float]]:
+        found = client.get_metric_history(run_id, name) if name in metrics else []
+        return sorted({one.step: float(one.value) for one in found}.items())
+
     model = build_on_meta(config.model)
     metrics, params = run.data.metrics, run.data.params
     # Where MLflow knows no hash, only runs that read the same path are taken to share their data.
     data = (params.get(name, config.data.manifest) for name in ("data", "data_sha256"))
-    measured, unmeasured = _measured(client, run_id, metrics, config.data.context)
-    speeds = [value for _, value in _history(client, run_id, "train/tokens_per_second", metrics)]
+    measured, unmeasured = _measured(history, metrics, config.data.context)
+    speeds = [value for _, value in history("train/tokens_per_second")]
     possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
-    losses = _points(client, run_id, "curves/train_loss", metrics, config)
-    validation = _points(client, run_id, "curves/validation_loss", metrics, config)
+    losses = _points(history("curves/train_loss"), config.optim.tokens_per_update)
+    validation = _points(history("curves/validation_loss"), config.optim.tokens_per_update)
     left_out += unmeasured
     tokenizer, validation_data = _datasets(run, config)
     if speeds and not possible:
         left_out.append(f"train/tokens_per_second: found {speeds[-1]:g}, wanted more than 0")
-    if validation and math.isnan(validation[-1].value):
-        left_out.append(_no_loss("curves/validation_loss", metrics))
-    if losses and all(math.isnan(point.value) for point in losses):
-        left_out.append(_no_loss("curves/train_loss", metrics))
+    for name, decisive in (("validation_loss", validation[-1:]), ("train_loss", losses)):
+        if decisive and all(math.isnan(point.value) for point in decisive):
+            left_out.append(_no_loss(f"curves/{name}", metrics))
     return Run(
         run_id=run_id,
         name=plain(run.info.run_name or run_id),
@@ -393,28 +392,11 @@ def _hardware(fetch: Callable[[str], str]) -> str:
     return next(iter(found.accelerators), found.processor) or "unknown"
 
 
-def _history(
-    client: "MlflowClient", run_id: str, name: str, metrics: Mapping[str, float]
-) -> list[tuple[int, float]]:
-    """All steps and values of a metric, by step."""
-    if name not in metrics:
-        return []
-    found = {one.step: float(one.value) for one in client.get_metric_history(run_id, name)}
-    return sorted(found.items())
-
-
-def _points(
-    client: "MlflowClient",
-    run_id: str,
-    name: str,
-    metrics: Mapping[str, float],
-    config: RunConfig,
-) -> list[Point]:
+def _points(history: Sequence[tuple[int, float]], tokens_per_update: int) -> list[Point]:
     # All updates have the same number of tokens; a resumed run cannot change it.
-    tokens_per_update = config.optim.tokens_per_update
     return [
         Point(step, step * tokens_per_update, value if 0 <= value <= MOST_LOSS else math.nan)
-        for step, value in _history(client, run_id, name, metrics)
+        for step, value in history
         if 0 <= step <= _MOST_TOKENS // tokens_per_update
     ]
 
@@ -425,7 +407,7 @@ def _no_loss(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def _measured(
-    client: "MlflowClient", run_id: str, metrics: Mapping[str, float], context: int
+    history: Callable[[str], list[tuple[int, float]]], metrics: Mapping[str, float], context: int
 ) -> tuple[dict[str, list[Evaluated]], list[str]]:
     """The results of the tasks that log numbers and write no table: bigram and lm-eval.
 
@@ -439,7 +421,7 @@ def _measured(
         if not found or label is None:
             continue
         task = "lm-eval" if found["lm_eval"] else "bigram"
-        step, value = _history(client, run_id, name, metrics)[-1]
+        step, value = history(name)[-1]
         if task == "bigram" and not 0 <= value <= MOST_LOSS:
             left_out.append(_no_loss(name, metrics))
             continue

@@ -7,8 +7,8 @@ difference varies less than their losses do.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from scipy.special import stdtr, stdtrit
 
@@ -25,18 +25,16 @@ MOST_SEEDS = 1000
 """Seeds beyond which nobody will train: `seeds_needed` stops here."""
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean of independent values, and its interval at LEVEL; NaN bounds for one value."""
+class Interval(NamedTuple):
+    """A mean of so many independent values, and its interval at LEVEL; NaN bounds for one."""
 
+    number: int
     mean: float
     low: float
     high: float
-    count: int
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What paired differences of one pair say."""
 
     interval: Interval
@@ -48,11 +46,11 @@ class Verdict:
 
 def interval(values: Sequence[float]) -> Interval:
     """The mean of one or more values, one a seed, and its t-interval."""
-    mean, count = fmean(values), len(values)
-    if count < 2:
-        return Interval(mean, math.nan, math.nan, count)
-    half = float(stdtrit(count - 1, (1 + LEVEL) / 2)) * stdev(values) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half, count)
+    mean, number = fmean(values), len(values)
+    if number < 2:
+        return Interval(number, mean, math.nan, math.nan)
+    half = float(stdtrit(number - 1, (1 + LEVEL) / 2)) * stdev(values) / math.sqrt(number)
+    return Interval(number, mean, mean - half, mean + half)
 
 
 def paired_differences(ours: Mapping[int, float], theirs: Mapping[int, float]) -> list[float]:
@@ -81,7 +79,7 @@ def holm(ps: Sequence[float]) -> list[float]:
     return corrected
 
 
-def seeds_needed(differences: Sequence[float], level: float = LEVEL) -> int | None:
+def seeds_needed(differences: Sequence[float]) -> int | None:
     """Seeds with which a paired t-test would show the observed mean, with probability POWER.
 
     The least n with n >= ((t(1 - a/2) + t(POWER)) s / mean)^2, both quantiles with n - 1 degrees of
@@ -89,35 +87,33 @@ def seeds_needed(differences: Sequence[float], level: float = LEVEL) -> int | No
     """
     mean, deviation = fmean(differences), stdev(differences)
     for n in range(2, MOST_SEEDS + 1):
-        quantiles = float(stdtrit(n - 1, (1 + level) / 2)) + float(stdtrit(n - 1, POWER))
+        quantiles = float(stdtrit(n - 1, (1 + LEVEL) / 2)) + float(stdtrit(n - 1, POWER))
         if n * mean**2 >= (quantiles * deviation) ** 2 and mean:
             return n
     return None
 
 
-def verdicts(pairs: Sequence[Sequence[float]], margin: float = MARGIN) -> list[Verdict]:
+def verdicts(pairs: Sequence[Sequence[float]]) -> list[Verdict]:
     """A verdict for the paired differences of each pair, tested together.
 
-    "shown" if the p corrected by Holm is below 1 - LEVEL; "tie" if the interval lies within the
-    margin; otherwise how many seeds it would take.
+    "shown" if the p corrected by Holm is below 1 - LEVEL; "tie" if the interval lies within
+    MARGIN of 0; otherwise how many seeds it would take.
     """
     corrected = holm([p_value(differences) for differences in pairs])
-    return [_verdict(*one, margin) for one in zip(pairs, corrected, strict=True)]
+    return list(map(_verdict, pairs, corrected))
 
 
-def _verdict(differences: Sequence[float], p: float, margin: float) -> Verdict:
+def _verdict(differences: Sequence[float], p: float) -> Verdict:
     found = interval(differences)
-    if found.count < 2:
+    if found.number < 2:
         return Verdict(found, p, "one seed: wanted two or more")
     if p < 1 - LEVEL:
-        words = f"shown by {found.count} seeds: {'lower' if found.mean < 0 else 'higher'}"
-    elif -margin <= found.low and found.high <= margin:
-        words = f"tie: less than {margin:g} apart"
+        words = f"shown by {found.number} seeds: {'lower' if found.mean < 0 else 'higher'}"
+    elif found.low >= -MARGIN and found.high <= MARGIN:
+        words = f"tie: less than {MARGIN:g} apart"
+    elif (needed := seeds_needed(differences)) is None:
+        words = f"needs more than {MOST_SEEDS:,} seeds"
     else:
         # At the level of a single test. Correcting for many can take one that passes it.
-        needed = seeds_needed(differences)
-        if needed is None:
-            words = f"needs more than {MOST_SEEDS:,} seeds"
-        else:
-            words = f"needs about {max(needed, found.count + 1)} seeds"
+        words = f"needs about {max(needed, found.number + 1)} seeds"
     return Verdict(found, p, words)

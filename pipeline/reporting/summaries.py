@@ -75,10 +75,7 @@ def ntk_tables(named: NamedRuns) -> Iterator[Table]:
                 + options_in_words(group.tables, TABLES[task].options),
                 columns=[*SETTING, *map(str, lengths)],
                 rows=[
-                    [
-                        *setting(named, one),
-                        *(values.get(length, "") for length in lengths),
-                    ]
+                    [*setting(named, one), *(values.get(length, "") for length in lengths)]
                     for one, values in values_of
                 ],
             )

@@ -5,14 +5,8 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from longhaul.pipeline.reporting.caveats import caveats, seeds_of
-from longhaul.pipeline.reporting.comparison import (
-    BANDS,
-    at_the_end,
-    budgets,
-    lines,
-    training_loss,
-)
-from longhaul.pipeline.reporting.drawing import Figure, Row, Series
+from longhaul.pipeline.reporting.comparison import BANDS, at_the_end, budgets, lines, training_loss
+from longhaul.pipeline.reporting.drawing import Figure, Row, series_of
 from longhaul.pipeline.reporting.runs import Point, Run
 from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
 
@@ -26,26 +20,20 @@ _EARLY_SHARE = 0.05
 def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
     """One figure per training context."""
     for context in named.contexts:
-        series, rows = [], list[Row]()
         curves = [(run, _thinned(run.losses)) for run in named.at(context) if run.losses]
         if not curves:
             continue
+        series, rows = [], list[Row]()
         for run, points in curves:
-            series.append(
-                Series(
-                    named.label(run),
-                    named.look(run),
-                    [point.tokens for point, _ in points],
-                    [point.value for point, _ in points],
-                    run.is_finished,
-                )
-            )
+            x, y = [point.tokens for point, _ in points], [point.value for point, _ in points]
+            series.append(series_of(named, run, x, y))
             rows += [
-                [*named.leading_cells(run), p.step, p.tokens, updates, p.value]
-                for p, updates in points
+                [*named.leading_cells(run), point.step, point.tokens, updates, point.value]
+                for point, updates in points
             ]
         runs = [run for run, _ in curves]
         last = {run.run_id: training_loss(run, run.tokens // run.context) for run in runs}
+        finite = {run_id: loss for run_id, loss in last.items() if math.isfinite(loss)}
         reference = named.bigram_line(context=context)
         updates = max(count for _, points in curves for _, count in points)
         yield Figure(
@@ -58,12 +46,7 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
                 "of them was finite. "
             )
             + f"One line a run. {seeds_of(named, runs)}",
-            caveats=caveats(
-                named,
-                runs,
-                {run_id: loss for run_id, loss in last.items() if math.isfinite(loss)},
-                lambda run: run.tokens,
-            ),
+            caveats=caveats(named, runs, finite, lambda run: run.tokens),
             reference=reference,
             bytes_per_token=named.bytes_per_token,
             x_label="tokens trained on",
@@ -83,7 +66,8 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
     runs = [run for run in named.runs if math.isfinite(run.speed)]
     if not runs:
         return
-    speeds = {run.run_id: run.speed / run.config.trainer.world_size for run in runs}
+    devices = {run.run_id: run.config.trainer.world_size for run in runs}
+    speeds = {run.run_id: run.speed / devices[run.run_id] for run in runs}
     hardware = sorted({run.hardware for run in runs})
     where = f"Not comparable, since machines differ: {', '.join(hardware)}."
     yield Figure(
@@ -94,21 +78,13 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
         if len(hardware) == 1
         else "",
         caveats=[*([where] if len(hardware) > 1 else []), *caveats(named, runs)],
-        x_label="training context (tokens)",
         y_label="speed (tokens/s per device)",
         series=lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),
         columns=[*LEADING_COLUMNS, "hardware", "devices", "tokens_per_second_a_device"],
         rows=[
-            [
-                *named.leading_cells(run),
-                run.hardware,
-                run.config.trainer.world_size,
-                speeds[run.run_id],
-            ]
+            [*named.leading_cells(run), run.hardware, devices[run.run_id], speeds[run.run_id]]
             for run in runs
         ],
-        x_axis="context",
-        x_ticks=[run.context for run in runs],
         y_axis="from zero",
     )
 
@@ -117,9 +93,8 @@ def loss_against_state(named: NamedRuns) -> Iterator[Figure]:
     """One figure per training context, since losses at different contexts are of different text."""
     for part in named.at_equal_tokens(in_each_context=True):
         for context in part.contexts:
-            runs = [
-                run for run in part.at(context) if math.isfinite(run.final_loss) and run.state_bytes
-            ]
+            own = part.at(context)
+            runs = [run for run in own if math.isfinite(run.final_loss) and run.state_bytes]
             if runs:
                 yield _loss_against_state(part, context, runs)
 
@@ -135,17 +110,7 @@ def _loss_against_state(named: NamedRuns, context: int, runs: Sequence[Run]) -> 
         reference=named.bigram_line(context=context),
         x_label="state size",
         y_label="validation loss (nats per token)",
-        series=[
-            Series(
-                named.label(run),
-                named.look(run),
-                [run.state_bytes],
-                [run.final_loss],
-                run.is_finished,
-                line="",
-            )
-            for run in runs
-        ],
+        series=[series_of(named, run, [run.state_bytes], [run.final_loss], "") for run in runs],
         columns=[*LEADING_COLUMNS, "tokens", "state_bytes", "parameters", "validation_loss_nats"],
         rows=[
             [

@@ -17,13 +17,7 @@ from longhaul.pipeline.reporting.runs import Data, Run
 # Runs of one kind are different variants if their data or any of these settings differ. The context
 # is not among them, since it is an axis of figures, nor is the seed, nor is the path of the data:
 # one path may lead to different data, and the same data may lie in several places.
-_DECISIVE = (
-    "model.",
-    "optim.",
-    "trainer.precision",
-    "trainer.start_from",
-    "trainer.train_only",
-)
+_DECISIVE = ("model.", "optim.", "trainer.precision", "trainer.start_from", "trainer.train_only")
 # Settings below those that do not change results.
 _INDIFFERENT = (".chunk_size", ".max_skipped_updates", ".spike_sigma", ".on_spike")
 
@@ -237,28 +231,22 @@ def looks(kinds: Mapping[str, str]) -> dict[str, Look]:
     colours, differ in their markers and line styles. Variants of a single kind have a colour each.
     """
     has_one = len(set(kinds.values())) == 1
-    families = sorted(kinds) if has_one else sorted(set(kinds.values()))
-    colours = (
-        {} if has_one else {kind: KIND_COLOURS[kind] for kind in families if kind in KIND_COLOURS}
-    )
-    free = [
-        one
-        for one in dict.fromkeys((*COLOURS, *KIND_COLOURS.values()))
-        if one not in colours.values()
-    ]
+    family_of = {name: name if has_one else kind for name, kind in kinds.items()}
+    families = sorted(set(family_of.values()))
+    colours = {} if has_one else {one: KIND_COLOURS[one] for one in families if one in KIND_COLOURS}
+    every = dict.fromkeys((*COLOURS, *KIND_COLOURS.values()))
+    free = [one for one in every if one not in colours.values()]
     others = [family for family in families if family not in colours]
     colours |= {family: free[index % len(free)] for index, family in enumerate(others)}
     order = list(dict.fromkeys(colours[family] for family in families))
     found = {}
-    taken = [0] * len(order)
-    for family in families:
-        number = order.index(colours[family])
-        for name in sorted(name for name in kinds if family == (name if has_one else kinds[name])):
-            # From another marker on for each colour, so that print without colour shows it too.
-            marker = _MARKERS[(number + taken[number]) % len(_MARKERS)]
-            line = _LINES[taken[number] % len(_LINES)]
-            found[name] = Look(colours[family], marker, line)
-            taken[number] += 1
+    taken = Counter[str]()
+    for name in sorted(kinds, key=lambda name: (family_of[name], name)):
+        colour = colours[family_of[name]]
+        # From another marker on for each colour, so that print without colour shows it too.
+        marker = _MARKERS[(order.index(colour) + taken[colour]) % len(_MARKERS)]
+        found[name] = Look(colour, marker, _LINES[taken[colour] % len(_LINES)])
+        taken[colour] += 1
     return found
 
 
@@ -287,10 +275,9 @@ def _kind(config: RunConfig) -> str:
 
 
 def _options(config: RunConfig) -> dict[str, Any]:
-    values = flatten(to_dict(config))
     return {
         key: value
-        for key, value in values.items()
+        for key, value in flatten(to_dict(config)).items()
         if key.startswith(_DECISIVE) and not key.endswith(_INDIFFERENT)
     }
 

@@ -1,6 +1,7 @@
 """A verdict for each pair of variants: shown, tie, or how many seeds it would take."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -57,19 +58,8 @@ def verdict_tables(named: NamedRuns) -> Iterator[Table]:
         ],
         columns=_COLUMNS,
         rows=[
-            [
-                *pair.names,
-                pair.loss,
-                verdict.words,
-                pair.context,
-                pair.tokens,
-                verdict.interval.count,
-                verdict.interval.mean,
-                verdict.interval.low,
-                verdict.interval.high,
-                verdict.p,
-            ]
-            for pair, verdict in zip(pairs, found, strict=True)
+            [*pair.names, pair.loss, words, pair.context, pair.tokens, *interval, p]
+            for pair, (interval, p, words) in zip(pairs, found, strict=True)
         ],
     )
 
@@ -83,8 +73,7 @@ def _worst_losses(named: NamedRuns, pairs: Sequence[_Pair]) -> dict[str, float]:
             for row in evaluated.rows:
                 is_compared = not group.text and not evaluated.label.scaling
                 if is_compared and (run.context, row["context"]) in settings:
-                    known = losses.get(run.run_id, row["loss_nats"])
-                    losses[run.run_id] = max(known, row["loss_nats"])
+                    losses[run.run_id] = max(losses.get(run.run_id, 0.0), row["loss_nats"])
     return losses
 
 
@@ -102,12 +91,13 @@ def _of_windows(named: NamedRuns) -> Iterator[_Pair]:
     for group in groups(named, "context"):
         if group.text:
             continue
-        found: dict[str, dict[int, list[tuple[Run, float]]]] = {}
+        found: dict[str, dict[int, list[tuple[Run, float]]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for run, evaluated in group.members:
             if run.is_finished and not evaluated.label.scaling:
-                own = found.setdefault(named.variant(run), {})
                 for row in evaluated.rows:
-                    own.setdefault(row["context"], []).append((run, row["loss_nats"]))
+                    found[named.variant(run)][row["context"]].append((run, row["loss_nats"]))
         losses = {
             name: {window: by_seed(values) for window, values in own.items()}
             for name, own in found.items()

@@ -12,7 +12,7 @@ import pytest
 from made_runs import run, with_rows
 
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
+from longhaul.pipeline.commands.evaluate import add_task_arguments, task_options
 from longhaul.pipeline.evaluation import registry, tasks
 from longhaul.pipeline.evaluation.run import check_options
 from longhaul.pipeline.evaluation.task import Option, Task

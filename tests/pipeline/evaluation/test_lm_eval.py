@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from longhaul.pipeline.commands.task_arguments import add_task_arguments, task_options
+from longhaul.pipeline.commands.evaluate import add_task_arguments, task_options
 from longhaul.pipeline.evaluation.tasks import lm_eval, lm_eval_task
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.run import main as run_harness
 from longhaul.pipeline.evaluation.tasks.lm_eval_task.shortening import Shortening, TooShortError

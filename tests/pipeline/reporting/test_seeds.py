@@ -24,7 +24,7 @@ def test_an_interval_is_students() -> None:
     found = interval(VALUES)
     wanted = stats.t.interval(0.95, 3, loc=fmean(VALUES), scale=stats.sem(VALUES))
     assert (found.low, found.high) == pytest.approx(wanted, rel=1e-12)
-    assert found.count == 4
+    assert found.number == 4
     # The quantile of two seeds is 12.7: two seeds say next to nothing.
     assert interval((0.0, 2.0)).high == pytest.approx(1 + 12.706204736, rel=1e-9)
     assert math.isnan(interval((1.0,)).low)
