@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from einops import rearrange
 from jaxtyping import Float, Float64
 from torch import Tensor
 
@@ -50,18 +49,18 @@ class Coca(FusedAttention):
     Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, sections 2.1 and 2.4.
     """
 
+    qkv_name = "qtv"  # as in checkpoints
     rotary: Rotary
 
     def __init__(self, config: CocaConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.is_strict = config.mode == "strict"
-        self.rotary = config.rotary(self.head_dim)
-        self.qtv = shape.projection(3 * shape.width)
+        self.add_qkv(config.build_rotary)
 
     def project(
         self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, u, v = rearrange(self.qtv(x), "b t (s h k) -> s b h t k", s=3, h=self.num_heads)
+        q, u, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
         first, second = u.chunk(2, dim=-1)
         return q, KeyValueCache(((first + second) / 2).relu(), v)
 
