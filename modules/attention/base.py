@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from longhaul.kernels.common.custom_ops import without_autocast
 from longhaul.modules.attention.parts.qkv import QKV
 from longhaul.modules.attention.parts.qkv import LayerShape as LayerShape
-from longhaul.modules.choices import check_choices
+from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -60,8 +60,7 @@ class RotaryConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1, finite")
+        check_bounds(self, "rotary_base", above=1, below=math.inf)
 
     def build_rotary(self, width: int) -> Rotary | None:
         """The rotation of queries and keys of this width; None without positions."""

@@ -81,6 +81,3 @@ class Coca(FusedAttention):
             # The rotation of [t, 0], whose second half is zero.
             return queries, torch.cat([k * cos, k * sin], dim=-1).to(q.dtype)
         return q * rotate(q, *now), rotate(torch.cat([k, k], dim=-1), cos, sin)
-
-    def cached_per_token(self) -> int:
-        return 3 * self.model_dim // 2

@@ -9,6 +9,7 @@ from torch import Tensor
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.rotary import Rotary
 
 
@@ -24,8 +25,7 @@ class SoftmaxConfig(RotaryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.longest_document is not None and self.longest_document < 2:
-            raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
+        check_bounds(self, "longest_document", least=2)
 
     def build_rotary(self, width: int) -> Rotary | None:
         if self.longest_document is None:
@@ -65,6 +65,3 @@ class Softmax(FusedAttention):
         cos, sin = (one.transpose(1, 2) for one in self.rotary.phases(position, S, q.dtype))
         past = S - q.shape[2]
         return rotate(q, cos[:, :, past:], sin[:, :, past:]), rotate(k, cos, sin)
-
-    def cached_per_token(self) -> int:
-        return 2 * self.num_key_heads * self.head_dim

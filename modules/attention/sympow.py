@@ -3,18 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.modules.attention.base import (
-    Attention,
-    Float32Parameters,
-    LayerShape,
-    linear_in_float32,
-    register,
-)
+from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -43,8 +38,7 @@ class SympowOptions(PowerConfig):
                 f"initial_state: found learned with degree {self.degree}, whose states are too "
                 "large to build; wanted zero, or degree 2 or 4"
             )
-        if self.longest_document < 2:
-            raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
+        check_bounds(self, "longest_document", least=2)
 
     def build_rotary(self, width: int) -> Rotary | None:
         """The rotation of queries and keys of this width; None without positions."""
@@ -66,7 +60,7 @@ class SympowConfig(SympowOptions):
         return Sympow(self, shape)
 
 
-class RotationRate(Float32Parameters):
+class RotationRate(ScalarPerHead):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
     beta_t = 1 rotates by as much as one position does in fixed rotary embeddings. The source does
@@ -74,15 +68,10 @@ class RotationRate(Float32Parameters):
     """
 
     def __init__(self, model_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, model_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        super().__init__(model_dim, 1)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
-        return 1 + linear_in_float32(x, self.weight).squeeze(-1).tanh()
+        return 1 + super().forward(x).squeeze(-1).tanh()
 
 
 class Sympow(PowerAttention):
