@@ -62,14 +62,12 @@ class Block(nn.Module):
         )
         return self._add(x, mixed), state
 
-    def step(self, x: Float[Tensor, "B 1 D"], state: Any) -> tuple[Float[Tensor, "B 1 D"], Any]:
-        mixed, state = self.attention.step(self.attention_norm(x), state)
-        return self._add(x, mixed), state
-
-    def step_in_place(
-        self, x: Float[Tensor, "B 1 D"], state: Any
+    def step(
+        self, x: Float[Tensor, "B 1 D"], state: Any, *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B 1 D"], Any]:
-        mixed, state = self.attention.step_in_place(self.attention_norm(x), state)
+        """One more token; with `inplace`, the state may be overwritten."""
+        step = self.attention.step_in_place if inplace else self.attention.step
+        mixed, state = step(self.attention_norm(x), state)
         return self._add(x, mixed), state
 
     def projection_flops(self) -> int:

@@ -1,7 +1,7 @@
 """The language model: the shape of GPT-2 with a norm after the embedding, or that of GPT-NeoX."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.attention.base import product_flops
 from longhaul.modules.block import MLP, Block
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.roles import Role
@@ -58,16 +59,10 @@ class LanguageModelConfig:
     """The matrix of the logits is that of the embedding; false: it is one of its own."""
 
     def __post_init__(self) -> None:
-        for name, most in (
-            ("layers", _MOST_LAYERS),
-            # torch can still count the bytes of vectors of this width for each token id. Heads
-            # divide the width.
-            ("width", 1 << 20),
-            ("heads", 1 << 20),
-            ("vocabulary", 1 << 32),
-        ):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"model.{name}: found {getattr(self, name)}, wanted 1 to {most}")
+        check_bounds(self, "layers", least=1, most=_MOST_LAYERS, prefix="model.")
+        # torch can still count the bytes of vectors of this width for each token id.
+        check_bounds(self, "width", "heads", least=1, most=1 << 20, prefix="model.")
+        check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
         if len(self.layer_attention) > self.layers:
             raise ValueError(
                 f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
@@ -345,28 +340,16 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def step(
-        self, token: Int[Tensor, "B"], state: list[Any]
+        self, token: Int[Tensor, "B"], state: list[Any], *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B V"], list[Any]]:
-        """Logits after one more token, at constant cost for variants of linear cost."""
-        return self._step(token, state, Block.step)
+        """Logits after one more token, at constant cost for variants of linear cost.
 
-    @torch.no_grad()
-    def step_in_place(
-        self, token: Int[Tensor, "B"], state: list[Any]
-    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
-        """`step`, which may overwrite `state`: with one of fixed size it needs no new memory."""
-        return self._step(token, state, Block.step_in_place)
-
-    def _step(
-        self,
-        token: Int[Tensor, "B"],
-        state: list[Any],
-        step: Callable[[Block, Tensor, Any], tuple[Tensor, Any]],
-    ) -> tuple[Float[Tensor, "B V"], list[Any]]:
+        With `inplace`, `state` may be overwritten: one of fixed size then needs no new memory.
+        """
         x = self.embedding_norm(self.embedding(token[:, None]))
         states = []
         for block, layer_state in zip(self._blocks(), state, strict=True):
-            x, new_state = step(block, x, layer_state)
+            x, new_state = block.step(x, layer_state, inplace=inplace)
             states.append(new_state)
         return self.head(self.final_norm(x[:, 0])), states
 

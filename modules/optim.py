@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.optim import Optimizer
 
-from longhaul.modules.choices import check_choices
+from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.roles import Role, parameter_roles
 
@@ -37,16 +37,9 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "optim.schedule.")
-        for name in ("start_factor", "final_factor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"optim.schedule.{name}: found {getattr(self, name)}, wanted 0 to 1"
-                )
-        for name in ("warmup_tokens", "decay_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(
-                    f"optim.schedule.{name}: found {getattr(self, name)}, wanted 0 or more"
-                )
+        prefix = "optim.schedule."
+        check_bounds(self, "start_factor", "final_factor", least=0, most=1, prefix=prefix)
+        check_bounds(self, "warmup_tokens", "decay_tokens", least=0, prefix=prefix)
         if (self.name == "wsd") != (self.decay_tokens > 0):
             raise ValueError(
                 f"optim.schedule.decay_tokens: found {self.decay_tokens}, wanted "
@@ -100,20 +93,11 @@ class OptimConfig:
             raise ValueError(
                 f"optim.weight_decay: found {self.weight_decay}, wanted 0 for adam (or name: adamw)"
             )
-        for name in ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"optim.{name}: found {getattr(self, name)}, wanted more than 0, finite"
-                )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"optim.weight_decay: found {self.weight_decay}, wanted 0 or more")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optim.{name}: found {getattr(self, name)}, wanted [0, 1)")
-        for name in ("gradient_clip", "spike_sigma"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"optim.{name}: found {value}, wanted more than 0, or null")
+        positive = ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates")
+        check_bounds(self, *positive, above=0, below=math.inf, prefix="optim.")
+        check_bounds(self, "weight_decay", least=0, below=math.inf, prefix="optim.")
+        check_bounds(self, "beta1", "beta2", least=0, below=1, prefix="optim.")
+        check_bounds(self, "gradient_clip", "spike_sigma", above=0, prefix="optim.")
         if self.on_spike == "rewind" and self.spike_sigma is None:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"

@@ -37,14 +37,23 @@ class Rotary:
 
     The usual embedding has first = 1 radian per token. The symmetric-power papers have first =
     2 pi, and base = N, the length of the longest document. Rates are stored in turns per token.
+    `backwards` rotates by the negative of every angle.
     """
 
-    def __init__(self, width: int, *, base: float, first_turns: float = 1 / (2 * math.pi)) -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        base: float,
+        first_turns: float = 1 / (2 * math.pi),
+        backwards: bool = False,
+    ) -> None:
         if width % 2:
             raise ValueError(f"head width: found {width}, wanted an even one, to rotate pairs")
         self.width = width
         self.base = base
         self.first_turns = first_turns
+        self.backwards = backwards
         self.scaling = PositionScaling()
 
     @property
@@ -85,4 +94,4 @@ class Rotary:
         turns = rotation[:, :, None, None] * rates  # (B, T, 1, J) or (B, T, H, J)
         dtype = torch.promote_types(dtype, torch.float32)
         angle = (2 * math.pi) * (turns - turns.detach().floor()).to(dtype)
-        return angle.cos(), angle.sin()
+        return angle.cos(), -angle.sin() if self.backwards else angle.sin()

@@ -60,9 +60,6 @@ class Alibi(FusedAttention):
         slopes = _slopes(self.num_heads, dtype, q.device)
         return masked_softmax(q, *cache, slopes, None if documents is None else documents.age)
 
-    def cached_per_token(self) -> int:
-        return 2 * self.model_dim
-
 
 @lru_cache(maxsize=8)
 def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> Float[Tensor, "H"]:

@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels.common.custom_ops import without_autocast
-from longhaul.modules.choices import check_choices
+from longhaul.modules.attention.parts.qkv import QKV
+from longhaul.modules.attention.parts.qkv import LayerShape as LayerShape
+from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import PositionScaling, Rotary
 from longhaul.modules.sequence_part import SequencePart
@@ -27,48 +29,6 @@ logger = logging.getLogger(__name__)
 # FLOPs of a kind of linear cost are counted on this many tokens: more would take longer to count,
 # and cost the same per token.
 _COUNTED_TOKENS = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """The sizes of a layer of attention, and what the model around it asks of the layer."""
-
-    width: int
-    """Width D of its inputs and outputs."""
-
-    heads: int
-    """Number of query heads H, a divisor of the width."""
-
-    key_heads: int
-    """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
-
-    biases: bool = False
-    """Whether its projections have biases, which begin at zero."""
-
-    layer: int = 0
-    """Its index, from 0."""
-
-    def __post_init__(self) -> None:
-        if self.heads < 1 or self.width % self.heads:
-            raise ValueError(
-                f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
-            )
-        if self.key_heads < 1 or self.heads % self.key_heads:
-            raise ValueError(
-                f"key_heads: found {self.key_heads}, wanted a divisor of {self.heads} heads"
-            )
-
-    @property
-    def head_dim(self) -> int:
-        """Width K of a head."""
-        return self.width // self.heads
-
-    def projection(self, outputs: int) -> nn.Linear:
-        """A projection of x to so many outputs, with a bias of zeros if the model has biases."""
-        linear = nn.Linear(self.width, outputs, bias=False)
-        if self.biases:
-            linear.bias = nn.Parameter(torch.zeros(outputs))
-        return linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +60,11 @@ class RotaryConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 < self.rotary_base < math.inf:
-            raise ValueError(f"rotary_base: found {self.rotary_base}, wanted more than 1, finite")
+        check_bounds(self, "rotary_base", above=1, below=math.inf)
+
+    def build_rotary(self, width: int) -> Rotary | None:
+        """The rotation of queries and keys of this width; None without positions."""
+        return Rotary(width, base=self.rotary_base)
 
 
 def overwrite(state: Any, new_state: Any) -> Any:
@@ -115,7 +78,7 @@ def overwrite(state: Any, new_state: Any) -> Any:
     return pytree.tree_map(overwritten, state, new_state)
 
 
-class Attention(nn.Module):
+class Attention(QKV):
     """Causal attention from (B, T, D) to (B, T, D). An explicit state holds the past.
 
     A variant must write `forward`. All other methods have defaults, which measure what `forward`
@@ -123,39 +86,15 @@ class Attention(nn.Module):
     """
 
     config: AttentionConfig
-    rotary: Rotary | None = None
     can_round_state: ClassVar[bool] = False
     """Whether decoding may keep states in bfloat16."""
     sequence_part: SequencePart | None = None
     """Set under context parallelism: x is one part of a sequence."""
 
     def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
-        super().__init__()
+        super().__init__(shape)
         _check_complete(config.kind, type(self))
         self.config = config
-        self.shape = shape
-        self.model_dim = shape.width
-        self.num_heads = shape.heads
-        self.num_key_heads = shape.key_heads
-        self.head_dim = shape.head_dim
-
-    def add_qkv(self, key_dim: int | None = None, *, name: str = "qkv") -> None:
-        """Make the projection behind `queries_keys_values`, an attribute of this name.
-
-        key_dim is K, by default V.
-        """
-        K, V, H, G = key_dim or self.head_dim, self.head_dim, self.num_heads, self.num_key_heads
-        self.qkv_widths = K * H, K * G, V * G
-        self.qkv_name = name
-        setattr(self, name, self.shape.projection(sum(self.qkv_widths)))
-
-    def queries_keys_values(
-        self, x: Float[Tensor, "B T D"]
-    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
-        """Queries, keys and values of every head, from one projection of x."""
-        q, k, v = getattr(self, self.qkv_name)(x).split(self.qkv_widths, dim=-1)
-        keys = (self.num_key_heads, -1)
-        return q.unflatten(-1, (self.num_heads, -1)), k.unflatten(-1, keys), v.unflatten(-1, keys)
 
     @abstractmethod
     def forward(

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, normalize
 
-from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig, ScalarPerHead
@@ -17,7 +16,6 @@ from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary
 
 
 @register("cartan")
@@ -98,11 +96,10 @@ class Cartan(VectorGates):
     """
 
     scale = 1.0
-    rotary: Rotary
+    in_float32 = True
 
     def __init__(self, config: CartanConfig, shape: LayerShape) -> None:
-        # Attention-free, the 2 V values of a head are the coordinates.
-        coordinates = 2 * shape.head_dim if self.splits_values else shape.head_dim
+        coordinates = self.coordinates * shape.head_dim
         parts = {"head": 1, "pair": coordinates // 2, "coordinate": coordinates}
         N = parts[config.generator_per]
         self.logits_per_head = 0 if config.generator == "product" else N
@@ -118,12 +115,8 @@ class Cartan(VectorGates):
             self.gate = ForgetGate(shape.width, shape.heads, config.gate_init, per_head=N)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
         self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
-        self.add_projections(config)
-
-    def add_projections(self, config: CartanConfig) -> None:
-        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.add_qkv()
-        self.diagonal = self.shape.projection(self.model_dim) if config.negative_diagonal else None
+        self.add_qkv(config.build_rotary)
+        self.diagonal = shape.projection(shape.width) if config.negative_diagonal else None
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         carried = super().initial_carried(count, device)
@@ -135,11 +128,7 @@ class Cartan(VectorGates):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         (gated_sum,), after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        q, k = (
-            rotate(one, cos, sin) for one in self._with_lengths(q.to(cos.dtype), k.to(cos.dtype))
-        )
+        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         if self.diagonal is not None:
             k = k * rearrange((1 + self.diagonal(x)).tanh(), "b t (h k) -> b t h k", k=k.shape[-1])
         if self.num_parts > 1 and gated_sum.value_scale is not None:
@@ -149,7 +138,7 @@ class Cartan(VectorGates):
         operands = OpInputs(q.to(v.dtype), k.to(v.dtype), v, (gated_sum,))
         return operands, {name: documents.last(value) for name, value in after.items()}
 
-    def _with_lengths(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def before_rotation(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.lengths == "raw":
             return q, k
         if self.lengths == "ratio":

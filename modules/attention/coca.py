@@ -49,13 +49,13 @@ class Coca(FusedAttention):
     Source: CoCA, Zhu et al. (2023), arXiv:2309.08646, sections 2.1 and 2.4.
     """
 
+    qkv_name = "qtv"  # as in checkpoints
     rotary: Rotary
 
     def __init__(self, config: CocaConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.is_strict = config.mode == "strict"
-        self.rotary = config.rotary(self.head_dim)
-        self.add_qkv(name="qtv")
+        self.add_qkv(config.build_rotary)
 
     def project(
         self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
@@ -81,6 +81,3 @@ class Coca(FusedAttention):
             # The rotation of [t, 0], whose second half is zero.
             return queries, torch.cat([k * cos, k * sin], dim=-1).to(q.dtype)
         return q * rotate(q, *now), rotate(torch.cat([k, k], dim=-1), cos, sin)
-
-    def cached_per_token(self) -> int:
-        return 3 * self.model_dim // 2

@@ -8,7 +8,6 @@ from einops import rearrange
 from jaxtyping import Complex, Float, Float64, Shaped
 from torch import Tensor, nn
 
-from longhaul.kernels.rotary import rotate
 from longhaul.kernels.shapes import DENOMINATOR_FLOOR
 from longhaul.modules.attention.base import (
     Attention,
@@ -53,6 +52,10 @@ class ComplexConfig(RotaryConfig, PowerConfig):
                 "normalizer: found 'amplitudes' with learned_sizes, whose sums of |C_nm|^2 would "
                 "need a decay for every two pairs of coordinates; wanted head_norm"
             )
+
+    def build_rotary(self, width: int) -> Rotary | None:
+        # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
+        return Rotary(width, base=self.rotary_base, backwards=True)
 
     def build(self, shape: LayerShape) -> Attention:
         return ComplexAttention(self, shape)
@@ -119,16 +122,15 @@ class ComplexAttention(VectorGates):
     says nothing about 1 / sqrt(K), the eps of the norm, and how eigenvalues are learned.
     """
 
-    rotary: Rotary
-
     def __init__(self, config: ComplexConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.decay = config.decay
         self.has_amplitudes = config.normalizer == "amplitudes"
+        # The sum of squares is a product with q, in which 16 bits may cancel.
+        self.in_float32 = self.has_amplitudes
         self.num_sums = 4 if self.has_amplitudes else 2
         self.scale = self.head_dim**-0.5
-        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.add_qkv()
+        self.add_qkv(config.build_rotary)
         pairs = self.head_dim // 2
         self.eigenvalues = None
         if config.learned_rates or config.learned_sizes:
@@ -143,24 +145,20 @@ class ComplexAttention(VectorGates):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
-        q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
         speed, log_g = (None, None) if self.eigenvalues is None else self.eigenvalues()
-        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype, speed)
+        q, k, v = self.queries_keys_values(x, rotation, documents.T, speed)
         if log_g is not None:
-            log_g = log_g.to(cos.dtype).expand(*x.shape[:2], -1, -1)
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            log_g = log_g.to(dtype).expand(*x.shape[:2], -1, -1)
             # A head of one pair has no parts.
             log_g = log_g[..., 0] if self.num_parts == 1 else log_g
         if self.decay:
             log_g = log_decays(x, self.num_key_heads)
-        if self.has_amplitudes:
-            # In float32: the sum of squares is a product with q, in which 16 bits may cancel.
-            q, k, v = (one.to(cos.dtype) for one in (q, k, v))
-        # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
         sums: tuple[GatedSum, ...] = (GatedSum(log_g),) * 2
         if self.has_amplitudes:
             sums += (GatedSum(None if log_g is None else 2 * log_g),) * 2
-        operands = OpInputs(rotate(q, cos, -sin), rotate(k, cos, -sin), v, sums)
+        operands = OpInputs(q, k, v.to(q.dtype), sums)
         return operands, {"rotation": documents.last(rotation)}
 
     def stack(self, operands: OpInputs) -> Stacked:

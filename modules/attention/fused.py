@@ -112,15 +112,9 @@ class FusedAttention(Attention):
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         return 2 * (T + 1) * self.model_dim  # the causal half of 4 T D
 
-    def state_size(self) -> int | None:
-        return None
-
-    @abstractmethod
-    def cached_per_token(self) -> int:
-        """Numbers that the cache holds per token."""
-
     def allocated_bytes(self, T: int, dtype: torch.dtype) -> int:
-        return T * self.cached_per_token() * dtype.itemsize
+        # A single token's values may be a view, which holds the whole projection.
+        return T * super().allocated_bytes(2, dtype) // 2
 
 
 def _positions(T: int, device: torch.device) -> Float64[Tensor, "1 T"]:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
@@ -41,6 +40,9 @@ class LinearConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
                 "wanted head_norm"
             )
 
+    def build_rotary(self, width: int) -> Rotary | None:
+        return super().build_rotary(width) if self.rotary == "fixed" else None
+
     def build(self, shape: LayerShape) -> Attention:
         return Linear(self, shape)
 
@@ -63,25 +65,21 @@ class Linear(PowerAttention):
         super().__init__(config, shape)
         self.feature_map = config.feature_map
         self.normalize = config.normalizer == "sum"
-        if config.rotary == "fixed":
-            self.rotary = Rotary(self.head_dim, base=config.rotary_base)
         self.gate = None
         if config.gate == "data":
             self.gate = ForgetGate(shape.width, shape.heads, config.gate_init)
-        self.add_qkv()
+        self.add_qkv(config.build_rotary)
         if config.normalizer == "head_norm":
             self.norm = nn.GroupNorm(shape.heads, shape.width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
-        q, k, v = self.queries_keys_values(x)
-        after = {}
+        rotation, after = None, {}
         if self.rotary is not None:
             rotation = documents.positions(carried["rotation"])
-            cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             after = {"rotation": documents.last(rotation)}
+        q, k, v = self.queries_keys_values(x, rotation, documents.T)
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         return OpInputs(self._features(q), self._features(k), v, sums), after
 

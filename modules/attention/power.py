@@ -33,6 +33,7 @@ from longhaul.modules.attention.parts.context_parallel import (
     context_parallel_attention,
 )
 from longhaul.modules.attention.parts.initial_state import InitialState
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 
 
@@ -53,10 +54,7 @@ class PowerConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("rank", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: found {value}, wanted 1 or more")
+        check_bounds(self, "rank", "chunk_size", least=1)
 
 
 class GatedSum(NamedTuple):
@@ -281,19 +279,14 @@ class PowerAttention(Attention):
         sums = self._mix(q, k, v, reset, normalize=False)[0] + pivots
         return _divided(sums[..., :-1], sums[..., -1:]) if self.normalize else sums
 
-    def step(
-        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
-    ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
-        return self._step(x, state, inplace=False)
-
     def step_in_place(
         self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
-        y, (power, carried) = self._step(x, state, inplace=True)
+        y, (power, carried) = self.step(x, state, inplace=True)
         return y, PowerAttentionState(power, overwrite(state.carried, carried))
 
-    def _step(
-        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState, *, inplace: bool
+    def step(
+        self, x: Float[Tensor, "B 1 D"], state: PowerAttentionState, *, inplace: bool = False
     ) -> tuple[Float[Tensor, "B 1 D"], PowerAttentionState]:
         self._check_scaling(is_whole=False)
         self._check_stateless(has_state=True)

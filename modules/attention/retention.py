@@ -7,12 +7,10 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary
 
 
 @register("retention")
@@ -38,12 +36,9 @@ class Retention(PowerAttention):
     Source: Sun et al. (2023), arXiv:2307.08621.
     """
 
-    rotary: Rotary
-
     def __init__(self, config: RetentionConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.add_qkv()
+        self.add_qkv(config.build_rotary)
         self.swish = shape.projection(shape.width) if config.swish_gate else None
         if config.group_norm:
             self.norm = nn.GroupNorm(shape.heads, shape.width)
@@ -51,11 +46,9 @@ class Retention(PowerAttention):
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
-        q, k, v = self.queries_keys_values(x)
         rotation = documents.positions(carried["rotation"])
-        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        log_g = log_decays(x, self.num_key_heads)
-        operands = OpInputs(rotate(q, cos, sin), rotate(k, cos, sin), v, (GatedSum(log_g),))
+        q, k, v = self.queries_keys_values(x, rotation, documents.T)
+        operands = OpInputs(q, k, v, (GatedSum(log_decays(x, self.num_key_heads)),))
         return operands, {"rotation": documents.last(rotation)}
 
     def read_out(

@@ -9,6 +9,7 @@ from torch import Tensor
 from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.rotary import Rotary
 
 
@@ -24,12 +25,11 @@ class SoftmaxConfig(RotaryConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.longest_document is not None and self.longest_document < 2:
-            raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
+        check_bounds(self, "longest_document", least=2)
 
-    def rotary(self, width: int) -> Rotary:
+    def build_rotary(self, width: int) -> Rotary | None:
         if self.longest_document is None:
-            return Rotary(width, base=self.rotary_base)
+            return super().build_rotary(width)
         return Rotary(width, base=float(self.longest_document), first_turns=1.0)
 
     def build(self, shape: LayerShape) -> Attention:
@@ -43,15 +43,15 @@ class Softmax(FusedAttention):
 
     def __init__(self, config: SoftmaxConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.rotary = config.rotary(self.head_dim)
-        self.add_qkv()
+        self.add_qkv(config.build_rotary)
 
     def project(
         self, x: Float[Tensor, "B T D"], position: Float64[Tensor, "#B T"]
     ) -> tuple[Float[Tensor, "B H T K"], KeyValueCache]:
-        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x))
-        # The cache holds rotated keys, unless their rotation depends on the sequence length.
-        return q, KeyValueCache(k if self.rotary.depends_on_length else self._turn(k, position), v)
+        # Keys whose rotation depends on the length of the sequence are cached without it.
+        rotation = None if self.rotary.depends_on_length else position
+        q, k, v = (one.transpose(1, 2) for one in self.queries_keys_values(x, rotation))
+        return q, KeyValueCache(k, v)
 
     def operands(
         self,
@@ -59,16 +59,9 @@ class Softmax(FusedAttention):
         k: Float[Tensor, "B H S K"],
         position: Float64[Tensor, "#B S"],
     ) -> tuple[Float[Tensor, "B H T K"], Float[Tensor, "B H S K"]]:
-        q = self._turn(q, position)
-        return q, self._turn(k, position) if self.rotary.depends_on_length else k
-
-    def _turn(
-        self, x: Float[Tensor, "B H T K"], position: Float64[Tensor, "#B S"]
-    ) -> Float[Tensor, "B H T K"]:
-        """x rotated by the last T of S positions."""
-        S = position.shape[1]
-        cos, sin = self.rotary.phases(position[:, S - x.shape[2] :], S, x.dtype)
-        return rotate(x, cos.transpose(1, 2), sin.transpose(1, 2))
-
-    def cached_per_token(self) -> int:
-        return 2 * self.num_key_heads * self.head_dim
+        if not self.rotary.depends_on_length:
+            return q, k
+        S = k.shape[2]
+        cos, sin = (one.transpose(1, 2) for one in self.rotary.phases(position, S, q.dtype))
+        past = S - q.shape[2]
+        return rotate(q, cos[:, :, past:], sin[:, :, past:]), rotate(k, cos, sin)

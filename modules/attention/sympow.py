@@ -3,20 +3,13 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import (
-    Attention,
-    Float32Parameters,
-    LayerShape,
-    linear_in_float32,
-    register,
-)
+from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
+from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
@@ -45,8 +38,7 @@ class SympowOptions(PowerConfig):
                 f"initial_state: found learned with degree {self.degree}, whose states are too "
                 "large to build; wanted zero, or degree 2 or 4"
             )
-        if self.longest_document < 2:
-            raise ValueError(f"longest_document: found {self.longest_document}, wanted 2 or more")
+        check_bounds(self, "longest_document", least=2)
 
     def build_rotary(self, width: int) -> Rotary | None:
         """The rotation of queries and keys of this width; None without positions."""
@@ -68,21 +60,7 @@ class SympowConfig(SympowOptions):
         return Sympow(self, shape)
 
 
-class HeadNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + 2^-23) times a learned gain, in the dtype of x.
-
-    The constant is torch's default for float32, here the same in every dtype.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=2.0**-23)
-
-    def forward(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
-        # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class RotationRate(Float32Parameters):
+class RotationRate(ScalarPerHead):
     """beta_t = 1 + tanh(W x_t), one per layer, at least float32.
 
     beta_t = 1 rotates by as much as one position does in fixed rotary embeddings. The source does
@@ -90,15 +68,10 @@ class RotationRate(Float32Parameters):
     """
 
     def __init__(self, model_dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, model_dim))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        super().__init__(model_dim, 1)
 
     def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
-        return 1 + linear_in_float32(x, self.weight).squeeze(-1).tanh()
+        return 1 + super().forward(x).squeeze(-1).tanh()
 
 
 class Sympow(PowerAttention):
@@ -117,10 +90,7 @@ class Sympow(PowerAttention):
     def __init__(self, config: SympowOptions, shape: LayerShape) -> None:
         super().__init__(config, shape)
         self.degree = config.degree
-        self.rotary = config.build_rotary(self.head_dim)
-        self.add_qkv()
-        self.q_norm = HeadNorm(self.head_dim) if config.qk_norm else None
-        self.k_norm = HeadNorm(self.head_dim) if config.qk_norm else None
+        self.add_qkv(config.build_rotary, qk_norm=config.qk_norm)
         self.gate: nn.Module | None = None
         self.rate: RotationRate | None = None
 
@@ -128,8 +98,6 @@ class Sympow(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         q, k, v = self.queries_keys_values(x)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
         sums = (GatedSum(None if self.gate is None else self.gate(x)),)
         if self.rotary is None:
             return OpInputs(q, k, v, sums), {}
@@ -137,9 +105,8 @@ class Sympow(PowerAttention):
             rotation = documents.positions(carried["rotation"])
         else:
             rotation = documents.cumsum(self.rate(x).double(), carried["rotation"])
-        cos, sin = self.rotary.phases(rotation, documents.T, x.dtype)
-        operands = OpInputs(rotate(q, cos, sin), rotate(k, cos, sin), v, sums)
-        return operands, {"rotation": documents.last(rotation)}
+        q, k = self.rotated(q, k, rotation, documents.T)
+        return OpInputs(q, k, v, sums), {"rotation": documents.last(rotation)}
 
     def tensor_power_size(self) -> int:
         """Numbers that the state would hold if features were the full tensor power."""

@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from longhaul.kernels.rotary import rotate
 from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
 from longhaul.modules.attention.parts.channels import Channels
 from longhaul.modules.attention.parts.deviation_logit import DeviationLogit
@@ -18,7 +17,6 @@ from longhaul.modules.attention.parts.gates import ForgetGate, ForgetGateConfig,
 from longhaul.modules.attention.parts.key_softmax import key_softmax
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary
 
 
 @register("zeros")
@@ -85,16 +83,16 @@ class Zeros(PowerAttention):
     """
 
     scale = 1.0
+    in_float32 = True  # The gated sums almost cancel, and 16 bits would leave rounding errors only.
     logits_per_head = 1
     can_round_state = False  # The gated sums almost cancel, and rounding errors would be left.
-    rotary: Rotary
 
     def __init__(self, config: ZerosConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
         # Whether the mean in terms is that of s_1 .. s_t, or of s_1 .. s_i.
         self.has_row_mean = config.form != "notes"
         self.orders = (0, 1, 2) if config.second_order else (0, 1)
-        self.add_projections(config)
+        self.add_qkv(config.build_rotary)
         self.add_logit()
         self.sigma = nn.ModuleDict(
             {name: ScalarPerHead(shape.width, shape.heads) for name in self.sigma_names(config)}
@@ -109,10 +107,6 @@ class Zeros(PowerAttention):
         # 1e-12 rounding errors decided the sign of its output.
         self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
         self.num_sums = 1 + len(self._means_needed())
-
-    def add_projections(self, config: ZerosConfig) -> None:
-        self.rotary = Rotary(self.head_dim, base=config.rotary_base)
-        self.add_qkv()
 
     @abstractmethod
     def add_logit(self) -> None:
@@ -164,12 +158,12 @@ class Zeros(PowerAttention):
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        q, k = (rotate(normalize(one.to(cos.dtype), dim=-1), cos, sin) for one in (q, k))
-        # In float32: the gated sums almost cancel, and 16 bits would leave rounding errors only.
+        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         operands = OpInputs(q, k, v.to(q.dtype), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
+
+    def before_rotation(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return normalize(q, dim=-1), normalize(k, dim=-1)
 
     def generate(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]

@@ -18,7 +18,7 @@ Replay = Callable[[], None]
 
 
 class Steps:
-    """`LanguageModel.step_in_place`, token after token.
+    """`LanguageModel.step` that overwrites states, token after token.
 
     Starting a step's hundreds of kernels one by one takes a GPU's host longer than the GPU takes to
     run them. Where states are overwritten, the second step of a batch is therefore recorded as a
@@ -48,7 +48,7 @@ class Steps:
             self._tokens.copy_(tokens)
             self._replay()
             return self._logits, state
-        logits, after = self._model.step_in_place(tokens, state)
+        logits, after = self._model.step(tokens, state, inplace=True)
         pairs = zip(pytree.tree_leaves(state), pytree.tree_leaves(after), strict=True)
         is_overwritten = all(old is new for old, new in pairs)
         can_be_one = is_overwritten and can_record(tokens) and not self._has_failed
@@ -59,7 +59,7 @@ class Steps:
         self._tokens = tokens.clone()
         try:
             self._logits, self._replay = record(
-                lambda: self._model.step_in_place(self._tokens, state)[0]
+                lambda: self._model.step(self._tokens, state, inplace=True)[0]
             )
         except RuntimeError as error:
             # Such as a kind of one's own that waits for the GPU. Nothing was done yet.

@@ -189,7 +189,7 @@ def test_a_broken_file_is_named_in_one_line(text: str, message: str, tmp_path: P
     [
         ("name: demo", "name: ${oc.env:PATH}", r"name: found '\$\{oc.env:PATH\}', wanted a plain"),
         ("name: demo", "inherits: [run/demo.yaml]", "inherits: unknown key"),
-        ("layers: 4", "layers: 1000000000", "layers: found 1000000000, wanted 1 to 1024"),
+        ("layers: 4", "layers: 1000000000", "layers: found 1000000000, wanted 1 or more"),
         ("layers: 4", f"layers: {10**30}", f"layers: found {10**30}, wanted a finite number"),
         ("layers: 4", f"layers: {10**400}", "layers: found 10+[.][.][.]0+, wanted a finite number"),
         ("hang_seconds: 1800.0", "hang_seconds: .inf", "hang_seconds: found inf, wanted a finite"),
@@ -275,8 +275,11 @@ def test_no_number_takes_long_to_read() -> None:
         (f"trainer.nodes=-{10**400}", "trainer.nodes: found -10+[.][.][.]0+, wanted a finite"),
         (f"trainer.seed=0x{'f' * 5000}", "trainer.seed: found a large int, wanted a finite"),
         ("trainer.devices=1e300", r"trainer.devices: found 1e\+300, wanted a finite number"),
-        ("model.layers=1000000000", "model.layers: found 1000000000, wanted 1 to 1024"),
-        ("model.width=1000000000", "model.width: found 1000000000, wanted 1 to 1048576"),
+        (
+            "model.layers=1000000000",
+            "model.layers: found 1000000000, wanted 1 or more, at most 1024",
+        ),
+        ("model.width=1000000000", "model.width: found 1000000000, wanted 1 or more, at most"),
         (
             "data.workers=1000000000",
             "data.workers: found 1000000000, wanted less than or equal to 4096",

@@ -7,12 +7,9 @@ from einops import rearrange, repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import RotaryConfig
 from longhaul.modules.attention.parts.vector_gates import VectorGates
 from longhaul.modules.attention.power import GatedSum, OpInputs
 from longhaul.modules.documents import Documents
-from longhaul.modules.rotary import Rotary
 
 
 class Channels(VectorGates):
@@ -28,38 +25,30 @@ class Channels(VectorGates):
     Source: the notes on Cartan decomposition, "Getting rid of the bilinear form".
     """
 
+    coordinates = 2  # channel c of a head has the coordinates c and c + V of its queries and keys
     splits_values = True
-    in_float32 = False  # whether the op gets its operands in at least float32
-    rotary: Rotary
+    in_float32 = False
     generate: Callable[..., tuple[tuple[GatedSum, ...], dict[str, Tensor]]]
     """The variant's method: its gates and scales, and the carried values at every token."""
 
     def op_widths(self) -> tuple[int, int]:
         return 1, 2 * self.head_dim
 
-    def add_projections(self, config: RotaryConfig) -> None:
-        self.rotary = Rotary(2 * self.head_dim, base=config.rotary_base)
-        # Channel c of a head has the coordinates c and c + V of its queries and keys.
-        self.add_qkv(key_dim=2 * self.head_dim)
+    def before_rotation(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k  # taken as they are, also where the variant normalises them
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
     ) -> tuple[OpInputs, dict[str, Tensor]]:
         sums, after = self.generate(x, documents, carried)
-        q, k, v = self.queries_keys_values(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        if self.in_float32:
-            q, k, v = (one.to(cos.dtype) for one in (q, k, v))
-        rotated_kv = rotate(k, cos, sin) * torch.cat([v, v], dim=-1)
+        q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
+        v = v.to(q.dtype)
         ones = torch.ones_like(v[..., :1])
-        query = rotate(q, cos, sin)
         sums = tuple(
-            one._replace(
-                output_scale=query if one.output_scale is None else query * one.output_scale
-            )
+            one._replace(output_scale=q if one.output_scale is None else q * one.output_scale)
             for one in sums
         )
-        operands = OpInputs(ones, ones, rotated_kv, sums)
+        operands = OpInputs(ones, ones, k * torch.cat([v, v], dim=-1), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def merge(
@@ -74,9 +63,8 @@ class Channels(VectorGates):
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
         sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
-        q, k, _ = self.queries_keys_values(x)
-        cos, sin = self.rotary.phases(after["rotation"], documents.T, x.dtype)
-        q, k = (rearrange(rotate(one, cos, sin), "b t h (s v) -> b t h v s", s=2) for one in (q, k))
+        q, k, _ = self.queries_keys_values(x, after["rotation"])
+        q, k = (rearrange(one, "b t h (s v) -> b t h v s", s=2) for one in (q, k))
         w = 2 * self.head_dim // self.num_parts
         radial = repeat(
             self._radial(sums, x), "b (n h) t i -> b h (w n) t i", w=w, n=self.num_parts

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from longhaul.kernels import symmetric_dim
 from longhaul.kernels.power.torch.features import expand, multiplicity
-from longhaul.modules.attention.sympow import HeadNorm
+from longhaul.modules.attention.parts.qkv import HeadNorm
 
 
 @INITIAL_STATE

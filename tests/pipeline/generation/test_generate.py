@@ -114,13 +114,13 @@ def test_a_prompt_draws_the_same_tokens_alone_and_in_a_batch_whose_others_end(ki
 
 def test_states_of_one_shape_share_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    step = LanguageModel.step_in_place
+    step = LanguageModel.step
 
-    def count(self: LanguageModel, token: Tensor, state: Any) -> Any:
+    def count(self: LanguageModel, token: Tensor, state: Any, *, inplace: bool) -> Any:
         rows.append(len(token))
-        return step(self, token, state)
+        return step(self, token, state, inplace=inplace)
 
-    monkeypatch.setattr(LanguageModel, "step_in_place", count)
+    monkeypatch.setattr(LanguageModel, "step", count)
     lengths = (4, 7, 4)
     for kind, wanted in (("retention", [3, 3]), ("softmax", [2, 2, 1, 1])):
         rows.clear()
@@ -347,13 +347,13 @@ def test_output_ends_before_a_stop_and_so_do_the_steps(
     whole = base.longhaul(*given).stdout[:-1]
     stop = whole[20:23]
     monkeypatch.chdir(base.path)
-    step, steps = LanguageModel.step_in_place, []
+    step, steps = LanguageModel.step, []
 
-    def count(*arguments: Any) -> Any:
+    def count(*arguments: Any, inplace: bool) -> Any:
         steps.append(1)
-        return step(*arguments)
+        return step(*arguments, inplace=inplace)
 
-    monkeypatch.setattr(LanguageModel, "step_in_place", count)
+    monkeypatch.setattr(LanguageModel, "step", count)
     assert main([*given, "--stop", "never to be seen", "--stop", stop]) == 0
     assert capsys.readouterr().out == "def " + whole[4 : whole.index(stop, 4)] + "\n"
     assert 0 < len(steps) < 39

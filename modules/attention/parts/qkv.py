@@ -1,0 +1,159 @@
+"""Queries, keys and values of a layer: their projection, their norms and their rotation."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64
+from torch import Tensor, nn
+
+from longhaul.kernels.rotary import rotate
+from longhaul.modules.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """The sizes of a layer of attention, and what the model around it asks of the layer."""
+
+    width: int
+    """Width D of its inputs and outputs."""
+
+    heads: int
+    """Number of query heads H, a divisor of the width."""
+
+    key_heads: int
+    """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
+
+    biases: bool = False
+    """Whether its projections have biases, which begin at zero."""
+
+    layer: int = 0
+    """Its index, from 0."""
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.width % self.heads:
+            raise ValueError(
+                f"num_heads: found {self.heads}, wanted a divisor of width {self.width}"
+            )
+        if self.key_heads < 1 or self.heads % self.key_heads:
+            raise ValueError(
+                f"key_heads: found {self.key_heads}, wanted a divisor of {self.heads} heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width K of a head."""
+        return self.width // self.heads
+
+    def projection(self, outputs: int) -> nn.Linear:
+        """A projection of x to so many outputs, with a bias of zeros if the model has biases."""
+        linear = nn.Linear(self.width, outputs, bias=False)
+        if self.biases:
+            linear.bias = nn.Parameter(torch.zeros(outputs))
+        return linear
+
+
+class HeadNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + 2^-23) times a learned gain, in the dtype of x.
+
+    The constant is torch's default for float32, here the same in every dtype.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=2.0**-23)
+
+    def forward(self, x: Float[Tensor, "B T H K"]) -> Float[Tensor, "B T H K"]:
+        # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class QKV(nn.Module):
+    """The only part that knows how q, k and v follow from x. Layers of attention inherit from it.
+
+    So its parameters are named `qkv`, `q_norm` and `k_norm` beside the others of a layer.
+    """
+
+    qkv_name = "qkv"
+    coordinates = 1  # of a query or key, for each of a value: K = coordinates x V
+    in_float32 = False  # whether queries and keys get at least float32, before they are rotated
+    rotary: Rotary | None = None
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model_dim = shape.width
+        self.num_heads = shape.heads
+        self.num_key_heads = shape.key_heads
+        self.head_dim = shape.head_dim
+        self.q_norm: HeadNorm | None = None
+        self.k_norm: HeadNorm | None = None
+
+    def add_qkv(
+        self, rotary: Callable[[int], Rotary | None] | None = None, *, qk_norm: bool = False
+    ) -> None:
+        """Make what `queries_keys_values` needs.
+
+        Args:
+            rotary: makes the rotation of queries and keys of a width. None: they are not rotated.
+            qk_norm: whether to RMS-normalise the queries and keys of each head, before that.
+        """
+        V, H, G = self.head_dim, self.num_heads, self.num_key_heads
+        K = self.coordinates * V
+        self.qkv_widths = K * H, K * G, V * G
+        self.rotary = None if rotary is None else rotary(K)
+        setattr(self, self.qkv_name, self.shape.projection(sum(self.qkv_widths)))
+        if qk_norm:
+            self.q_norm, self.k_norm = HeadNorm(K), HeadNorm(K)
+
+    def queries_keys_values(
+        self,
+        x: Float[Tensor, "B T D"],
+        rotation: Float64[Tensor, "#B T"] | None = None,
+        length: int | None = None,
+        speed: Float64[Tensor, "H J"] | None = None,
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"], Float[Tensor, "B T G V"]]:
+        """Queries, keys and values of every head.
+
+        Args:
+            x: activations.
+            rotation, length, speed: as in `rotated`. Without a rotation q and k are not rotated.
+        """
+        q, k, v = getattr(self, self.qkv_name)(x).split(self.qkv_widths, dim=-1)
+        q = q.unflatten(-1, (self.num_heads, -1))
+        k, v = (one.unflatten(-1, (self.num_key_heads, -1)) for one in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.in_float32:
+            q, k = (one.to(torch.promote_types(one.dtype, torch.float32)) for one in (q, k))
+        q, k = self.before_rotation(q, k)
+        if rotation is not None:
+            q, k = self.rotated(q, k, rotation, length, speed)
+        return q, k, v
+
+    def before_rotation(
+        self, q: Float[Tensor, "B T H K"], k: Float[Tensor, "B T G K"]
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"]]:
+        """Queries and keys as they are rotated, in a kind that changes them before."""
+        return q, k
+
+    def rotated(
+        self,
+        q: Float[Tensor, "B T H K"],
+        k: Float[Tensor, "B T G K"],
+        rotation: Float64[Tensor, "#B T"],
+        length: int | None = None,
+        speed: Float64[Tensor, "H J"] | None = None,
+    ) -> tuple[Float[Tensor, "B T H K"], Float[Tensor, "B T G K"]]:
+        """Queries and keys rotated by mu_t theta, unchanged in a layer without rotary positions.
+
+        Args:
+            q, k: what `queries_keys_values` gives without a rotation.
+            rotation: mu_t, in tokens, such as the position.
+            length: tokens of the whole sequence; None: T.
+            speed: factors of the rates of every head and pair.
+        """
+        if self.rotary is None:
+            return q, k
+        cos, sin = self.rotary.phases(rotation, length or q.shape[1], q.dtype, speed)
+        return rotate(q, cos, sin), rotate(k, cos, sin)
