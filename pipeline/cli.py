@@ -6,6 +6,7 @@ import errno
 import functools
 import importlib
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -39,6 +40,9 @@ COMMANDS = {
 
 # By these names torch takes settings of a GPU's memory, which count from the first tensor there on.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+# A run has shards, pipes of data workers, sockets, and the files of its database open.
+_FEWEST_FILES = 128
 
 
 class _Parser(argparse.ArgumentParser):
@@ -150,7 +154,18 @@ def _run(arguments: list[str]) -> int:
     module.add_arguments(parser)
     # Intermixed, because values such as model.width=64 may come before or after options.
     parse = parser.parse_args if parser._subparsers else parser.parse_intermixed_args
-    return int(module.main(parse(rest)))
+    parsed = parse(rest)
+    _check_open_files()
+    return int(module.main(parsed))
+
+
+def _check_open_files() -> None:
+    """Refuse a limit under which threads and helper processes would fail, each in its own words."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limit < _FEWEST_FILES:
+        raise RuntimeError(
+            f"found a limit of {limit} open files, wanted {_FEWEST_FILES} or more: ulimit -n"
+        )
 
 
 def _summary() -> str:

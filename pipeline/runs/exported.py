@@ -52,7 +52,7 @@ class _ExportedConfig:
     # transformers may have changed these: a resized embedding, a head untied from it.
     vocab_size: Count
     tie_word_embeddings: bool
-    longhaul: _Shape  # type: ignore[valid-type]
+    longhaul: _Shape | None = None  # type: ignore[valid-type]  # exports of earlier versions: none
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ def exported_model(folder: Path) -> LanguageModelConfig:
         raise ValueError(f"{what}: {one_line(error)}") from error
     values = parse_json(_ExportedConfig, content, what)
     try:
+        if values.longhaul is None:
+            raise ValueError(
+                "longhaul: found nothing, as in earlier versions; export the run again"
+            )
         changed = {"vocabulary": values.vocab_size, "tied_head": values.tie_word_embeddings}
         return LanguageModelConfig.from_dict({**dataclasses.asdict(values.longhaul), **changed})
     except (KeyError, TypeError, ValueError) as error:

@@ -246,6 +246,15 @@ def test_a_full_device_without_a_path_says_where_space_is_left(
     assert told.endswith(f"{len(str(tmp_path))} bytes are free in {tmp_path}\n")
 
 
+def test_too_few_open_files_are_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda what: (20, 20))
+    assert main(["train", "run/demo.yaml"]) == 1
+    told = "longhaul: found a limit of 20 open files, wanted 128 or more: ulimit -n\n"
+    assert capsys.readouterr().err == told
+
+
 def test_what_is_interrupted_twice_is_interrupted_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
