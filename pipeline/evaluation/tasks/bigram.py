@@ -32,45 +32,39 @@ LARGEST_VOCABULARY = 4096
 """Above this, the dense table of counts would not fit, and most pairs would never be seen."""
 
 
-class Bigram:
-    """p(b | a) = (count(a, b) + s p(b)) / (count(a) + s), with p(b) from counts too, and s = 1."""
-
-    def __init__(self, vocabulary: int) -> None:
-        if vocabulary > LARGEST_VOCABULARY:
-            raise ValueError(
-                f"bigram: found a vocabulary of {vocabulary}, wanted at most {LARGEST_VOCABULARY}"
-            )
-        self.counts = np.zeros((vocabulary, vocabulary), dtype=np.int64)
-
-    def add(self, tokens: np.ndarray) -> None:
-        """Count the pairs of one contiguous text."""
-        vocabulary = len(self.counts)
-        pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
-        self.counts += np.bincount(pairs, minlength=vocabulary**2).reshape(self.counts.shape)
-
-    def log_probabilities(self) -> Float64[Tensor, "V V"]:
-        """log p(b | a) as [a, b], nats."""
-        counts = torch.from_numpy(self.counts).double()
-        single = counts.sum(0) + 1
-        single = single / single.sum()
-        return ((counts + single) / (counts.sum(1, keepdim=True) + 1)).log()
+def pair_counts(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
+    """How often token b follows a in one contiguous text, as [a, b]."""
+    pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
+    return np.bincount(pairs, minlength=vocabulary**2).reshape(vocabulary, vocabulary)
 
 
-def count_bigrams(data: DataConfig) -> Bigram:
-    """The bigram model of all training blocks."""
+def count_bigrams(data: DataConfig) -> np.ndarray:
+    """`pair_counts` of all training blocks together."""
     corpus = corpus_of(data)
-    bigram = Bigram(corpus.vocab_size)
+    counts = np.zeros((corpus.vocab_size, corpus.vocab_size), dtype=np.int64)
     for store in open_stores(data, corpus):
         for position in range(len(store)):
             shard = store[position]
             for start in shard.starts:
-                bigram.add(shard.tokens[start : start + corpus.block_tokens])
-    return bigram
+                block = shard.tokens[start : start + corpus.block_tokens]
+                counts += pair_counts(block, corpus.vocab_size)
+    return counts
 
 
-def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
+def log_probabilities(pairs: np.ndarray) -> Float64[Tensor, "V V"]:
+    """log p(b | a) as [a, b], in nats, from how often each pair occurs.
+
+    p(b | a) = (count(a, b) + s p(b)) / (count(a) + s), with p(b) from counts too, and s = 1.
+    """
+    counts = torch.from_numpy(pairs).double()
+    single = counts.sum(0) + 1
+    single = single / single.sum()
+    return ((counts + single) / (counts.sum(1, keepdim=True) + 1)).log()
+
+
+def bigram_loss(pairs: np.ndarray, batches: Iterable[dict[str, Tensor]]) -> float:
     """Mean loss in nats per token, over the same validation samples that a model is measured on."""
-    table = bigram.log_probabilities()
+    table = log_probabilities(pairs)
     total, count = 0.0, 0
     for batch in batches:
         real = batch["index"] >= 0
@@ -81,12 +75,16 @@ def bigram_loss(bigram: Bigram, batches: Iterable[dict[str, Tensor]]) -> float:
 
 
 def check(trained: TrainedModel, options: Options) -> None:
-    Bigram(trained.corpus.vocab_size)
+    vocabulary = trained.corpus.vocab_size
+    if vocabulary > LARGEST_VOCABULARY:
+        raise ValueError(
+            f"bigram: found a vocabulary of {vocabulary}, wanted at most {LARGEST_VOCABULARY}"
+        )
     read_windows(trained, options, trained.config.data.context)
 
 
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     with moved_data_are_explained("manifest"):
-        bigram = count_bigrams(trained.config.data)
-    loss = bigram_loss(bigram, read_windows(trained, options, trained.config.data.context))
+        pairs = count_bigrams(trained.config.data)
+    loss = bigram_loss(pairs, read_windows(trained, options, trained.config.data.context))
     return TaskResult({f"{metric_prefix(trained, options)}/bigram_loss": loss})

@@ -19,7 +19,7 @@ from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks import attention, passkey, perplexity, recall, scores
-from longhaul.pipeline.evaluation.tasks.bigram import Bigram
+from longhaul.pipeline.evaluation.tasks.bigram import log_probabilities, pair_counts
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -33,9 +33,7 @@ def evaluated(uninterrupted: Run) -> Run:
 
 def test_bigram_is_the_smoothed_count() -> None:
     text = [0, 1, 0, 1, 2, 0, 1]
-    bigram = Bigram(4)
-    bigram.add(torch.tensor(text).numpy())
-    table = bigram.log_probabilities().exp()
+    table = log_probabilities(pair_counts(torch.tensor(text).numpy(), 4)).exp()
     pairs, lefts = Counter(itertools.pairwise(text)), Counter(text[:-1])
     single = Counter(text[1:])
     total = sum(single.values()) + 4
