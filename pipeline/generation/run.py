@@ -79,7 +79,7 @@ def generate(trained: TrainedModel, options: GenerationOptions) -> None:
             session.is_done = text.has_stopped
     for index, text in enumerate(texts):
         printer.add(index, text.flush())
-        printer.end(index)
+        printer.end()
     if options.save_state is not None:
         save_session(options.save_state, sessions[0], model_origin)
 
@@ -105,7 +105,7 @@ class _Printer:
             print(self._waiting[index], end="", flush=True, file=exact_stdout())
             self._waiting[index] = ""
 
-    def end(self, index: int) -> None:
+    def end(self) -> None:
         """End the line of the text whose turn it is, and begin the next text's turn."""
         print(flush=True)
         self._turn += 1

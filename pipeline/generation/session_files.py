@@ -15,7 +15,6 @@ from longhaul.configs.loader import to_dict
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import Count, Sha256, one_line, parse_json, shown
 from longhaul.datamodules.native import foreign_content
-from longhaul.kernels import PowerState
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.checkpoints.tensor_header import read_header
 from longhaul.pipeline.generation.decoding import Session, map_power_states
@@ -48,20 +47,19 @@ def origin(trained: TrainedModel) -> str:
 
 def save_session(path: Path, session: Session, model_origin: str) -> None:
     """Write a session that has been read; the file is complete or absent."""
-    flat, _ = pytree.tree_flatten_with_path(map_power_states(_widened, session.state))
+    # kv in the norm's dtype, float32, from which a session can go on in either.
+    widened = map_power_states(
+        lambda state: state._replace(kv=state.kv.to(state.norm.dtype)), session.state
+    )
+    flat, _ = pytree.tree_flatten_with_path(widened)
     # Copies, since rows of a batch share memory, which safetensors refuses.
     tensors = {
         pytree.keystr(key): part.cpu().clone(memory_format=torch.contiguous_format)
         for key, part in flat
     }
-    described = {"format": _FORMAT, "of": model_origin, "unread": session.unread}
-    described["sha256"] = _digest(tensors, session.unread)
-    write_atomically(path, save(tensors, {_KEY: json.dumps(described)}))
-
-
-def _widened(state: PowerState) -> PowerState:
-    """kv in the norm's dtype, float32, from which a session can go on in either."""
-    return state._replace(kv=state.kv.to(state.norm.dtype))
+    digest = _digest(tensors, session.unread)
+    described = _Description(_FORMAT, model_origin, session.unread, digest)
+    write_atomically(path, save(tensors, {_KEY: json.dumps(vars(described))}))
 
 
 def load_session(path: Path, model: LanguageModel, model_origin: str) -> Session:
