@@ -51,6 +51,8 @@ class Corpus:
         """The id that ends a text."""
         self.block_tokens = source.document_tokens
         """Length of every block, in tokens."""
+        self.has_ends = source.boundaries == "ends"
+        """Whether the ends of the documents in each block are known."""
         self.num_blocks = source.num_blocks
         """Blocks in all sources."""
         self.num_tokens = source.num_tokens

@@ -21,7 +21,7 @@ from longhaul.datamodules.files.untrusted import (
     shown,
 )
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
-from longhaul.datamodules.shards import Tokens, new_shard
+from longhaul.datamodules.shards import Block, new_shard
 
 PROGRESS_NAME = ".progress.jsonl"
 
@@ -65,7 +65,7 @@ class BlockSource(Protocol):
     empty_texts: int
     """Texts without a token, which are skipped; known likewise."""
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         """Blocks after `cursor` (None: from the start), each with the cursor after it."""
         ...
 
@@ -245,13 +245,13 @@ class _ShardBlocks:
     """Iterates over the blocks of one shard, and remembers the cursor after the last one."""
 
     def __init__(
-        self, pairs: Iterator[tuple[Tokens, Cursor]], progress: Callable[[int], None]
+        self, pairs: Iterator[tuple[Block, Cursor]], progress: Callable[[int], None]
     ) -> None:
         self._pairs = pairs
         self._progress = progress
         self.cursor: Cursor = []
 
-    def __iter__(self) -> Iterator[Tokens]:
+    def __iter__(self) -> Iterator[Block]:
         for count, (block, cursor) in enumerate(self._pairs, start=1):
             self.cursor = cursor
             yield block
