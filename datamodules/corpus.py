@@ -36,33 +36,21 @@ class Corpus:
 
     def __init__(self, source: Manifest) -> None:
         self.sources = (source,)
-        """Where the tokens are."""
+        # What is said of each in Manifest holds for all sources together.
         self.location = source.location
-        """Path or URL of the description of the tokens, for messages."""
         self.tokenizer_name = source.tokenizer
-        """`bytes`, `gpt2`, `longcrawl64`, or the name of a tokenizer.json."""
         self.tokenizer_sha256 = source.tokenizer_sha256
-        """Hash of the tokenizer. Equal hashes mean equal ids."""
         self.vocab_size = source.vocab_size
-        """Number of ids: every id is below it."""
         self.bos_id = source.bos_id
-        """The id put in front of every window."""
         self.eot_id = source.eot_id
-        """The id that ends a text."""
         self.block_tokens = source.document_tokens
-        """Length of every block, in tokens."""
         self.has_ends = source.boundaries == "ends"
         """Whether the ends of the documents in each block are known."""
         self.num_blocks = source.num_blocks
-        """Blocks in all sources."""
         self.num_tokens = source.num_tokens
-        """Tokens in all sources."""
         self.dropped_tokens = source.dropped_tokens
-        """Tokens that were left out when the corpus was prepared: they did not fill a block."""
         self.origin = source.source
-        """What the corpus was prepared from, and with which options."""
         self.fingerprint = source.shards_sha256
-        """What identifies the tokens: a hash of the hashes of all shards, in their order."""
 
     @property
     def files(self) -> list[tuple[str, ShardEntry]]:

@@ -3,7 +3,9 @@
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
+
+from longhaul.datamodules.native import foreign_content
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Ids with which others are decoded, since decoders treat the first of a text in a way of its own.
@@ -39,17 +41,6 @@ class BytesDecoder:
 class UnescapingDecoder:
     """Undoes JSON escapes in the output of another decoder. Anything else is left unchanged."""
 
-    _SHORT: ClassVar = {
-        "b": "\b",
-        "f": "\f",
-        "n": "\n",
-        "r": "\r",
-        "t": "\t",
-        '"': '"',
-        "\\": "\\",
-        "/": "/",
-    }
-
     def __init__(self, inner: StreamDecoder) -> None:
         self._inner = inner
         self._escape = ""
@@ -72,10 +63,8 @@ class UnescapingDecoder:
         if len(escape) == 1 or (escape[1] == "u" and len(escape) < 6):
             return ""
         self._escape = ""
-        if escape[1] != "u":
-            return self._join_surrogates(self._SHORT.get(escape[1], escape))
         try:
-            return self._join_surrogates(chr(int(escape[2:], 16)))
+            return self._join_surrogates(json.loads(f'"{escape}"'))
         except ValueError:
             return self._join_surrogates(escape)
 
@@ -101,9 +90,15 @@ class FileDecoder:
     each, so nothing of them is certain before they end.
     """
 
-    def __init__(self, tokenizer: Any, after: Sequence[int] = ()) -> None:
-        """`after` are ids before the first one, whose text is not shown, such as a prompt's."""
+    def __init__(
+        self, tokenizer: Any, after: Sequence[int] = (), where: str = "tokenizer.json"
+    ) -> None:
+        """`after` are ids before the first one, whose text is not shown, such as a prompt's.
+
+        Calls of the tokenizer that fail, in whatever way, raise ValueError; `where` begins it.
+        """
         self._tokenizer = tokenizer
+        self._where = where
         self._is_local = _is_local(tokenizer.decoder)
         # Ids of which each might follow: one that spoils bytes before it, and one that ends them.
         self._probes = _spoiling_byte(tokenizer), _first_plain(tokenizer)
@@ -130,7 +125,8 @@ class FileDecoder:
         return self._decode(self._ids)[self._shown :]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        with foreign_content(self._where, "cannot decode ids"):
+            text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
     def _forget(self, text: str) -> None:

@@ -71,7 +71,7 @@ class Manifest:
     document_tokens: Annotated[int, Field(ge=1, le=1 << 40)]
     """Length of every block, in tokens. The file's key is older than that word."""
     dtype: Literal["uint16", "uint32"]
-    """`uint16` or `uint32`: the type in which tokens are stored."""
+    """The type in which tokens are stored."""
     boundaries: Literal["none", "ends"] = "none"
     """`ends`: the shards hold the ends of the documents in each block. `none`: they are not known.
     Manifests of version 1 have no such key."""

@@ -9,7 +9,6 @@ may change between versions.
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,30 +19,19 @@ _ROUNDS = 6
 Indices = NDArray[np.int64]
 
 
-class SampleLocation(NamedTuple):
-    """Where one sample is. All positions count from 0."""
-
-    source: int
-    """Index of the source in the corpus."""
-    epoch: int
-    """Number of the epoch of that source."""
-    shard: int
-    """Position of the shard in the source."""
-    block: int
-    """Position of the block in the shard."""
-    window: int
-    """Position of the window in the block, in windows of `context` tokens."""
-
-
-@dataclass(frozen=True)
-class SampleLocations:
-    """Where many samples are: the fields of `SampleLocation`, as arrays."""
+class SampleLocations(NamedTuple):
+    """Where samples are, as arrays of one entry a sample. All positions count from 0."""
 
     source: Indices
+    """Index of the source in the corpus."""
     epoch: Indices
+    """Number of the epoch of that source."""
     shard: Indices
+    """Position of the shard in the source."""
     block: Indices
+    """Position of the block in the shard."""
     window: Indices
+    """Position of the window in the block, in windows of `context` tokens."""
 
 
 class SampleOrder:
@@ -65,13 +53,8 @@ class SampleOrder:
         self.seed = seed
         self.shuffle_shards = shuffle_shards
 
-    def locate(self, index: int) -> SampleLocation:
-        """The location of the sample with this global index, which counts on across epochs."""
-        found = self.locate_many(np.array([index], np.int64))
-        return SampleLocation(*(int(getattr(found, name)[0]) for name in SampleLocation._fields))
-
     def locate_many(self, indices: Indices) -> SampleLocations:
-        """`locate` for an array of indices, much faster than one by one."""
+        """The locations of the samples with these global indices, which count on across epochs."""
         if indices.size and indices.min() < 0:
             raise ValueError(f"indices: found {indices.min()}, wanted 0 or more")
         epochs, offsets = np.divmod(indices, self.samples_per_epoch)

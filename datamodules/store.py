@@ -166,9 +166,7 @@ class ShardStore:
         assert self._cache_dir is not None
         try:
             return fetch(
-                url,
-                self._cache_dir,
-                is_intact=lambda path: self._is_intact(position, path, entry),
+                url, self._cache_dir, is_intact=lambda path: self._is_intact(position, path, entry)
             )
         except OSError as error:
             raise ShardError(f"shard {error}") from None

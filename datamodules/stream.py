@@ -177,7 +177,16 @@ class RankBatches(Sampler[Sequence[int]]):
         self.stride = micro_batch * world_size
         self._offset = micro_batch * rank
         self.batch_size = micro_batch
-        _check_divides(samples_per_update, micro_batch, world_size, first_sample, num_samples)
+        if samples_per_update < 1 or samples_per_update % self.stride:
+            raise ValueError(
+                f"samples_per_update: {samples_per_update} is no multiple of micro-batch "
+                f"{micro_batch} times {world_size} ranks = {self.stride}"
+            )
+        for name, value in (("first_sample", first_sample), ("num_samples", num_samples or 0)):
+            if value < 0 or value % samples_per_update:
+                raise ValueError(
+                    f"{name}: {value} is no multiple of {samples_per_update} an update"
+                )
 
     def __len__(self) -> int:
         if self._num_samples is None:
@@ -189,23 +198,6 @@ class RankBatches(Sampler[Sequence[int]]):
         for step in steps:
             start = self._first_sample + step * self.stride + self._offset
             yield range(start, start + self.batch_size)
-
-
-def _check_divides(
-    samples_per_update: int,
-    micro_batch: int,
-    world_size: int,
-    first_sample: int,
-    num_samples: int | None,
-) -> None:
-    if samples_per_update < 1 or samples_per_update % (micro_batch * world_size):
-        raise ValueError(
-            f"samples_per_update: {samples_per_update} is no multiple of micro-batch {micro_batch} "
-            f"times {world_size} ranks = {micro_batch * world_size}"
-        )
-    for name, value in (("first_sample", first_sample), ("num_samples", num_samples or 0)):
-        if value < 0 or value % samples_per_update:
-            raise ValueError(f"{name}: {value} is no multiple of {samples_per_update} an update")
 
 
 class ValidationBatches(Sampler[Sequence[int]]):

@@ -5,8 +5,7 @@ import hashlib
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,8 +223,7 @@ class FileTokenizer(Tokenizer):
     Args:
         content: the bytes of the file.
         where: path or URL of the file, for error messages.
-        bos: the token, or its id, in front of a sequence. None: one with a usual name, or `eos`.
-        eos: the token, or its id, that ends a text. None: one with a usual name.
+        bos, eos: as of `build_tokenizer`, without the tokenizer_config.json.
 
     Raises:
         ValueError: the file is no tokenizer, or has no such token.
@@ -244,7 +242,7 @@ class FileTokenizer(Tokenizer):
         self.content = content
         self._where = where
         self.sha256 = hashlib.sha256(content).hexdigest()
-        with self._calling("not a tokenizer.json"):
+        with foreign_content(self._where, "not a tokenizer.json"):
             self._tokenizer = _load(content)
             vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
@@ -256,14 +254,14 @@ class FileTokenizer(Tokenizer):
             )
         begin = self._find("bos", bos, _BOS_NAMES, vocabulary) or end
         (self._eot, self.eot_id), (self._bos, self.bos_id) = end, begin
-        with self._calling("not a tokenizer.json"):
+        with foreign_content(self._where, "not a tokenizer.json"):
             self._split_special_tokens(self._tokenizer)
 
     def _encode(self, text: str) -> Ids:
-        with self._calling("cannot encode text"):
+        with foreign_content(self._where, "cannot encode text"):
             ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         if self.eot_id in ids:
-            with self._calling("cannot encode text"):
+            with foreign_content(self._where, "cannot encode text"):
                 ids = self._without_end.encode(text, add_special_tokens=False).ids
         if self.eot_id in ids:  # of a model of whole words, or one that is a single character
             raise ValueError(
@@ -306,19 +304,13 @@ class FileTokenizer(Tokenizer):
         return values
 
     def decode(self, ids: Iterable[int]) -> str:
-        with self._calling("cannot decode ids"):
+        with foreign_content(self._where, "cannot decode ids"):
             text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
     def stream_decoder(self, after: Sequence[int] = ()) -> StreamDecoder:
-        with self._calling("cannot decode ids"):
-            return _CheckedDecoder(FileDecoder(self._tokenizer, after), self._calling)
-
-    @contextmanager
-    def _calling(self, what: str) -> Iterator[None]:
-        """Calls of the library in the body that fail, in whatever way, raise ValueError."""
-        with foreign_content(self._where, what):
-            yield
+        with foreign_content(self._where, "cannot decode ids"):
+            return FileDecoder(self._tokenizer, after, self._where)
 
     def _find(
         self, role: str, given: str | int | None, names: tuple[str, ...], vocabulary: dict[str, int]
@@ -346,24 +338,6 @@ def _load(content: bytes) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-class _CheckedDecoder:
-    """Decodes with another decoder, whose failures, of whatever kind, become ValueError."""
-
-    def __init__(
-        self, inner: StreamDecoder, calling: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self._inner = inner
-        self._calling = calling
-
-    def push(self, token: int) -> str:
-        with self._calling("cannot decode ids"):
-            return self._inner.push(token)
-
-    def flush(self) -> str:
-        with self._calling("cannot decode ids"):
-            return self._inner.flush()
 
 
 def gpt2_files() -> dict[str, Path]:

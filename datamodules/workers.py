@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from logging.handlers import QueueHandler
 from multiprocessing import (
     active_children,
     connection,
@@ -24,8 +25,9 @@ from multiprocessing import (
     parent_process,
     resource_tracker,
 )
+from queue import SimpleQueue
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -65,12 +67,8 @@ def start_fork_server() -> None:
         ) from error
 
 
-class Read(NamedTuple):
-    """What a worker sends."""
-
-    windows: Windows
-    records: Sequence[logging.LogRecord]
-    """What was logged meanwhile: the handlers of the training process are to see it."""
+Read = tuple[Windows, list[logging.LogRecord]]
+"""What a worker sends: windows, and what was logged meanwhile, for the trainer's handlers."""
 
 
 class WorkerLoader(DataLoader[Windows]):
@@ -173,36 +171,20 @@ class _Reader(Dataset[Read]):
     def __init__(self, windows: TokenWindows, stage: torch.Tensor) -> None:
         self._windows = windows
         self._stages = stage
-        self._records: list[logging.LogRecord] | None = None
+        self._records: SimpleQueue[logging.LogRecord] | None = None
 
     def __getitems__(self, indices: Sequence[int]) -> Read:
         if self._records is None:
-            self._records = _collect_records()
+            self._records = SimpleQueue()
+            # Arguments and tracebacks may not be pickled: this handler makes them text.
+            logging.getLogger().handlers[:] = [QueueHandler(self._records)]
         try:
             windows = self._windows.__getitems__(indices)
         finally:
             worker = torch.utils.data.get_worker_info()
             assert worker is not None
             self._stages[worker.id] = _HAS_READ
-        records, self._records[:] = self._records[:], []
-        return Read(windows, records)
-
-
-class _Collector(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # Arguments and tracebacks may not be pickled.
-        record.msg, record.args, record.exc_info = record.getMessage(), None, None
-        self.records.append(record)
-
-
-def _collect_records() -> list[logging.LogRecord]:
-    collector = _Collector()
-    logging.getLogger().handlers[:] = [collector]
-    return collector.records
+        return windows, [self._records.get() for _ in range(self._records.qsize())]
 
 
 def _begin(stage: torch.Tensor, environment: dict[str, str], worker: int) -> None:

@@ -1,30 +1,47 @@
-"""The ops that `longhaul verify` checks and times, and that kernels/offline compiles.
+"""The ops that `longhaul verify` checks, and that kernels/offline compiles.
 
 A new op is a subpackage of kernels with such cases and shapes, and an entry here.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
 from longhaul.kernels.cross_entropy import verify as cross_entropy
 from longhaul.kernels.power.verify import catalogue as power
-from longhaul.kernels.power.verify import tasks
 from longhaul.kernels.power.verify.shapes import SHAPES
-from longhaul.kernels.power.verify.targets import targets_of
 from longhaul.kernels.rotary import verify as rotary
-from longhaul.kernels.verify.op import Op, Timings
+from longhaul.kernels.verify.cases import Case
+
+
+class Op(NamedTuple):
+    """The calls of an op that are checked and compiled."""
+
+    features: Callable[[str], Sequence[Case]]
+    """Cases for everything that the op can do, in a dtype, less those of `headline`."""
+
+    shapes: Mapping[str, Callable[[], None]]
+    """By name what runs launchers with every configuration, on small tensors of zeros on the CPU:
+    their kernels are compiled for every chip."""
+
+    headline: Sequence[Case] = ()
+    """The call that training makes, which is checked first."""
+
+    extremes: Callable[[str], Sequence[Case]] = lambda backend: ()
+    """Cases with overflow, cancellation or resets, for a backend."""
+
+    long: Sequence[Case] = ()
+    candidates: Sequence[Case] = ()
+    """Cases that run every configuration of every kernel, not only that of the chip."""
+
 
 OPS = (
     Op(
         features=power.feature_cases,
-        shapes=SHAPES,
+        shapes={shape.name: shape.launch for shape in SHAPES},
         headline=power.headline_cases(),
         extremes=power.extreme_cases,
         long=power.long_cases(),
         candidates=power.candidate_cases(),
-        timings=Timings(
-            headline=tasks.headline_tasks(tasks.Sizes()),
-            others=tasks.op_tasks(tasks.Sizes()),
-            peers=tasks.peer_tasks(tasks.Sizes()),
-            targets=targets_of,
-        ),
     ),
     Op(features=cross_entropy.cases, shapes=cross_entropy.SHAPES),
     Op(features=rotary.cases, shapes=rotary.SHAPES),

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -21,6 +21,7 @@ from longhaul.datamodules.preparation.compression import (
 from longhaul.datamodules.tokenizer import check_characters
 
 _log = logging.getLogger(__name__)
+_with_replaced_bytes: set[Path] = set()
 
 # Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
 PIECE_CHARACTERS = 1 << 18
@@ -47,6 +48,7 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -154,13 +156,14 @@ def _plain_pieces(path: Path, content: Content) -> Iterator[str]:
             yield piece
 
 
-@cache
 def _warn_of_replaced_bytes(path: Path) -> None:
     """Once a file, and by name of the first few alone: a corpus may be in Latin-1 as a whole."""
-    told = _warn_of_replaced_bytes.cache_info().currsize
-    if told < _MOST_NAMED:
+    if path in _with_replaced_bytes:
+        return
+    _with_replaced_bytes.add(path)
+    if len(_with_replaced_bytes) <= _MOST_NAMED:
         _log.warning("%s: found U+FFFD, which bytes that are not UTF-8 become", path)
-    elif told == _MOST_NAMED:
+    elif len(_with_replaced_bytes) == _MOST_NAMED + 1:
         _log.warning("more files have U+FFFD; they are not named")
 
 
@@ -234,11 +237,9 @@ def _is_text(kind: Any) -> bool:
     """Whether a column of this type of Arrow's holds strings, or bytes, each once or repeated."""
     from pyarrow import types
 
-    if types.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    are = (types.is_string, types.is_large_string, types.is_string_view)
-    also = (types.is_binary, types.is_large_binary, types.is_binary_view)
-    return any(is_one(kind) for is_one in (*are, *also))
+    while types.is_dictionary(kind):
+        kind = kind.value_type
+    return str(kind) in _TEXT_TYPES
 
 
 def _pieces_of(text: str, path: Path) -> Iterator[str]:

@@ -76,7 +76,7 @@ class ZarrStore:
         return [
             name
             for row in range(-(-self.rows // self.chunk_rows))
-            for name in self._chunks_of(row)
+            for name in self.chunks_of(row)
             if name not in present
         ]
 
@@ -104,7 +104,7 @@ class ZarrStore:
         missing = [n for n in self.missing if int(n.split(self.separator)[0]) in taken]
         if not missing:
             return
-        total = len(taken) * len(self._chunks_of(0))
+        total = len(taken) * len(self.chunks_of(0))
         whole = self.whole_ranges()
         named = ",".join(f"{start}:{end}" for start, end in whole[:_RANGES_NAMED])
         rest = len(whole) - _RANGES_NAMED
@@ -127,7 +127,8 @@ class ZarrStore:
         content = decoded(self.codec, read_regular(self.path / name, 2 * size + 1024), size)
         return np.frombuffer(content, "<u2").reshape(self.chunk_rows, self.chunk_columns)
 
-    def _chunks_of(self, row: int) -> list[str]:
+    def chunks_of(self, row: int) -> list[str]:
+        """Names of the chunks in a row of chunks."""
         columns = range(-(-self.columns // self.chunk_columns))
         return [f"{row}{self.separator}{column}" for column in columns]
 
@@ -285,9 +286,9 @@ class _Rows:
 
     def _read_row_of_chunks(self, chunk_row: int, buffer: NDArray[np.uint16]) -> None:
         store = self._store
-        for left in range(0, store.columns, store.chunk_columns):
+        for number, name in enumerate(store.chunks_of(chunk_row)):
+            left = number * store.chunk_columns
             right = min(left + store.chunk_columns, store.columns)
-            name = f"{chunk_row}{store.separator}{left // store.chunk_columns}"
             try:
                 # The file of a chunk at an edge of the array has ids beyond the edge too.
                 buffer[:, left:right] = store.read_chunk(name)[:, : right - left]

@@ -6,20 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.locks import lock
-from longhaul.datamodules.files.untrusted import (
-    Count,
-    check_no_links,
-    one_line,
-    parse_json,
-    shown,
-)
+from longhaul.datamodules.files.untrusted import Count, check_no_links, one_line, parse_json, shown
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
 from longhaul.datamodules.shards import Block, new_shard
 
@@ -110,18 +103,23 @@ def prepare_shards(
         blocks = source.blocks(cursor)
         done = sum(shard.documents for shard in shards)
         progress(done * template.document_tokens)
+
+        def counted(pairs: Iterable[tuple[Block, Cursor]]) -> Iterator[Block]:
+            """The blocks; each one that is written is counted, and the cursor after it kept."""
+            nonlocal cursor, done
+            for block, after in pairs:
+                cursor = after
+                yield block
+                done += 1
+                progress(done * template.document_tokens)
+
         try:
             while (first := next(blocks, None)) is not None:
-                batch = _ShardBlocks(
-                    chain([first], islice(blocks, docs_per_shard - 1)),
-                    partial(_report, progress, done, template.document_tokens),
-                )
+                batch = counted(chain([first], islice(blocks, docs_per_shard - 1)))
                 path = folder / f"{prefix}-{len(shards):06d}.tar"
                 with new_shard(path, done, batch, template.vocab_size) as entry:
-                    record = {"shard": dataclasses.asdict(entry), "cursor": batch.cursor}
-                    _append(file, record)
+                    _append(file, {"shard": dataclasses.asdict(entry), "cursor": cursor})
                 shards.append(entry)
-                done += entry.documents
         except ValueError:
             # The source is bad: there is nothing to resume, unless shards are finished.
             if not shards:
@@ -235,24 +233,3 @@ def _append(file: IO[bytes], record: dict[str, Any]) -> None:
     file.write(json.dumps(record).encode() + b"\n")
     file.flush()
     os.fsync(file.fileno())
-
-
-def _report(progress: Progress, done: int, block_tokens: int, count: int) -> None:
-    progress((done + count) * block_tokens)
-
-
-class _ShardBlocks:
-    """Iterates over the blocks of one shard, and remembers the cursor after the last one."""
-
-    def __init__(
-        self, pairs: Iterator[tuple[Block, Cursor]], progress: Callable[[int], None]
-    ) -> None:
-        self._pairs = pairs
-        self._progress = progress
-        self.cursor: Cursor = []
-
-    def __iter__(self) -> Iterator[Block]:
-        for count, (block, cursor) in enumerate(self._pairs, start=1):
-            self.cursor = cursor
-            yield block
-            self._progress(count)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longhaul.kernels.cross_entropy import cross_entropy_
-from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES, Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +62,12 @@ def cases(dtype: str) -> list[Case]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossShape:
-    """A small call to compile."""
-
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        return f"loss {self.dtype}"
-
-    def launch(self) -> None:
-        triton = importlib.import_module("longhaul.kernels.cross_entropy.triton")
-        logits = torch.zeros(2, 50_304, dtype=getattr(torch, self.dtype))
-        for with_gradient in (True, False):
-            triton.cross_entropy_(logits, torch.zeros(2).long(), with_gradient=with_gradient)
+def _launch(dtype: torch.dtype) -> None:
+    triton = importlib.import_module("longhaul.kernels.cross_entropy.triton")
+    logits = torch.zeros(2, 50_304, dtype=dtype)
+    for with_gradient in (True, False):
+        triton.cross_entropy_(logits, torch.zeros(2).long(), with_gradient=with_gradient)
 
 
-SHAPES = [LossShape(dtype=dtype) for dtype in DTYPES]
+# Small calls to compile.
+SHAPES = {f"loss {dtype}": partial(_launch, getattr(torch, dtype)) for dtype in DTYPES}

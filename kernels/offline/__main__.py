@@ -9,7 +9,6 @@ fails when one spills or does not fit. compilation.py explains how; each op has 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 
 from longhaul.kernels.offline.compilation import CHIPS, INTERPRETED, is_interpreting
@@ -31,16 +30,15 @@ def main(arguments: list[str] | None = None) -> int:
     targets = options.targets.split(",")
     if unknown := set(targets) - set(CHIPS):
         parser.error(f"--targets: found {min(unknown)!r}, wanted some of {', '.join(CHIPS)}")
-    every = [shape for op in OPS for shape in op.shapes]
-    shapes = [shape for shape in every if options.only in shape.name]
+    every = {name: launch for op in OPS for name, launch in op.shapes.items()}
+    shapes = {name: launch for name, launch in every.items() if options.only in name}
     if not shapes:
         parser.error(
-            f"--only: found {options.only!r}, wanted part of a name such as {every[0].name!r}"
+            f"--only: found {options.only!r}, wanted part of a name such as {next(iter(every))!r}"
         )
     if is_interpreting():
         parser.error(INTERPRETED)
-    tasks = itertools.product(shapes, targets)
-    found = print_table(tasks, folders=bool(options.only))
+    found = print_table(shapes, targets, folders=bool(options.only))
     for fault in found:
         print(fault, file=sys.stderr)
     return 1 if found else 0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fnmatch import fnmatchcase
 
@@ -14,7 +15,6 @@ import torch
 import triton
 
 from longhaul.kernels.offline.compilation import CHIPS, TENSOR_COLUMNS, Compiled, recording
-from longhaul.kernels.verify.op import Shape
 
 # Kernels that may spill: a pattern for "shape / kernel / target", and the largest number of bytes
 # of spill loads that was inspected and found harmless. All other kernels must not spill at all.
@@ -49,22 +49,20 @@ MAY_SPILL: dict[str, int] = {
 }
 
 
-def _compile_shape(
-    task: tuple[Shape, str],
-) -> tuple[Shape, str, list[Compiled], str | None]:
-    shape, target = task
+def _compile(launch: Callable[[], None], target: str) -> tuple[list[Compiled], str | None]:
+    """The kernels, and what went wrong."""
     torch.set_num_threads(1)
     compiled: list[Compiled] = []
     try:
         # If ptxas fails, Triton prints a thousand lines of PTX, which the error makes redundant.
         with contextlib.redirect_stdout(io.StringIO()), recording(target) as compiled:
-            shape.launch()
+            launch()
     except Exception as error:  # the table shows the other shapes even if one raises
         cause: BaseException = error
         while cause.__cause__ is not None:  # Triton's innermost error names the cause
             cause = cause.__cause__
-        return shape, target, compiled, f"{type(cause).__name__}: {cause}"
-    return shape, target, compiled, None if compiled else "launched no kernel"
+        return compiled, f"{type(cause).__name__}: {cause}"
+    return compiled, None if compiled else "launched no kernel"
 
 
 def faults(compiled: Compiled, place: str) -> list[str]:
@@ -103,24 +101,29 @@ def row(compiled: Compiled, shape: str = "") -> str:
     )
 
 
-def print_table(tasks: Iterable[tuple[Shape, str]], *, folders: bool) -> list[str]:
+def print_table(
+    shapes: Mapping[str, Callable[[], None]], targets: Sequence[str], *, folders: bool
+) -> list[str]:
     """Compile shapes for targets, print a row for every distinct kernel, and return the faults."""
+    tasks = list(itertools.product(shapes, targets))
     found = []
     seen = set()
     workers = min(8, len(os.sched_getaffinity(0)))
     print(_COLUMNS, flush=True)
     # Spawned rather than forked: a fork may inherit a lock that one of torch's threads holds.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for shape, target, compiled, error in pool.map(_compile_shape, tasks):
+        launches, chips = [shapes[shape] for shape, _ in tasks], [target for _, target in tasks]
+        results = pool.map(_compile, launches, chips)
+        for (shape, target), (compiled, error) in zip(tasks, results, strict=True):
             for kernel in compiled:
                 if kernel.digest in seen:
                     continue
                 seen.add(kernel.digest)
-                print(row(kernel, shape.name), flush=True)
+                print(row(kernel, shape), flush=True)
                 if folders:
                     print(f"    {kernel.folder}", flush=True)
-                found += faults(kernel, f"{shape.name} / {kernel.kernel} / {target}")
+                found += faults(kernel, f"{shape} / {kernel.kernel} / {target}")
             if error is not None:
-                found.append(f"{shape.name} / {target}: {error}")
+                found.append(f"{shape} / {target}: {error}")
     print(f"{len(seen)} kernels, {len(found)} faults, triton {triton.__version__}")
     return found

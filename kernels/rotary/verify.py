@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.kernels.verify.cases import Case
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES, Case
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,23 +82,14 @@ def cases(dtype: str) -> list[Case]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RotationShape:
-    """A small call to compile."""
-
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        return f"rotation {self.dtype}"
-
-    def launch(self) -> None:
-        triton = importlib.import_module("longhaul.kernels.rotary.triton")
-        x = torch.zeros(2, 128, 4, 64, dtype=getattr(torch, self.dtype))
-        for heads in (1, 4):
-            phase = torch.zeros(2, 128, heads, 32)
-            triton.rotated(x, phase, phase)
-            triton.gradients(x, x, phase, phase)
+def _launch(dtype: torch.dtype) -> None:
+    triton = importlib.import_module("longhaul.kernels.rotary.triton")
+    x = torch.zeros(2, 128, 4, 64, dtype=dtype)
+    for heads in (1, 4):
+        phase = torch.zeros(2, 128, heads, 32)
+        triton.rotated(x, phase, phase)
+        triton.gradients(x, x, phase, phase)
 
 
-SHAPES = [RotationShape(dtype=dtype) for dtype in DTYPES]
+# Small calls to compile.
+SHAPES = {f"rotation {dtype}": partial(_launch, getattr(torch, dtype)) for dtype in DTYPES}

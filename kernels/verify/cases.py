@@ -15,6 +15,8 @@ from longhaul.kernels.backend import Backend
 from longhaul.kernels.testing import compare, poisoned_memory
 from longhaul.kernels.verify.candidates import does_not_fit, with_candidate
 
+DTYPES = ("bfloat16", "float16", "float32")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):

@@ -60,10 +60,8 @@ def table(config: RunConfig) -> str:
         store = CheckpointStore(Path(config.root) / way, keep_last=1)
         costs = []
         for step in range(1 + _SAVES):
-            if way == "blocking":
-                costs.append(_save_blocking(loop, store, step))
-            else:
-                costs.append(_save_asynchronously(loop, store, step, statistics.median(seconds)))
+            update_s = statistics.median(seconds)
+            costs.append(_save(loop, store, step, update_s, is_blocking=way == "blocking"))
             seconds += [_timed(loop) for _ in range(_UPDATES_BETWEEN)]
         blocked, delay, updates = (
             statistics.median(getattr(cost, name) for cost in costs[1:])
@@ -83,28 +81,17 @@ def _timed(loop: BareLoop) -> float:
     return synchronized_time(loop.device) - before
 
 
-def _start(loop: BareLoop, store: CheckpointStore, step: int) -> None:
-    store.start(step, training_tensors(loop.model, loop.optimizer), {})
-
-
-def _save_blocking(loop: BareLoop, store: CheckpointStore, step: int) -> _Cost:
-    with _peak_memory() as peak:
-        before = synchronized_time(loop.device)
-        _start(loop, store, step)
-        store.wait()
-        blocked = time.perf_counter() - before
-    return _Cost(blocked, 0.0, 0, peak())
-
-
-def _save_asynchronously(
-    loop: BareLoop, store: CheckpointStore, step: int, update_s: float
+def _save(
+    loop: BareLoop, store: CheckpointStore, step: int, update_s: float, *, is_blocking: bool
 ) -> _Cost:
     updates: list[float] = []
     with _peak_memory() as peak:
         before = synchronized_time(loop.device)
-        _start(loop, store, step)
+        store.start(step, training_tensors(loop.model, loop.optimizer), {})
+        if is_blocking:
+            store.wait()
         blocked = time.perf_counter() - before
-        while store.is_saving or not updates:
+        while not is_blocking and (store.is_saving or not updates):
             updates.append(_timed(loop))
         before = time.perf_counter()
         store.wait()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention
 
-from longhaul.kernels import power_attention
+from longhaul.kernels.backend import own_backend
 from longhaul.kernels.power.cost import Form, choose_chunk_size, choose_form, power_flops
+from longhaul.kernels.power.verify.peers import Shape, Timed, training_call
 from longhaul.pipeline.system.compile_caches import use_private_caches
 
 _TOKENS = (4096, 8192, 16384, 65536)
@@ -49,15 +47,16 @@ def _compare_forms(device: torch.device) -> None:
     print("forward + backward of both forms:")
     _print_row("tokens", "attention ms", "chunked ms")
     measured, predicted = [], []
-    backend = "triton" if device.type == "cuda" else "torch"
     for T in _TOKENS_OF_FORMS:
-        inputs = _inputs(T, device, requires_grad=True)
-        calls = {"attention": _power("attention", *inputs), "chunked": _power("chunked", *inputs)}
+        calls = {
+            "attention": training_call("longhaul", _shape(T, device, "attention"), device),
+            "chunked": training_call("longhaul", _shape(T, device), device),
+        }
         best = _best_seconds(calls, True, device)
         _print_row(f"{T:,}", *(f"{1e3 * seconds:,.1f}" for seconds in best.values()))
         if best["chunked"] <= best["attention"]:
             measured.append(T)
-        if choose_form(T, _WIDTH, _WIDTH, _DEGREE, backend) == "chunked":
+        if choose_form(T, _WIDTH, _WIDTH, _DEGREE, own_backend(device)) == "chunked":
             predicted.append(T)
     print(
         f"chunked is faster from {min(measured, default=None)} tokens on as measured, from "
@@ -67,20 +66,15 @@ def _compare_forms(device: torch.device) -> None:
 
 def _beside_softmax(T: int, with_backward: bool, device: torch.device) -> float:
     """Print one row; return how many times as fast as softmax attention it is."""
-    q, k, v, log_g = _inputs(T, device, requires_grad=with_backward)
-    # Softmax gets its heads-first layout for free: the copy is not part of its time.
-    q_heads, k_heads, v_heads = (
-        x.detach().transpose(1, 2).contiguous().requires_grad_(with_backward) for x in (q, k, v)
-    )
     square = torch.randn(_SQUARE, _SQUARE, device=device, dtype=_dtype(device))
-    calls: dict[str, Callable[[], Tensor]] = {
-        "matmul": lambda: square @ square,
-        "sdpa": lambda: scaled_dot_product_attention(q_heads, k_heads, v_heads, is_causal=True),
-        "chunked": _power("chunked", q, k, v, log_g),
+    calls = {
+        "matmul": Timed(lambda: square @ square, []),
+        # Softmax gets its heads-first layout for free: the copy is not part of its time.
+        "sdpa": training_call("sdpa", _shape(T, device), device),
+        "chunked": training_call("longhaul", _shape(T, device), device),
     }
     best = _best_seconds(calls, with_backward, device)
-    backend = "triton" if device.type == "cuda" else "torch"
-    C = choose_chunk_size(T, _WIDTH, _WIDTH, _DEGREE, backend)
+    C = choose_chunk_size(T, _WIDTH, _WIDTH, _DEGREE, own_backend(device))
     flops = _HEADS * power_flops(T, _WIDTH, _WIDTH, _DEGREE, "chunked", C)
     rate = flops / best["chunked"] / (2 * _SQUARE**3 / best["matmul"])
     ratio = best["sdpa"] / best["chunked"]
@@ -99,39 +93,26 @@ def _dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def _inputs(
-    T: int, device: torch.device, *, requires_grad: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shape = (1, T, _HEADS, _WIDTH)
-    q, k, v = (
-        torch.randn(shape, device=device, dtype=_dtype(device), requires_grad=requires_grad)
-        for _ in range(3)
-    )
-    log_g = logsigmoid(torch.randn(shape[:3], device=device) + 4).requires_grad_(requires_grad)
-    return q, k, v, log_g
-
-
-def _power(form: Form, q: Tensor, k: Tensor, v: Tensor, log_g: Tensor) -> Callable[[], Tensor]:
-    return lambda: power_attention(q, k, v, log_g, degree=_DEGREE, form=form)[0]
+def _shape(T: int, device: torch.device, form: Form = "chunked") -> Shape:
+    return Shape(T=T, H=_HEADS, K=_WIDTH, degree=_DEGREE, form=form, dtype=_dtype(device))
 
 
 def _best_seconds(
-    calls: dict[str, Callable[[], Tensor]], with_backward: bool, device: torch.device
+    calls: dict[str, Timed], with_backward: bool, device: torch.device
 ) -> dict[str, float]:
     """The least seconds of each call. Calls take turns, so that a noisy minute affects all."""
     best: dict[str, float] = {}
-    gradient: Tensor | None = None
+    gradients = {name: torch.ones_like(call.forward()) for name, call in calls.items()}
     started = time.perf_counter()
     rounds = 0
     while rounds < 2 or time.perf_counter() - started < _SECONDS_PER_ROW:
         rounds += 1
         for name, call in calls.items():
             before = time.perf_counter()
-            out = call()
-            if with_backward and out.requires_grad:
-                if gradient is None or gradient.shape != out.shape:
-                    gradient = torch.ones_like(out)
-                out.backward(gradient)
+            with torch.set_grad_enabled(with_backward):
+                out = call.forward()
+            if with_backward and call.leaves:
+                torch.autograd.grad(out, call.leaves, gradients[name])
             if device.type == "cuda":
                 torch.cuda.synchronize()
             took = time.perf_counter() - before

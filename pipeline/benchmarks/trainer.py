@@ -6,7 +6,6 @@ import io
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,7 +66,6 @@ class _BesideBareLoop(Callback):
     def __init__(self, config: RunConfig) -> None:
         self.ours: list[_Cost] = []
         self.bare: list[_Cost] = []
-        self.mlflow: list[float] = []  # processor time of its thread so far
         self._config = config
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -87,7 +85,6 @@ class _BesideBareLoop(Callback):
         bare = _Cost.so_far(pl_module.device)
         self.ours.append(ours - self._began)
         self.bare.append(bare - ours)
-        self.mlflow.append(_mlflow_seconds())
         loss = self._loop.loss.item()
         # Only at first, since rounding differences grow later.
         if len(self.ours) <= _WARM_UP and not abs(update.loss - loss) < 1e-3 * abs(loss):
@@ -109,13 +106,6 @@ class _Cost(NamedTuple):
         return _Cost(self.wall - other.wall, self.processor - other.processor)
 
 
-def _mlflow_seconds() -> float:
-    """Processor time of the thread that copies to MLflow, which works during updates of both."""
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflow")
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
 def _overhead(config: RunConfig) -> str:
     both = _BesideBareLoop(config)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -130,12 +120,7 @@ def _overhead(config: RunConfig) -> str:
         ours, bare = (statistics.median(side) * 1e3 for side in zip(*pairs[_WARM_UP:], strict=True))
         ratio = statistics.median(a / b for a, b in pairs[_WARM_UP:])
         rows.append(f"| {what} | {ours:.4g} ms | {bare:.4g} ms | {ratio:.3f} |")
-    counted = both.ours[_WARM_UP:] + both.bare[_WARM_UP:]
-    mlflow = (both.mlflow[-1] - both.mlflow[_WARM_UP - 1]) / sum(cost.processor for cost in counted)
     return (
         f"Trainer, medians of {_UPDATES} updates that take turns with a bare PyTorch loop's:\n\n"
-        "| per update | Trainer | bare loop | median ratio |\n|---|---|---|---|\n"
-        + "\n".join(rows)
-        + f"\n\nThe thread that copies to MLflow took {mlflow:.2%} of all that processor time, "
-        "during updates of both."
+        "| per update | Trainer | bare loop | median ratio |\n|---|---|---|---|\n" + "\n".join(rows)
     )

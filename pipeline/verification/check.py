@@ -60,9 +60,6 @@ class Check:
     is_ours: bool = True
     """False for other projects' kernels: that they do not run here is no failure."""
 
-    before: tuple["Check", ...] = ()
-    """What several processes do beforehand, such as compiling. No result of it is kept."""
-
     @property
     def key(self) -> str:
         return f"{self.part}: {self.name}"

@@ -11,8 +11,7 @@ import torch
 
 from longhaul.kernels.backend import own_backend
 from longhaul.kernels.ops import OPS
-from longhaul.kernels.verify.cases import Case, check
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES, Case, check
 from longhaul.pipeline.verification.check import Check, Needs, Place
 
 _SANITIZER = "compute-sanitizer"

@@ -1,6 +1,6 @@
 """All checks in their order: what matters most, or may stop everything else, comes first."""
 
-from longhaul.pipeline.verification import decoding, kernels, timings, trainer
+from longhaul.pipeline.verification import kernels, models, timings, trainer
 from longhaul.pipeline.verification.check import Check
 from longhaul.pipeline.verification.machine import Machine
 
@@ -23,7 +23,7 @@ def all_checks(machine: Machine) -> list[Check]:
         *timings.op_timings(),
         *steps[1:],
         *kernels.remaining_checks(device),
-        *decoding.decoding_checks(),
+        *models.decoding_checks(),
         *trainer.remaining_checks(machine),
         *kernels.candidate_checks(device),
         *timings.peer_timings(),

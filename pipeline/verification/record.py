@@ -1,7 +1,6 @@
 """The file of results, which a later command goes on with."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterable
@@ -9,7 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
+from pydantic_core import from_json, to_json
 
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import one_line, parse_json, read_regular, shown
@@ -34,48 +34,32 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A whole record; each entry of the results has a schema of its own."""
-
-    machine: Machine
-    pieces: list[_Piece]
-    results: dict[str, Any]
-    targets: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
 class _Entry:
     status: Literal["passed", "skipped", "unavailable", "failed", "crashed", "timed out", "begun"]
-
-
-@dataclass(frozen=True)
-class _Begun:
-    attempts: Annotated[int, Field(ge=1, le=1000)]
-
-
-@dataclass(frozen=True)
-class _Skipped:
-    reason: str
-
-
-def _check_numbers(result: dict[str, Any] | None) -> dict[str, Any] | None:
-    for name, value in (result or {}).items():
-        if not _MEASURED.search(name) or value is None:
-            continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 <= value < _LARGEST:
-            raise ValueError(f"result.{name}: found {shown(value)}, wanted a number, 0 or more")
-    return result
-
-
-@dataclass(frozen=True)
-class _Ended:
+    attempts: Annotated[int, Field(ge=1, le=1000)] | None = None
+    reason: str | None = None
     seconds: float | None = None
     faults: list[str] = field(default_factory=list)
-    result: Annotated[dict[str, Any] | None, AfterValidator(_check_numbers)] = None
+    result: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        needed = {"begun": "attempts", "skipped": "reason"}.get(self.status)
+        if needed and getattr(self, needed) is None:
+            raise ValueError(f"{needed}: found nothing, wanted a value")
+        for name, value in (self.result or {}).items():
+            if not _MEASURED.search(name) or value is None:
+                continue
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < _LARGEST:
+                raise ValueError(f"result.{name}: found {shown(value)}, wanted a number, 0 or more")
 
 
-_SCHEMAS = {"begun": _Begun, "skipped": _Skipped}
+@dataclass(frozen=True)
+class _Stored:
+    machine: Machine
+    pieces: list[_Piece]
+    results: dict[str, _Entry]
+    targets: list[dict[str, Any]]
 
 
 class Record:
@@ -88,40 +72,24 @@ class Record:
             ValueError: the file is no record, or one of another machine, versions or code.
         """
         self.path = path
-        self._content: dict[str, Any] = {
-            "format": FORMAT,
-            "machine": json.loads(json.dumps(asdict(machine))),
-            "pieces": [],
-            "results": {},
-            "targets": [],
-        }
+        self.machine: dict[str, Any] = json.loads(json.dumps(asdict(machine)))
+        self.pieces: list[dict[str, Any]] = []
+        self.results: dict[str, Any] = {}  # by the keys of checks
+        self.targets: list[dict[str, Any]] = []
         if path.exists():
             stored = read_record(path)
             self._check_same(stored["machine"])
-            self._content |= {name: stored[name] for name in ("pieces", "results")}
+            self.pieces, self.results = stored["pieces"], stored["results"]
         self._started = time.monotonic()
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._content["pieces"].append({"began": now, "seconds": 0.0})
+        self.pieces.append({"began": now, "seconds": 0.0})
         for key in [key for key, one in self.results.items() if one["status"] == "skipped"]:
             del self.results[key]  # Today it may find what it needs.
-        self._give_up_on_what_never_ends()
+        for one in self.results.values():
+            if one["status"] == "begun" and one["attempts"] >= _MOST_ATTEMPTS:
+                reason = f"did not end in {one['attempts']} pieces"
+                one |= {"status": "crashed", "faults": [reason]}
         self._write()
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """By the keys of checks."""
-        results: dict[str, Any] = self._content["results"]
-        return results
-
-    @property
-    def machine(self) -> dict[str, Any]:
-        machine: dict[str, Any] = self._content["machine"]
-        return machine
-
-    @property
-    def targets(self) -> list[dict[str, Any]]:
-        targets: list[dict[str, Any]] = self._content["targets"]
-        return targets
 
     def has(self, key: str) -> bool:
         """Whether a check has run, or was skipped in this piece."""
@@ -159,19 +127,15 @@ class Record:
     def end(self, key: str, status: str, **details: Any) -> None:
         """Keep what became of a check."""
         self.results.pop(key, None)  # It stands in the order in which checks end.
-        self.results[key] = {"status": status, **_plain(details)}
+        # JSON has no NaN.
+        plain = from_json(to_json(details, inf_nan_mode="null", fallback=str))
+        self.results[key] = {"status": status, **plain}
         self._write()
 
     def finish(self, targets: list[dict[str, Any]]) -> None:
         """Keep the targets that the results meet or miss."""
-        self._content["targets"] = targets
+        self.targets = targets
         self._write()
-
-    def _give_up_on_what_never_ends(self) -> None:
-        for one in self.results.values():
-            if one["status"] == "begun" and one["attempts"] >= _MOST_ATTEMPTS:
-                reason = f"did not end in {one['attempts']} pieces"
-                one |= {"status": "crashed", "faults": [reason]}
 
     def _check_same(self, stored: dict[str, Any]) -> None:
         for name in _SAME:
@@ -183,20 +147,15 @@ class Record:
                 )
 
     def _write(self) -> None:
-        piece = self._content["pieces"][-1]
-        piece["seconds"] = round(time.monotonic() - self._started, 1)
-        write_atomically(self.path, json.dumps(self._content, indent=1) + "\n")
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; None for numbers that JSON has not."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+        self.pieces[-1]["seconds"] = round(time.monotonic() - self._started, 1)
+        content = {
+            "format": FORMAT,
+            "machine": self.machine,
+            "pieces": self.pieces,
+            "results": self.results,
+            "targets": self.targets,
+        }
+        write_atomically(self.path, json.dumps(content, indent=1) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -217,8 +176,4 @@ def read_record(path: Path) -> dict[str, Any]:
     parse_json(_Stored, json.dumps(content), f"--json: {path}")
     if set(content["machine"]) - {one.name for one in fields(Machine)}:
         raise ValueError(f"--json: found {path} with unknown entries, wanted those of this version")
-    for key, one in content["results"].items():
-        entry, where = json.dumps(one), f"--json: {path}: results: {shown(key)}"
-        status = parse_json(_Entry, entry, where).status
-        parse_json(_SCHEMAS.get(status, _Ended), entry, where)
     return content

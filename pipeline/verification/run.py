@@ -1,6 +1,5 @@
 """Runs the checks that a file of results lacks, until all are done or the time is over."""
 
-import dataclasses
 import math
 import signal
 import sys
@@ -106,7 +105,9 @@ def run_checks(
             prefix="longhaul-verify-", ignore_cleanup_errors=True
         ) as name:
             place = Place(machine.device, Path(name))
-            _Run(record, machine, place, len(checks) - skipped).run(left, deadline)
+            # In the given order; those in a row that may run at the same time do.
+            for _, group in groupby(left, key=lambda check: check.is_alone):
+                _run(list(group), record, machine, place, len(checks) - skipped, deadline)
     finally:
         record.forget_attempts()
     record.finish(targets(record.results))
@@ -116,70 +117,43 @@ def run_checks(
     return 0 if record.has_passed else 1
 
 
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    record: Record
-    machine: Machine
-    place: Place
-    total: int
+def _run(
+    checks: Sequence[Check],
+    record: Record,
+    machine: Machine,
+    place: Place,
+    total: int,
+    deadline: float,
+) -> None:
+    def begin(numbers: Sequence[int]) -> None:
+        record.begin(checks[number].key for number in numbers)
 
-    def run(self, checks: Sequence[Check], deadline: float) -> None:
-        """In the given order; those in a row that may run at the same time do."""
-        for (is_alone, before), group in groupby(
-            checks, key=lambda check: (check.is_alone, check.before)
-        ):
-            self._side_by_side(before, deadline, lambda check, outcome: None)
-            batch = list(group)
-            if is_alone:
-                self._one_by_one(batch, deadline)
-            else:
-                self._side_by_side(batch, deadline, self._end, self._begin)
+    def end(number: int, outcome: Outcome) -> None:
+        _keep(record, checks[number], outcome)
+        print_line(record, checks[number].key, total)
 
-    def _one_by_one(self, checks: Sequence[Check], deadline: float) -> None:
-        run_jobs(
-            self._jobs(checks),
-            num_processes=1,
-            deadline=deadline,
-            began=lambda numbers: self._begin([checks[number] for number in numbers]),
-            ended=lambda number, outcome: self._end(checks[number], outcome),
-        )
-
-    def _side_by_side(
-        self,
-        checks: Sequence[Check],
-        deadline: float,
-        end: Callable[[Check, Outcome], None],
-        begin: Callable[[Sequence[Check]], None] = lambda checks: None,
-    ) -> None:
-        memory = self.machine.memory_gigabytes * _SHARE_OF_MEMORY
-        run_jobs(
-            self._jobs(checks),
-            num_processes=min(_MOST_PROCESSES, self.machine.cores),
-            gigabytes=memory or float("inf"),
-            deadline=deadline,
-            began=lambda numbers: begin([checks[number] for number in numbers]),
-            ended=lambda number, outcome: end(checks[number], outcome),
-        )
-
-    def _jobs(self, checks: Sequence[Check]) -> list[Job]:
-        return [
-            Job(check.function, (check.argument, self.place), check.seconds, check.gigabytes)
+    run_jobs(
+        [
+            Job(check.function, (check.argument, place), check.seconds, check.gigabytes)
             for check in checks
-        ]
+        ],
+        num_processes=1 if checks[0].is_alone else min(_MOST_PROCESSES, machine.cores),
+        gigabytes=machine.memory_gigabytes * _SHARE_OF_MEMORY or float("inf"),
+        deadline=deadline,
+        began=begin,
+        ended=end,
+    )
 
-    def _begin(self, checks: Sequence[Check]) -> None:
-        self.record.begin(check.key for check in checks)
 
-    def _end(self, check: Check, outcome: Outcome) -> None:
-        if outcome.status == "returned":
-            result: dict[str, Any] = outcome.result
-            faults = result.pop("faults", [])
-            status = "failed" if faults else "passed"
-        else:
-            result, faults = {}, [outcome.result]
-            status = "failed" if outcome.status == "raised" else outcome.status
-        if status != "passed" and not check.is_ours:
-            status = "unavailable"
-        seconds = round(outcome.seconds, 1)
-        self.record.end(check.key, status, seconds=seconds, faults=faults, result=result)
-        print_line(self.record, check.key, self.total)
+def _keep(record: Record, check: Check, outcome: Outcome) -> None:
+    if outcome.status == "returned":
+        result: dict[str, Any] = outcome.result
+        faults = result.pop("faults", [])
+        status = "failed" if faults else "passed"
+    else:
+        result, faults = {}, [outcome.result]
+        status = "failed" if outcome.status == "raised" else outcome.status
+    if status != "passed" and not check.is_ours:
+        status = "unavailable"
+    seconds = round(outcome.seconds, 1)
+    record.end(check.key, status, seconds=seconds, faults=faults, result=result)

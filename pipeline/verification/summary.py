@@ -36,8 +36,11 @@ def print_summary(record: Record, keys: Sequence[str]) -> None:
             reasons[one["reason"]].append(key)
     for reason, skipped in reasons.items():
         print(f"skipped, {reason}: {len(skipped)} checks, such as {skipped[0]}")
-    _print_times(results)
-    _print_targets(record.targets)
+    known = (one for one in record.targets if one["value"] is not None)
+    for rows in (time_rows(results), target_rows(known)):
+        if len(rows) > 1:
+            print()
+            print_table(rows)
     print(f"\nresults: {record.path}")
 
 
@@ -52,13 +55,6 @@ def _print_counts(results: dict[str, Any]) -> None:
 
 def _status(one: dict[str, Any]) -> str:
     return "left" if one["status"] == "begun" else str(one["status"])
-
-
-def _print_times(results: dict[str, Any]) -> None:
-    rows = time_rows(results)
-    if len(rows) > 1:
-        print()
-        print_table(rows)
 
 
 def time_rows(results: dict[str, Any]) -> list[list[str]]:
@@ -82,13 +78,6 @@ def time_rows(results: dict[str, Any]) -> list[list[str]]:
             ]
         )
     return rows
-
-
-def _print_targets(targets: Sequence[dict[str, Any]]) -> None:
-    rows = target_rows(one for one in targets if one["value"] is not None)
-    if len(rows) > 1:
-        print()
-        print_table(rows)
 
 
 def target_rows(targets: Iterable[dict[str, Any]]) -> list[list[str]]:

@@ -5,24 +5,42 @@ from typing import Any
 
 import torch
 
-from longhaul.kernels.ops import OPS
-from longhaul.kernels.verify.op import Measured, Measurement
+from longhaul.kernels.power.verify import tasks
+from longhaul.kernels.power.verify.benchmark import Task, compile_part
+from longhaul.kernels.power.verify.targets import targets_of
 from longhaul.pipeline.verification.check import Check, Needs, Place
-from longhaul.pipeline.verification.training_step import STEPS, Step, measure_step
+from longhaul.pipeline.verification.models import STEPS, Step
 
-_TIMED = [op.timings for op in OPS if op.timings is not None]
+_SECONDS = 150
 
 
 def headline_timings() -> list[Check]:
-    return [_timing(task) for timings in _TIMED for task in timings.headline]
+    return [_timing(task) for task in tasks.headline_tasks()]
 
 
 def op_timings() -> list[Check]:
-    return [_timing(task) for timings in _TIMED for task in timings.others]
+    return [_timing(task) for task in tasks.op_tasks()]
 
 
 def peer_timings() -> list[Check]:
-    return [_timing(task) for timings in _TIMED for task in timings.peers]
+    """What the peers' autotuners try is compiled by several processes, before their times."""
+    peers = tasks.peer_tasks()
+    compiled = [
+        Check(
+            part="timings",
+            name=f"{task.name}, part {part} of what it compiles",
+            function=compile_peer,
+            argument=(task, part),
+            seconds=_SECONDS,
+            is_alone=False,
+            gigabytes=3,
+            needs=_needs(task),
+            is_ours=False,
+        )
+        for task in peers
+        for part in range(tasks.COMPILED_BEFORE.get(task.implementation, 0))
+    ]
+    return [*compiled, *map(_timing, peers)]
 
 
 def step_timings() -> list[Check]:
@@ -31,7 +49,7 @@ def step_timings() -> list[Check]:
         Check(
             part="timings",
             name=f"training step: {step.name}",
-            function=time_step,
+            function=time_task,
             argument=step,
             seconds=180,
             needs=Needs(gpu=True),
@@ -42,62 +60,37 @@ def step_timings() -> list[Check]:
 
 def targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each target of speed beside what the results of these checks say."""
-    checks = [*headline_timings(), *op_timings(), *peer_timings()]
-    measured = [
-        Measured(check.argument, results.get(check.key, {}).get("result")) for check in checks
-    ]
-    return [
-        target
-        for timings in _TIMED
-        for target in timings.targets([one for one in measured if one.task in timings.tasks])
-    ]
-
-
-def _timing(task: Measurement) -> Check:
-    package = task.package
-    needs = Needs(gpu=True, packages=() if package is None else (package,))
-    before = tuple(
-        Check(
-            part="timings",
-            name=f"{task.name}, part {job.part} of what it compiles",
-            function=compile_part,
-            argument=job,
-            seconds=150,
-            is_alone=False,
-            gigabytes=3,
-        )
-        for job in task.compilations()
+    every = [*tasks.headline_tasks(), *tasks.op_tasks(), *tasks.peer_tasks()]
+    return targets_of(
+        {task: results.get(f"timings: {task.name}", {}).get("result") or {} for task in every}
     )
+
+
+def _timing(task: Task) -> Check:
     return Check(
         part="timings",
         name=task.name,
         function=time_task,
         argument=task,
-        seconds=150,
-        needs=needs,
+        seconds=_SECONDS,
+        needs=_needs(task),
         is_ours=task.is_ours,
-        before=before,
     )
 
 
-def time_task(task: Measurement, place: Place) -> dict[str, Any]:
+def _needs(task: Task) -> Needs:
+    return Needs(gpu=True, packages=() if task.package is None else (task.package,))
+
+
+def time_task(task: Task | Step, place: Place) -> dict[str, Any]:
     """A measurement, and no memory kept for the next one."""
     found = task.measure(torch.device(place.device))
-    _free(place)
-    return found
-
-
-def time_step(step: Step, place: Place) -> dict[str, Any]:
-    found = measure_step(step, torch.device(place.device))
-    _free(place)
-    return found
-
-
-def compile_part(job: Any, place: Place) -> dict[str, Any]:
-    job.run(torch.device(place.device))
-    return {}
-
-
-def _free(place: Place) -> None:
     if place.device == "cuda":
         torch.cuda.empty_cache()
+    return found
+
+
+def compile_peer(argument: tuple[Task, int], place: Place) -> dict[str, Any]:
+    task, part = argument
+    compile_part(task, part, tasks.COMPILED_BEFORE[task.implementation], torch.device(place.device))
+    return {}

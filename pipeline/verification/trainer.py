@@ -1,19 +1,17 @@
 """The checks of the trainer: `longhaul` commands on a small model, each a process of its own."""
 
 import json
-import math
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longhaul.pipeline.verification.check import Check, Needs, Place
 from longhaul.pipeline.verification.machine import Machine, source_files
+from longhaul.pipeline.verification.models import faults_of
 
 # What `longhaul train` imports beyond PyTorch, einops and jaxtyping. Without mlflow it trains too:
 # its journal keeps what mlflow would be told.
@@ -23,14 +21,11 @@ _PACKAGES = (
 )
 
 _SECONDS = 300.0
-_COMPILED = "trainer.compile=true"
-_DETERMINISTIC = "trainer.deterministic=true"
 _UPDATES = 8
 _MOST_DEVICES = 8
 # Losses of other strategies and numbers of ranks differ by rounding: on two CPUs by 6e-5 at most in
 # bf16-mixed. Ranks that see half of the samples differ by 5e-3 in the first update.
 _TOLERANCE = {"32-true": 1e-3, "bf16-mixed": 2e-3}
-_SECONDS_TO_BEGIN = 100.0
 # A job's scheduler or launcher would make the ranks of a small run its own.
 _LAUNCHERS = ("SLURM_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_", "TORCHELASTIC_")
 _TAIL = 1500  # characters
@@ -75,62 +70,55 @@ class Training:
     """A short training: its settings, and those of the run whose losses it must have."""
 
     label: str
-    settings: tuple[str, ...] = ()
-    precision: str = "32-true"
-
-    @property
-    def name(self) -> str:
-        return f"train: {self.label}, {self.precision}"
+    settings: tuple[str, ...]
+    precision: str
 
 
-_ONE = Training(label="single", settings=("trainer.strategy=single",), precision="bf16-mixed")
+_ONE = ("trainer.strategy=single",)
 
 
 def first_checks() -> list[Check]:
     """One training, on one device."""
-    return [_training(_ONE)]
+    return [_training(Training(label="single", settings=_ONE, precision="bf16-mixed"))]
 
 
 def remaining_checks(machine: Machine) -> list[Check]:
     """Every strategy that the devices allow, with every precision and with compiled blocks; then
     what follows a training.
+
+    What needs no GPU to fail, such as a signal or an export, is for the tests.
     """
-    trainings = [one for one in _trainings(machine) if one != _ONE]
-    ranks = _ranks(machine)
-    return [
-        _check("resume: after half the budget", resume, None),
-        _check("resume: to the bit under trainer.deterministic", resume_to_the_bit, None),
-        _check("stop: a signal, and the same command again", stop, None),
-        _evaluation("evaluate: one process", 1),
-        _check("generate: greedy, twice", generate, None),
-        _check("export", export, None),
-        _check("doctor", doctor, None),
-        *map(_training, trainings),
-        *([_evaluation(f"evaluate: {ranks} processes", ranks)] if ranks > 1 else []),
+    trainings = [
+        Training(label=label, settings=settings, precision=precision)
+        for precision in ("bf16-mixed", "32-true")
+        for label, settings in _settings(machine).items()
     ]
+    checks = [
+        _check("resume: to the bit under trainer.deterministic", resume_to_the_bit, None),
+        _check("evaluate: one process", evaluate, 1, "matplotlib"),
+        _check("generate: greedy, twice", generate, None),
+        _check("doctor", doctor, None),
+        *map(_training, trainings[1:]),
+    ]
+    if (ranks := _ranks(machine)) > 1:
+        checks.append(_check(f"evaluate: {ranks} processes", evaluate, ranks, "matplotlib"))
+    return checks
 
 
-def _check(name: str, function: Any, argument: Any) -> Check:
+def _check(name: str, function: Any, argument: Any, *packages: str) -> Check:
     return Check(
         part="trainer",
         name=name,
         function=function,
         argument=argument,
         seconds=_SECONDS,
-        needs=Needs(packages=_PACKAGES),
+        needs=Needs(packages=(*_PACKAGES, *packages)),
     )
 
 
-def _evaluation(name: str, ranks: int) -> Check:
-    needs = Needs(packages=(*_PACKAGES, "matplotlib"))
-    return replace(_check(name, evaluate, ranks), needs=needs)
-
-
 def _training(training: Training) -> Check:
-    check = _check(training.name, train, training)
-    if "trainer.strategy=deepspeed" in training.settings:
-        check = replace(check, needs=Needs(packages=(*_PACKAGES, "deepspeed")))
-    return check
+    packages = ("deepspeed",) if training.label.startswith("deepspeed") else ()
+    return _check(f"train: {training.label}, {training.precision}", train, training, *packages)
 
 
 def _ranks(machine: Machine) -> int:
@@ -140,36 +128,30 @@ def _ranks(machine: Machine) -> int:
     return 1 << (min(machine.devices, _MOST_DEVICES).bit_length() - 1)
 
 
-def _trainings(machine: Machine) -> Iterator[Training]:
+def _settings(machine: Machine) -> dict[str, tuple[str, ...]]:
+    """The settings of every training, by its label; `_ONE` is first."""
     ranks = _ranks(machine)
-    together = (f"trainer.devices={ranks}",)
-    of = f"{ranks} rank{'s' if ranks > 1 else ''}"
-    for precision in ("bf16-mixed", "32-true"):
-        several: list[tuple[str, tuple[str, ...]]] = [
-            ("single", ("trainer.strategy=single",)),
-            (f"ddp on {of}", ("trainer.strategy=ddp", *together)),
-            (f"fsdp on {of}", ("trainer.strategy=fsdp", *together)),
-        ]
-        for label, settings in several:
-            yield Training(label=label, settings=settings, precision=precision)
-            yield Training(
-                label=f"{label}, compiled", settings=(*settings, _COMPILED), precision=precision
-            )
-        if ranks >= 4:
-            settings = ("trainer.strategy=fsdp", "trainer.replicas=2", *together)
-            yield Training(label=f"fsdp, 2 replicas, {of}", settings=settings, precision=precision)
-        for stage in (1, 2, 3):
-            settings = ("trainer.strategy=deepspeed", f"trainer.deepspeed_stage={stage}", *together)
-            yield Training(
-                label=f"deepspeed {stage} on {of}", settings=settings, precision=precision
-            )
-        if ranks > 1:
-            settings = ("trainer.strategy=ddp", f"trainer.context_parallel={ranks}", *together)
-            yield Training(
-                label=f"context parallel on {of}", settings=settings, precision=precision
-            )
-        recomputed = ("trainer.strategy=single", "trainer.activation_checkpointing=1")
-        yield Training(label="single, recomputed", settings=recomputed, precision=precision)
+    devices = f"trainer.devices={ranks}"
+    on = f"on {ranks} rank{'s' if ranks > 1 else ''}"
+    found: dict[str, tuple[str, ...]] = {}
+    for label, settings in (
+        ("single", _ONE),
+        (f"ddp {on}", ("trainer.strategy=ddp", devices)),
+        (f"fsdp {on}", ("trainer.strategy=fsdp", devices)),
+    ):
+        found[label] = settings
+        found[f"{label}, compiled"] = (*settings, "trainer.compile=true")
+    if ranks >= 4:
+        replicas = ("trainer.strategy=fsdp", "trainer.replicas=2", devices)
+        found[f"fsdp, 2 replicas, {ranks} ranks"] = replicas
+    for stage in (1, 2, 3):
+        staged = ("trainer.strategy=deepspeed", f"trainer.deepspeed_stage={stage}", devices)
+        found[f"deepspeed {stage} {on}"] = staged
+    if ranks > 1:
+        parallel = ("trainer.strategy=ddp", f"trainer.context_parallel={ranks}", devices)
+        found[f"context parallel {on}"] = parallel
+    found["single, recomputed"] = (*_ONE, "trainer.activation_checkpointing=1")
+    return found
 
 
 class CommandError(Exception):
@@ -179,16 +161,13 @@ class CommandError(Exception):
 def train(training: Training, place: Place) -> dict[str, Any]:
     """Train, and compare all losses with those of one device without compilation."""
     name = f"run-{time.monotonic_ns()}"
+    if training.settings == _ONE:
+        name = _reference_name(training.precision)
     started = time.monotonic()
     _longhaul(place, *_train(training.precision, *training.settings, f"name={name}"))
     seconds = time.monotonic() - started
     lines = _journal(place, name)
     losses = [one["curves/train_loss"] for one in lines]
-    faults = _sound(losses)
-    if training.label == "single":
-        _keep_reference(place, training.precision, name)
-    else:
-        faults += _unlike(losses, _reference(place, training.precision), training.precision)
     last = lines[-1] if lines else {}
     return {
         "settings": list(training.settings),
@@ -196,31 +175,17 @@ def train(training: Training, place: Place) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "tokens_per_second": last.get("train/tokens_per_second"),
         "peak_bytes": last.get("train/peak_memory_bytes"),
-        "faults": faults,
-    }
-
-
-def resume(_: None, place: Place) -> dict[str, Any]:
-    """Train half the budget, then all of it: the losses are those of a training without a break."""
-    budget = _UPDATES * _tokens_per_update(place)
-    command = _train("bf16-mixed", *_ONE.settings, "name=resumed")
-    _longhaul(place, *command, f"trainer.max_tokens={budget // 2}")
-    half = len(_journal(place, "resumed"))
-    _longhaul(place, *command)
-    losses = [one["curves/train_loss"] for one in _journal(place, "resumed")]
-    reference = _reference(place, "bf16-mixed")
-    return {
-        "updates_before": half,
-        "losses": losses,
-        "is_equal_to_the_bit": losses == reference,
-        "faults": _unlike(losses, reference, "bf16-mixed"),
+        "faults": [
+            *faults_of(losses),
+            *_unlike(losses, _reference(place, training.precision), training.precision),
+        ],
     }
 
 
 def resume_to_the_bit(_: None, place: Place) -> dict[str, Any]:
     """Under trainer.deterministic a break changes no bit of a loss, on GPUs too."""
     budget = _UPDATES * _tokens_per_update(place)
-    command = _train("bf16-mixed", *_ONE.settings, _DETERMINISTIC)
+    command = _train("bf16-mixed", *_ONE, "trainer.deterministic=true")
     _longhaul(place, *command, "name=whole")
     _longhaul(place, *command, "name=broken", f"trainer.max_tokens={budget // 2}")
     _longhaul(place, *command, "name=broken")
@@ -229,39 +194,6 @@ def resume_to_the_bit(_: None, place: Place) -> dict[str, Any]:
     )
     faults = [] if whole == broken else [f"losses: found {broken}, wanted {whole}"]
     return {"losses": broken, "faults": faults}
-
-
-def stop(_: None, place: Place) -> dict[str, Any]:
-    """A signal ends a training with status 75 and a checkpoint, from which it then goes on."""
-    _prepared(place)
-    updates = 100_000
-    budget = f"trainer.max_tokens={updates * _tokens_per_update(place)}"
-    command = _train("bf16-mixed", *_ONE.settings, "name=stopped")
-    process = subprocess.Popen(
-        _arguments(*command, budget),
-        **_surroundings(place),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    until = time.monotonic() + _SECONDS_TO_BEGIN
-    while len(_journal(place, "stopped")) < 2:
-        if process.poll() is not None or time.monotonic() > until:
-            process.kill()
-            raise CommandError(f"two updates were not made: {process.communicate()[1][-_TAIL:]}")
-        time.sleep(0.2)
-    asked = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    error = process.communicate()[1]
-    seconds = time.monotonic() - asked
-    done = len(_journal(place, "stopped"))
-    if process.returncode != 75:
-        raise CommandError(f"status {process.returncode}, wanted 75: {error[-_TAIL:]}")
-    more = f"trainer.max_tokens={(done + 2) * _tokens_per_update(place)}"
-    _longhaul(place, *command, more)
-    losses = [one["curves/train_loss"] for one in _journal(place, "stopped")]
-    faults = [] if len(losses) == done + 2 else [f"updates: found {len(losses)}, wanted {done + 2}"]
-    return {"seconds_to_stop": round(seconds, 1), "faults": faults + _sound(losses)}
 
 
 def evaluate(devices: int, place: Place) -> dict[str, Any]:
@@ -285,12 +217,6 @@ def generate(_: None, place: Place) -> dict[str, Any]:
     return {"printed": first[-_TAIL:], "faults": faults}
 
 
-def export(_: None, place: Place) -> dict[str, Any]:
-    """`longhaul export` compares the logits of what it wrote with the run's."""
-    out = _longhaul(place, "export", str(_trained(place)), str(place.scratch / "exported"))
-    return {"printed": out[-_TAIL:], "faults": []}
-
-
 def doctor(_: None, place: Place) -> dict[str, Any]:
     """What it finds on this machine for the small run."""
     _prepared(place)
@@ -309,21 +235,19 @@ def _tokens_per_update(place: Place) -> int:
 def _trained(place: Place) -> Path:
     """A finished run, trained at the first call in a scratch folder."""
     _reference(place, "bf16-mixed")
-    return place.scratch / (place.scratch / "reference-bf16-mixed.name").read_text()
+    return place.scratch / _reference_name("bf16-mixed")
 
 
 def _reference(place: Place, precision: str) -> list[float]:
     """The losses of one device; it trains at the first call in a scratch folder."""
-    named = place.scratch / f"reference-{precision}.name"
-    if not named.exists():
-        name = f"reference-{precision}"
-        _longhaul(place, *_train(precision, "trainer.strategy=single", f"name={name}"))
-        _keep_reference(place, precision, name)
-    return [one["curves/train_loss"] for one in _journal(place, named.read_text())]
+    name = _reference_name(precision)
+    if not (place.scratch / name / "DONE").exists():
+        _longhaul(place, *_train(precision, *_ONE, f"name={name}"))
+    return [one["curves/train_loss"] for one in _journal(place, name)]
 
 
-def _keep_reference(place: Place, precision: str, name: str) -> None:
-    (place.scratch / f"reference-{precision}.name").write_text(name)
+def _reference_name(precision: str) -> str:
+    return f"reference-{precision}"
 
 
 def _prepared(place: Place) -> None:
@@ -354,8 +278,12 @@ def _longhaul(place: Place, *arguments: str) -> str:
 
 
 def _run(place: Place, *arguments: str) -> str:
-    done: subprocess.CompletedProcess[str] = subprocess.run(
-        _arguments(*arguments), **_surroundings(place), capture_output=True, text=True
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "longhaul.pipeline.cli", *arguments],
+        cwd=place.scratch,
+        env=_environment(),
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         command = " ".join(arguments)
@@ -366,37 +294,20 @@ def _run(place: Place, *arguments: str) -> str:
     return done.stdout
 
 
-def _arguments(*arguments: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "longhaul.pipeline.cli", *arguments]
-
-
-def _surroundings(place: Place) -> dict[str, Any]:
-    """Folder and environment of a command."""
-    environment = {
-        key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)
-    }
+def _environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
     # The ranks that a command starts must not import from the folder they run in either.
-    return {"cwd": place.scratch, "env": environment | {"PYTHONSAFEPATH": "1"}}
+    return kept | {"PYTHONSAFEPATH": "1"}
 
 
 def _journal(place: Place, name: str) -> list[dict[str, float]]:
-    """The values of each update of a run, so far."""
-    file = place.scratch / name / "logs" / "metrics.jsonl"
-    if not file.exists():
-        return []
-    whole, _, _ = file.read_text().rpartition("\n")  # A last line may not be complete yet.
-    lines = [json.loads(line) for line in whole.splitlines()]
+    """The values of each update of a run."""
+    lines = (place.scratch / name / "logs" / "metrics.jsonl").read_text().splitlines()
     return [
         {key: float(value) for key, value in line["values"].items()}
-        for line in lines
+        for line in map(json.loads, lines)
         if line["kind"] == "train"
     ]
-
-
-def _sound(losses: list[float]) -> list[str]:
-    if losses and all(map(math.isfinite, losses)) and losses[-1] < losses[0]:
-        return []
-    return [f"losses: found {losses}, wanted finite ones that fall"]
 
 
 def _unlike(losses: list[float], wanted: list[float], precision: str) -> list[str]:

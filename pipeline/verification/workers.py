@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any, Literal, NamedTuple
 
 _LONGEST_PROBLEM = 2000  # characters
@@ -57,107 +56,94 @@ def run_jobs(
         began: is told the numbers of jobs that are about to begin.
         ended: is told a job's number and outcome.
     """
-    pool = _Pool(num_processes, gigabytes)
+    waiting = deque(range(len(jobs)))
+    idle: list[_Worker] = []
+    busy: dict[Connection, _Worker] = {}
     try:
-        pool.run(jobs, deadline, began, ended)
-    finally:
-        for worker in list(pool.processes):
-            pool.kill(worker)
-
-
-class _Running(NamedTuple):
-    number: int
-    since: float
-    until: float
-
-
-class _Pool:
-    def __init__(self, num_processes: int, gigabytes: float) -> None:
-        self.num_processes = num_processes
-        self.gigabytes = gigabytes
-        self.processes: dict[Connection, tuple[SpawnProcess, Connection]] = {}
-
-    def run(
-        self,
-        jobs: Sequence[Job],
-        deadline: float,
-        began: Callable[[list[int]], None],
-        ended: Callable[[int, Outcome], None],
-    ) -> None:
-        waiting = deque(range(len(jobs)))
-        idle: list[Connection] = []
-        busy: dict[Connection, _Running] = {}
         while (waiting or busy) and time.monotonic() < deadline:
-            starting = self._admitted(jobs, waiting, [one.number for one in busy.values()])
+            running = [worker.number for worker in busy.values()]
+            starting = _admitted(jobs, waiting, running, num_processes, gigabytes)
             if starting:
                 began(starting)
             for number in starting:
-                worker = idle.pop() if idle else self._start()
-                now = time.monotonic()
-                busy[worker] = _Running(number, now, now + jobs[number].seconds)
-                with suppress(OSError):  # It died while it was idle, which shows when it is read.
-                    worker.send((jobs[number].function, jobs[number].arguments))
-            soonest = min([deadline, *(one.until for one in busy.values())])
+                worker = idle.pop() if idle else _Worker()
+                worker.begin(number, jobs[number])
+                busy[worker.connection] = worker
+            soonest = min([deadline, *(worker.until for worker in busy.values())])
             ready = wait(list(busy), timeout=max(0.0, soonest - time.monotonic()))
-            for worker in [one for one in busy if one in ready]:
-                running = busy.pop(worker)
-                status, result = self._receive(worker)
+            for connection, worker in list(busy.items()):
+                if connection in ready:
+                    status, result = worker.receive()
+                elif worker.until <= time.monotonic() < deadline:
+                    limit = jobs[worker.number].seconds
+                    status, result = "timed out", f"took longer than {limit:g} s"
+                else:
+                    continue
+                del busy[connection]
                 if status == "returned":
                     idle.append(worker)
-                ended(running.number, Outcome(status, result, time.monotonic() - running.since))
-            now = time.monotonic()
-            for worker in [one for one in busy if busy[one].until <= now < deadline]:
-                running = busy.pop(worker)
-                self.kill(worker)
-                limit = f"took longer than {jobs[running.number].seconds:g} s"
-                ended(running.number, Outcome("timed out", limit, now - running.since))
+                else:
+                    worker.kill()
+                outcome = Outcome(status, result, time.monotonic() - worker.since)
+                ended(worker.number, outcome)
+    finally:
+        for worker in [*idle, *busy.values()]:
+            worker.kill()
 
-    def _admitted(self, jobs: Sequence[Job], waiting: deque[int], busy: list[int]) -> list[int]:
-        """The next jobs that may begin, taken from those that wait."""
-        taken: list[int] = []
-        used = sum(jobs[number].gigabytes for number in busy)
-        while waiting and len(busy) + len(taken) < self.num_processes:
-            needed = jobs[waiting[0]].gigabytes
-            if (busy or taken) and used + needed > self.gigabytes:
-                break
-            used += needed
-            taken.append(waiting.popleft())
-        return taken
 
-    def _start(self) -> Connection:
+def _admitted(
+    jobs: Sequence[Job],
+    waiting: deque[int],
+    running: Sequence[int],
+    num_processes: int,
+    gigabytes: float,
+) -> list[int]:
+    """The next jobs that may begin, taken from those that wait."""
+    taken: list[int] = []
+    used = sum(jobs[number].gigabytes for number in running)
+    while waiting and len(running) + len(taken) < num_processes:
+        needed = jobs[waiting[0]].gigabytes
+        if (running or taken) and used + needed > gigabytes:
+            break
+        used += needed
+        taken.append(waiting.popleft())
+    return taken
+
+
+class _Worker:
+    """A process that runs one job after the other."""
+
+    def __init__(self) -> None:
         # Spawned rather than forked: a fork would inherit this process's state of the device.
         context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        lifeline, end = context.Pipe()
-        process = context.Process(target=_work, args=(there, end), daemon=False)
-        process.start()
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_work, args=(there,), daemon=False)
+        self.process.start()
         # The worker now holds the only other end, so that its death reads as an end of file here.
         there.close()
-        end.close()
-        self.processes[here] = process, lifeline
-        return here
 
-    def _receive(self, worker: Connection) -> tuple[Any, Any]:
-        """What a worker says of its job. It is no longer used unless the job returned."""
+    def begin(self, number: int, job: Job) -> None:
+        self.number, self.since = number, time.monotonic()
+        self.until = self.since + job.seconds
+        with suppress(OSError):  # It died while it was idle, which shows when it is read.
+            self.connection.send((job.function, job.arguments))
+
+    def receive(self) -> tuple[Any, Any]:
+        """What it says of its job: the status, and the result or the problem."""
         try:
-            status, result = worker.recv()
+            status, result = self.connection.recv()
         except (EOFError, OSError):
-            process, _ = self.processes[worker]
-            process.join()
-            status, result = "crashed", f"its process {_ended_how(process.exitcode)}"
-        if status != "returned":
-            self.kill(worker)
+            self.process.join()
+            return "crashed", f"its process {_ended_how(self.process.exitcode)}"
         return status, result
 
-    def kill(self, worker: Connection) -> None:
-        """End a worker with all processes that it started."""
-        process, lifeline = self.processes.pop(worker)
+    def kill(self) -> None:
+        """End it with all processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
-        worker.close()
-        lifeline.close()
+            os.killpg(self.process.pid or 0, signal.SIGKILL)
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
 def _ended_how(code: int | None) -> str:
@@ -167,10 +153,10 @@ def _ended_how(code: int | None) -> str:
     return f"ended with exit status {code}"
 
 
-def _work(jobs: Connection, lifeline: Connection) -> None:
+def _work(jobs: Connection) -> None:
     """The loop of a worker, in a session of its own; it ends with the process that started it."""
     os.setsid()
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     while True:
         try:
             function, arguments = jobs.recv()
@@ -186,7 +172,8 @@ def _work(jobs: Connection, lifeline: Connection) -> None:
             return
 
 
-def _end_with_parent(lifeline: Connection) -> None:
-    with suppress(OSError):
-        lifeline.poll(None)
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os.killpg(0, signal.SIGKILL)

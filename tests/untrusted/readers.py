@@ -129,7 +129,7 @@ def read_shards(folder: Folder) -> None:
     corpus = load_corpus(folder)
     with contextlib.suppress(ValueError):
         corpus.load_tokenizer()
-    corpus.training_order(min(2, corpus.block_tokens), 0, 2).locate(0)
+    corpus.training_order(min(2, corpus.block_tokens), 0, 2).locate_many(np.array([0]))
     store = ShardStore(
         corpus.sources[0], cache_dir=None, replaces_bad=False, max_bad_fraction=0.0, keep_open=2
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -14,22 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from longhaul.kernels.power.cost import choose_chunk_size, power_backward_flops, power_flops
 from longhaul.kernels.power.verify.peers import (
-    RETENTION_CHUNKS,
     SDPA,
     Shape,
     Timed,
     chosen_kernels,
     decoding_bytes,
     decoding_call,
-    retention_kernels,
     training_call,
 )
 from longhaul.kernels.shapes import state_features
 from longhaul.kernels.verify.candidates import does_not_fit, untimed_tuning, with_candidate
 
 _KERNELS_LISTED = 24
-# The configurations that each peer's autotuner tries are compiled by so many processes.
-_PARTS = {"retention": 12, "chunk_simple_gla": 2}
 
 What = Literal["training", "profile", "decoding", "matmul", "copy"]
 
@@ -62,15 +59,6 @@ class Task:
         if self.implementation.startswith("retention"):
             return "retention"
         return "fla" if self.implementation == "chunk_simple_gla" else None
-
-    def compilations(self) -> list[Compilation]:
-        """What several processes compile before a peer is timed."""
-        task, name = self, self.implementation.partition(",")[0]
-        parts = _PARTS.get(name, 0)
-        if name == "retention":
-            # It tunes the same kernels for every chunk size; the longest take least memory.
-            task = replace(task, implementation=f"retention, chunk {max(RETENTION_CHUNKS)}")
-        return [Compilation(task=task, part=part, parts=parts) for part in range(parts)]
 
     def measure(self, device: torch.device) -> dict[str, Any]:
         """The results. Times are medians in milliseconds, beside the middle 60 %.
@@ -124,7 +112,7 @@ def _measure_decoding(task: Task, device: torch.device) -> dict[str, Any]:
 
 def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
     shape = task.shape
-    with chosen_kernels(task.implementation), with_candidate(task.candidate):
+    with chosen_kernels(task.implementation):
         call = training_call(task.implementation, shape, device)
         dout = torch.randn_like(call.forward())
 
@@ -146,7 +134,8 @@ def _measure_training(task: Task, device: torch.device) -> dict[str, Any]:
         return result | _useful_work(shape, call, result)
     if task.implementation not in SDPA:
         if task.implementation.startswith("retention"):
-            result["runs_on"] = retention_kernels()
+            # It prefers kernels in CUDA, where their package is there.
+            result["runs_on"] = "CUDA (vidrial)" if find_spec("vidrial") else "Triton"
         # How far the peer's output is from ours. Its times are kept even if our call raises.
         with suppress(Exception):
             ours = training_call("longhaul", shape, device).forward()
@@ -192,7 +181,8 @@ def _time(
     """Median and middle 60 % of a call in milliseconds; only a CUDA graph finds a warm cache."""
     quantiles = [0.5, 0.2, 0.8]
     if device.type != "cuda":
-        middle, low, high = _time_on_cpu(function)
+        # Only tests measure on a CPU.
+        low, middle, high = sorted(1e3 * x for x in timeit.repeat(function, number=1, repeat=3))
     else:
         # Triton takes long to import.
         from triton.testing import do_bench, do_bench_cudagraph
@@ -203,17 +193,6 @@ def _time(
         else:
             middle, low, high = do_bench(function, warmup=50, rep=300, quantiles=quantiles)
     return {"ms": middle, "ms_range": [low, high]}
-
-
-def _time_on_cpu(function: Callable[[], object]) -> tuple[float, float, float]:
-    """Fastest, median and slowest of three runs; only tests use it."""
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        function()
-        times.append((time.perf_counter() - started) * 1e3)
-    low, middle, high = sorted(times)
-    return middle, low, high
 
 
 def _kernel_times(task: Task, device: torch.device) -> list[dict[str, Any]]:
@@ -241,19 +220,11 @@ def _kernel_times(task: Task, device: torch.device) -> list[dict[str, Any]]:
     return sorted(kernels, key=lambda kernel: -kernel["ms"])[:_KERNELS_LISTED]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compilation:
-    """Every `parts`-th configuration, from number `part`, that a peer's autotuner tries."""
-
-    task: Task
-    part: int
-    parts: int
-
-    def run(self, device: torch.device) -> None:
-        """Compile into Triton's cache."""
-        with untimed_tuning(self.part, self.parts):
-            call = training_call(self.task.implementation, self.task.shape, device)
-            out = call.forward()
-            torch.autograd.grad(out, call.leaves, torch.ones_like(out))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+def compile_part(task: Task, part: int, parts: int, device: torch.device) -> None:
+    """Compile every `parts`-th configuration that a peer's autotuner tries, from number `part`."""
+    with untimed_tuning(part, parts):
+        call = training_call(task.implementation, task.shape, device)
+        out = call.forward()
+        torch.autograd.grad(out, call.leaves, torch.ones_like(out))
+        if device.type == "cuda":
+            torch.cuda.synchronize()

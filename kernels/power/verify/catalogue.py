@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from longhaul.kernels.power.verify.cases import PowerCase
 from longhaul.kernels.verify.candidates import MOST_CANDIDATES
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES
 
 _ONE = ("chunked",)
 _MANY = tuple(range(0, 1984, 31))  # 64 short documents

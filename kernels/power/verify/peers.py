@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ class Timed(NamedTuple):
 
 # Chunk sizes in tokens that `retention` is timed with, as its README calls it and compiled, as its
 # own benchmark does: we compare with its fastest. It runs its Triton kernels unless the package
-# vidrial is installed; `retention_kernels` tells which.
+# vidrial is installed; results tell which.
 RETENTION_CHUNKS = (256, 512, 1024)
 _RETENTION = re.compile(r"retention(?P<compiled>, compiled)?, chunk (?P<chunk>\d+)")
 
@@ -70,13 +69,13 @@ DECODERS = {"longhaul, float32 state": torch.float32, "longhaul, bfloat16 state"
 def training_call(implementation: str, shape: Shape, device: torch.device) -> Timed:
     """One forward pass, ready for a backward pass.
 
-    `implementation` is "longhaul", "sdpa flash", "sdpa cudnn", "chunk_simple_gla", "retention,
-    chunk C" or "retention, compiled, chunk C", where C is a number of tokens.
+    `implementation` is "longhaul", "sdpa", "sdpa flash", "sdpa cudnn", "chunk_simple_gla",
+    "retention, chunk C" or "retention, compiled, chunk C", where C is a number of tokens.
 
     Raises: ImportError where the peer is not installed.
     """
     q, k, v, log_g = shape.inputs(device)
-    if implementation in _SDPA:
+    if implementation.startswith("sdpa"):
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
         q, k, v = leaves
         return Timed(lambda: scaled_dot_product_attention(q, k, v, is_causal=True), leaves)
@@ -108,11 +107,6 @@ def training_call(implementation: str, shape: Shape, device: torch.device) -> Ti
     return Timed(
         lambda: power_retention(q, k, v, log_g, deg=shape.degree, chunk_size=chunk_size), leaves
     )
-
-
-def retention_kernels() -> str:
-    """Which kernels `retention` runs: it prefers those in CUDA, where their package is there."""
-    return "CUDA (vidrial)" if find_spec("vidrial") else "Triton"
 
 
 def chosen_kernels(implementation: str) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from dataclasses import dataclass
 from typing import Literal
@@ -14,9 +13,7 @@ from longhaul.kernels.power.call import PowerCall, Saved
 from longhaul.kernels.power.state import PowerState
 from longhaul.kernels.shapes import state_features
 
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_CHUNK_SIZE = 128  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +31,6 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     plain: bool = False  # neither gates nor a denominator
     packed: bool = False  # two documents of odd lengths, with initial and final states
-    chunk_size: int = 128  # tokens
     inplace: bool = False  # a step that writes over its state
     has_bfloat16_state: bool = False  # of a step
     heads: int = 8  # query heads
@@ -44,7 +40,8 @@ class Shape:
         marks = " plain" * self.plain + " packed" * self.packed + " in place" * self.inplace
         marks += f" H{self.heads}" * (self.heads != 8)
         marks += " bfloat16 state" * self.has_bfloat16_state
-        return f"{self.form} p{self.degree} K{self.K} V{self.V} {_word(self.dtype)}{marks}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.form} p{self.degree} K{self.K} V{self.V} {dtype}{marks}"
 
     def launch(self) -> None:
         """Run the launchers with every configuration, on tensors of zeros."""
@@ -99,14 +96,11 @@ SHAPES: tuple[Shape, ...] = (
 def launch_once(shape: Shape) -> None:
     """Run the launchers of one shape, forward and backward, with the chip's configurations."""
     power = importlib.import_module("longhaul.kernels.power.triton")
-    B, T, H, G = 2, 2 * shape.chunk_size, shape.heads, 4
+    B, T, H, G = 2, 2 * _CHUNK_SIZE, shape.heads, 4
     if shape.packed:
         B, T = 1, T + 1
     P = state_features(shape.K, shape.degree)
-    offsets = torch.tensor([0, shape.chunk_size // 2 + 1, T]) if shape.packed else None
-    num_states = B if offsets is None else len(offsets) - 1
-    gate = functools.partial(torch.zeros, dtype=torch.float32)
-    scale = shape.K**-0.5
+    offsets = torch.tensor([0, _CHUNK_SIZE // 2 + 1, T]) if shape.packed else None
 
     def tokens(*sizes: int) -> Tensor:
         return torch.zeros(*sizes, dtype=shape.dtype)
@@ -118,26 +112,27 @@ def launch_once(shape: Shape) -> None:
             tokens(B, 1, H, shape.K),
             tokens(B, 1, G, shape.K),
             tokens(B, 1, G, shape.V),
-            None if shape.plain else gate(B, 1, G),
+            None if shape.plain else torch.zeros(B, 1, G),
             degree=shape.degree,
-            scale=scale,
+            scale=shape.K**-0.5,
             normalize=not shape.plain,
             inplace=shape.inplace,
         )
         return
     call = PowerCall(
         degree=shape.degree,
-        scale=scale,
+        scale=shape.K**-0.5,
         normalize=not shape.plain,
         output_final_state=shape.packed,
         form=shape.form,
-        chunk_size=T if shape.form == "attention" else shape.chunk_size,
+        chunk_size=T if shape.form == "attention" else _CHUNK_SIZE,
         keeps_states=shape.form == "chunked",
     )
     q, k, v = tokens(B, T, H, shape.K), tokens(B, T, G, shape.K), tokens(B, T, G, shape.V)
-    log_g = None if shape.plain else gate(B, T, G)
-    kv = torch.zeros(num_states, G, P, shape.V) if shape.packed else None
-    norm = torch.zeros(num_states, G, P) if shape.packed else None
+    log_g = None if shape.plain else torch.zeros(B, T, G)
+    # One state for each of the two documents.
+    kv = torch.zeros(2, G, P, shape.V) if shape.packed else None
+    norm = torch.zeros(2, G, P) if shape.packed else None
     inputs = (q, k, v, log_g, kv, norm)
     after = power.forward(call, *inputs, offsets)
     saved = Saved(*inputs, offsets, *after)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from longhaul.kernels.power.verify.benchmark import Task
 from longhaul.kernels.power.verify.peers import DECODERS, Shape, decoding_bytes
 from longhaul.kernels.power.verify.tasks import ATTENTION, DECODING, DEGREE_1, HEADLINE, NARROW
-from longhaul.kernels.verify.op import Measured
 
 _CROSSOVER_BY = 8192  # tokens
 # Of the times that the bytes of 65,536 tokens allow a step to be faster, so many are wanted.
@@ -15,17 +15,14 @@ _OF_BYTES = 12 / 14
 _BOTH = "forward_backward_ms"
 
 
-def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:
+def targets_of(measured: Mapping[Task, dict[str, Any]]) -> list[dict[str, Any]]:
     """Each target beside the measured value; None where a measurement is missing."""
     results = _Results(measured)
-    retention = results.fastest(HEADLINE, "retention")
-    rate = results.number("forward_backward_tflops", HEADLINE)
-    eager, graph = results.crossover(""), results.crossover("_graph")
     lines: list[tuple[str, float | None, float]] = [
         (f"{HEADLINE}: times faster than SDPA-flash", results.faster(HEADLINE, "sdpa flash"), 8.0),
         (
             f"{HEADLINE}: times faster than retention on Triton, the fastest of its settings",
-            _ratio(retention, results.number(_BOTH, HEADLINE)),
+            _ratio(results.fastest(HEADLINE, "retention"), results.number(_BOTH, HEADLINE)),
             2.5,
         ),
         (f"{NARROW}: times faster than SDPA-flash", results.faster(NARROW, "sdpa flash"), 12.0),
@@ -36,7 +33,10 @@ def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:
         ),
         (
             f"{HEADLINE}: fraction of the matmul's rate",
-            _ratio(rate, results.number("tflops", "matmul", "torch")),
+            _ratio(
+                results.number("forward_backward_tflops", HEADLINE),
+                results.number("tflops", "matmul", "torch"),
+            ),
             0.3,
         ),
         (
@@ -44,25 +44,22 @@ def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:
             results.faster(ATTENTION, "sdpa flash"),
             0.7,
         ),
-    ]
-    for row in DECODING:
-        for implementation in DECODERS:
-            lines += results.decoding(row, implementation)
-    lines.append(
+        *(line for row in DECODING for one in DECODERS for line in results.decoding(row, one)),
         (
             f"{HEADLINE}: memory allowed over memory used",
             _ratio(
                 results.number("allowed_bytes", HEADLINE), results.number("peak_bytes", HEADLINE)
             ),
             1.0,
-        )
-    )
+        ),
+    ]
     found = [
         {"name": name, "value": x, "target": target, "met": None if x is None else x >= target}
         for name, x, target in lines
     ]
     name = f"{HEADLINE}: tokens from which it is faster than SDPA-flash, at most"
-    for how, (value, is_met) in (("eager", eager), ("as a graph", graph)):
+    for suffix, how in (("", "eager"), ("_graph", "as a graph")):
+        value, is_met = results.crossover(suffix)
         found.append(
             {"name": f"{name}, {how}", "value": value, "target": _CROSSOVER_BY, "met": is_met}
         )
@@ -70,15 +67,13 @@ def targets_of(measured: Collection[Measured]) -> list[dict[str, Any]]:
 
 
 class _Results:
-    def __init__(self, measured: Collection[Measured]) -> None:
+    def __init__(self, measured: Mapping[Task, dict[str, Any]]) -> None:
         self._of = {
-            (one.task.row, one.task.implementation): one.result
-            for one in measured
-            if one.result is not None and one.task.what != "profile"
+            (task.row, task.implementation): result
+            for task, result in measured.items()
+            if task.what != "profile"
         }
-        self._lengths = {
-            one.task.shape.T: one.task.row for one in measured if one.task.row.startswith("T ")
-        }
+        self._lengths = {task.shape.T: task.row for task in measured if task.row.startswith("T ")}
 
     def number(self, name: str, row: str, implementation: str = "longhaul") -> float | None:
         found = self._of.get((row, implementation), {}).get(name)
@@ -110,21 +105,18 @@ class _Results:
 
     def crossover(self, suffix: str) -> tuple[int | None, bool | None]:
         """The shortest length from which this op is faster than SDPA, and if it is short enough."""
-        ratios = {
-            T: _ratio(
-                self.number(_BOTH + suffix, row, "sdpa flash"), self.number(_BOTH + suffix, row)
-            )
-            for T, row in sorted(self._lengths.items())
-        }
-        known = {T: ratio for T, ratio in ratios.items() if ratio is not None}
-        if not known:
-            return None, None
-        shortest = None
-        for T in reversed(known):
-            if known[T] < 1:
+        shortest, is_measured = None, False
+        for T, row in sorted(self._lengths.items(), reverse=True):
+            both = _BOTH + suffix
+            ratio = _ratio(self.number(both, row, "sdpa flash"), self.number(both, row))
+            if ratio is None:
+                continue
+            is_measured = True
+            if ratio < 1:
                 break
             shortest = T
-        return shortest, shortest is not None and shortest <= _CROSSOVER_BY
+        is_met = shortest is not None and shortest <= _CROSSOVER_BY
+        return shortest, is_met if is_measured else None
 
 
 def _possible(implementation: str) -> float:

@@ -113,11 +113,11 @@ def table(suite: str) -> None:
     from longhaul.kernels.offline.table import print_table
     from longhaul.kernels.power.verify.shapes import SHAPES
 
-    by_name = {shape.name: shape for shape in SHAPES}
-    tasks = [
-        (by_name[name], target) for target, names in SHAPES_OF[suite].items() for name in names
-    ]
-    if found := print_table(tasks, folders=False):
+    found = []
+    for target, names in SHAPES_OF[suite].items():
+        shapes = {shape.name: shape.launch for shape in SHAPES if shape.name in names}
+        found += print_table(shapes, [target], folders=False)
+    if found:
         sys.exit("\n".join(found))
 
 

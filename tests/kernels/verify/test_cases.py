@@ -15,7 +15,7 @@ from longhaul.kernels.power.verify import catalogue
 from longhaul.kernels.power.verify.cases import PowerCase
 from longhaul.kernels.testing import compare
 from longhaul.kernels.verify import candidates, cases
-from longhaul.kernels.verify.op import DTYPES
+from longhaul.kernels.verify.cases import DTYPES
 
 CPU = torch.device("cpu")
 

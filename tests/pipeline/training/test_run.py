@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
@@ -421,7 +422,7 @@ def damage_a_shard(run: Run, corpus: Path) -> tuple[str, list[str]]:
     shutil.copytree(corpus, copy)
     data = load_run_config(run.path / "small.yaml").data
     order = load_corpus(corpus / "train").training_order(data.context, 0, data.shuffle_shards)
-    shard = sorted((copy / "train").glob("*.tar"))[order.locate(0).shard]
+    shard = sorted((copy / "train").glob("*.tar"))[order.locate_many(np.array([0])).shard[0]]
     shard.write_bytes(shard.read_bytes()[:-1000])
     manifests = f"data.manifest={copy}/train", f"data.validation_manifest={copy}/validation"
     return shard.name, list(manifests)

@@ -89,7 +89,8 @@ def test_with_a_gpu_it_runs_to_its_end_in_the_promised_order(
         first("trainer: resume"),
         first("trainer: train: ddp on 4 ranks, bf16-mixed"),
         first("kernels: bfloat16: degree 2, K 64, candidate 1"),
-        first("timings: training: degree 2, K 64: retention"),
+        first("timings: training: degree 2, K 64: retention, chunk 1024, part 0 of what it"),
+        first("timings: training: degree 2, K 64: retention, chunk 256"),
     ]
     assert places == sorted(places)
     assert places[0] == 0
@@ -121,22 +122,9 @@ def test_every_check_fits_in_a_piece_and_can_be_sent_to_a_process(machine: Machi
     assert len({one.key for one in checks}) == len(checks)
     for one in checks:
         assert one.seconds <= 300
-        for part in (one, *one.before):
-            pickle.loads(pickle.dumps((part.function, part.argument)))
+        pickle.loads(pickle.dumps((one.function, one.argument)))
         if machine is CPU:
             assert one.needs.gpu or one.part != "timings"
-
-
-def test_what_peers_compile_is_compiled_once_before_their_times(
-    tmp_path: Path, begun: list[Any]
-) -> None:
-    before = (check("compile", pretended.passes, argument="compile", is_alone=False),)
-    timed = [
-        check(name, pretended.passes, part="timings", argument=name, before=before)
-        for name in ("a", "b")
-    ]
-    assert run(tmp_path / "a.json", check("c", pretended.passes, argument="c"), *timed) == 0
-    assert begun == ["c", "compile", "a", "b"]
 
 
 def test_no_failure_stops_it_and_each_is_kept(
@@ -226,7 +214,7 @@ def test_results_of_other_code_or_another_gpu_are_not_mixed(tmp_path: Path) -> N
     content = json.loads(path.read_text())
     content["results"] = {"kernels: a": {"status": "bogus"}}
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="'kernels: a': status: found 'bogus', wanted 'passed'"):
+    with pytest.raises(ValueError, match=r"results.kernels: a.status: found 'bogus', wanted"):
         run(path, machine=GPUS)
     path.write_text(path.read_text()[:-9])
     with pytest.raises(ValueError, match=r"--json: found .* damaged \(.*, wanted it whole"):
@@ -265,9 +253,7 @@ def test_a_damaged_entry_of_a_record_is_named(tmp_path: Path, entry: Any) -> Non
     content = json.loads(path.read_text())
     content["results"] = {"timings: \x1b[2J": entry}
     path.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=r"^--json: .*verify.json: results: 'timings: \\x1b"
-    ) as one:
+    with pytest.raises(ValueError, match=r"^--json: .*verify.json: results.'timings: \\x1b") as one:
         run(path)
     assert "\n" not in str(one.value)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pretended_checks as pretended
 import psutil
 
-from longhaul.pipeline.verification.workers import Job, Outcome, _Pool, run_jobs
+from longhaul.pipeline.verification.workers import Job, Outcome, _admitted, run_jobs
 
 
 def run(*jobs: Job, num_processes: int = 1, deadline: float = 120) -> dict[int, Outcome]:
@@ -56,8 +56,11 @@ def test_at_the_deadline_nothing_more_is_told() -> None:
 
 def test_jobs_wait_for_memory() -> None:
     jobs = [Job(print, (), 60, gigabytes) for gigabytes in (30, 20, 40, 500, 1)]
-    pool = _Pool(num_processes=12, gigabytes=68)
-    assert pool._admitted(jobs, deque([0, 1, 2, 3, 4]), []) == [0, 1]
-    assert pool._admitted(jobs, deque([2, 3, 4]), [1]) == [2]
-    assert pool._admitted(jobs, deque([3, 4]), [2]) == []
-    assert pool._admitted(jobs, deque([3, 4]), []) == [3], "alone, and it may fail"
+
+    def admitted(waiting: list[int], running: list[int]) -> list[int]:
+        return _admitted(jobs, deque(waiting), running, num_processes=12, gigabytes=68)
+
+    assert admitted([0, 1, 2, 3, 4], []) == [0, 1]
+    assert admitted([2, 3, 4], [1]) == [2]
+    assert admitted([3, 4], [2]) == []
+    assert admitted([3, 4], []) == [3], "alone, and it may fail"

@@ -1,5 +1,6 @@
-"""The check of recorded steps, on a CPU, where steps are not recorded."""
+"""Checks of models, on a CPU, where steps are not recorded."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 
 from longhaul.pipeline.generation.steps import Steps
 from longhaul.pipeline.verification.check import Place
-from longhaul.pipeline.verification.decoding import Decoding, check_decoding, decoding_checks
+from longhaul.pipeline.verification.models import (
+    Step,
+    check_decoding,
+    decoding_checks,
+    small_model,
+)
 
 PLACE = Place("cpu", Path())
 
@@ -19,7 +25,7 @@ def test_every_kind_of_linear_cost_is_checked() -> None:
 
 
 def test_steps_that_differ_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoding = Decoding(kind="retention", layers=1, width=32)
+    decoding = replace(small_model("retention"), layers=1, width=32)
     assert check_decoding(decoding, PLACE)["faults"] == []
     call = Steps.__call__
 
@@ -29,3 +35,10 @@ def test_steps_that_differ_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Steps, "__call__", stale)
     (fault,) = check_decoding(decoding, PLACE)["faults"]
     assert fault.startswith("logits: found ")
+
+
+def test_a_step_of_a_model_is_timed_and_its_losses_are_looked_at() -> None:
+    model = replace(small_model("softmax"), layers=1, width=32, vocabulary=320)
+    found = Step(model=model, context=64, batch=2).measure(torch.device("cpu"))
+    assert found["faults"] == []
+    assert found["tokens_per_second"] == pytest.approx(128e3 / found["ms"])
