@@ -188,7 +188,8 @@ class Shard:
         """Raise ShardError at an id that is not below `vocab_size`, or at ends that do not ascend
         to the block's length. This reads the whole file."""
         for number, ends in enumerate(self.ends):
-            if (np.diff(ends, prepend=np.uint32(0)) <= 0).any() or ends[-1] != self._block_tokens:
+            ascend = ends[0] > 0 and (ends[1:] > ends[:-1]).all()
+            if not ascend or ends[-1] != self._block_tokens:
                 raise ShardError(
                     f"shard {self._path}: the ends of block {number} do not ascend to "
                     f"{self._block_tokens}, the length of the block"

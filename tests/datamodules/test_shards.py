@@ -321,3 +321,27 @@ def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
     with pytest.raises(ShardError, match=message), new:
         pass
     assert not list(tmp_path.glob("*new*"))
+
+
+def block_of(ends: list[int], length: int = 8) -> Block:
+    return Block(np.arange(length, dtype=np.uint16), np.array(ends, np.uint32))
+
+
+@pytest.mark.parametrize("ends", [[8, 8], [3, 2, 8], [0, 8], [3], [3, 9]])
+def test_ends_that_do_not_ascend_to_the_length_are_refused(tmp_path: Path, ends: list[int]) -> None:
+    new = new_shard(tmp_path / "new.tar", 0, [block_of(ends)], 300)
+    with pytest.raises(ShardError, match="the ends of block 0 do not ascend to 8"), new:
+        pass
+
+
+def test_shards_lack_no_ends_of_a_block(tmp_path: Path) -> None:
+    blocks = [block_of([2, 8]), Block(block_of([8]).tokens)]
+    new = new_shard(tmp_path / "new.tar", 0, reversed(blocks), 300)
+    with pytest.raises(ShardError, match=r"1 members \*.ends.npy, wanted one for each of 2"), new:
+        pass
+    # Readers that know no ends pass over them.
+    with new_shard(tmp_path / "new.tar", 0, [blocks[0]], 300) as entry:
+        pass
+    shard = Shard(tmp_path / "new.tar", entry, 8, np.dtype("uint16"))
+    assert shard.tokens[shard.starts[0] :][:8].tolist() == list(range(8))
+    assert shard.ends == []
