@@ -33,8 +33,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             yield axes
             seen.append(axes)
 
-    for task in (attention, positions):
-        monkeypatch.setattr(task, "figure", spy)
+    monkeypatch.setattr("longhaul.pipeline.evaluation.figures.figure", spy)
     return seen
 
 
