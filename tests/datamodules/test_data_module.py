@@ -110,11 +110,9 @@ def test_documents_begin_where_the_shards_say_with_the_bos_id_in_front(
     tmp_path: Path, workers: int
 ) -> None:
     lengths = [1, 2, 3, 9, 16, 1, 40, 7, 60, 5, 30]
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(
-            json.dumps({"text": chr(97 + n) * length}) + "\n" for n, length in enumerate(lengths)
-        )
-    )
+    texts = [chr(97 + n) * length for n, length in enumerate(lengths)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "texts.jsonl").write_text(lines)
     sources, bos = open_sources([str(tmp_path / "texts.jsonl")]), 256
     tokenizer = build_tokenizer("bytes")
     (manifest,) = prepare_text(
