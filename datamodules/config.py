@@ -19,6 +19,9 @@ class DataConfig:
     context: Annotated[int, Field(ge=1, le=1 << 40)]
     """Tokens per sample; a divisor of the length of the blocks."""
 
+    document_mask: bool = True
+    """No token sees another document, where the shards hold the ends of documents."""
+
     validation_manifest: str | None = None
     """manifest.json of the validation shards, or its folder; null: no validation."""
 

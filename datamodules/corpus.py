@@ -44,6 +44,8 @@ class Corpus:
         self.bos_id = source.bos_id
         self.eot_id = source.eot_id
         self.block_tokens = source.document_tokens
+        self.has_ends = source.boundaries == "ends"
+        """Whether the ends of the documents in each block are known."""
         self.num_blocks = source.num_blocks
         self.num_tokens = source.num_tokens
         self.dropped_tokens = source.dropped_tokens

@@ -45,7 +45,13 @@ def make_loader(
     pin_memory: bool = False,
 ) -> BatchLoader:
     """Batches of windows, read ahead by worker processes, which take turns."""
-    dataset = TokenWindows(stores, order, config.context, batches.stride * max(1, config.workers))
+    dataset = TokenWindows(
+        stores,
+        order,
+        config.context,
+        batches.stride * max(1, config.workers),
+        has_mask=config.document_mask and corpus.has_ends,
+    )
     loader: DataLoader[Windows]
     if config.workers:
         loader = WorkerLoader(dataset, batches, config.workers, corpus.location)

@@ -28,7 +28,8 @@ from longhaul.datamodules.urls import (
 )
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ_VERSIONS = (1, FORMAT_VERSION)
 # Room for 300,000 shards.
 _MOST_BYTES = 64 << 20
 # Indices of tokens are int64.
@@ -71,6 +72,9 @@ class Manifest:
     """Length of every block, in tokens. The file's key is older than that word."""
     dtype: Literal["uint16", "uint32"]
     """The type in which tokens are stored."""
+    boundaries: Literal["none", "ends"] = "none"
+    """`ends`: the shards hold the ends of the documents in each block. `none`: they are not known.
+    Manifests of version 1 have no such key."""
     dropped_tokens: Count = 0
     """Tokens at the end of the source that did not fill a block."""
     empty_texts: Count = 0
@@ -84,8 +88,9 @@ class Manifest:
 
     def __post_init__(self) -> None:
         names = {shard.name for shard in self.shards}
-        if self.format_version != FORMAT_VERSION:
-            _refuse("format_version", self.format_version, str(FORMAT_VERSION))
+        if self.format_version not in _READ_VERSIONS:
+            wanted = " or ".join(map(str, _READ_VERSIONS))
+            _refuse("format_version", self.format_version, wanted)
         for key in ("bos_id", "eot_id"):
             if getattr(self, key) >= self.vocab_size:
                 _refuse(key, getattr(self, key), f"less than vocab_size = {self.vocab_size}")

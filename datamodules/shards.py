@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from longhaul.datamodules.files.untrusted import open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
+ENDS_SUFFIX = ".ends.npy"
 
 _TAR_BLOCK_BYTES = 512
 _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -24,6 +25,18 @@ _NPY_MAGIC = np.lib.format.magic(1, 0)
 _NPY_HEADER_BYTES = 1024
 
 Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
+Ends: TypeAlias = NDArray[np.uint32]
+
+_ENDS_DTYPE = np.dtype("<u4")
+
+
+class Block(NamedTuple):
+    """The tokens of a block, and the documents in it."""
+
+    tokens: Tokens
+    ends: Ends | None = None
+    """How many tokens lie before the end of each document, ascending; the last is the block's
+    length. None where the documents are not known."""
 
 
 class ShardError(ValueError):
@@ -75,7 +88,7 @@ class _HashingFile:
 
 @contextmanager
 def new_shard(
-    path: Path, first_block: int, blocks: Iterable[Tokens], vocab_size: int
+    path: Path, first_block: int, blocks: Iterable[Block], vocab_size: int
 ) -> Iterator[ShardEntry]:
     """Context with the entry of a shard, which is written and read back, and not yet at `path`.
 
@@ -87,21 +100,26 @@ def new_shard(
     from webdataset.writer import TarWriter
 
     count = 0
-    block: Tokens | None = None
+    block: Block | None = None
     try:
         with whole_file(path) as file:
             hashing = _HashingFile(file)
             with TarWriter(hashing, mtime=0) as writer:
                 for count, block in enumerate(blocks, start=1):
                     key = f"{first_block + count - 1:09d}"
-                    writer.write({"__key__": key, MEMBER_SUFFIX[1:]: block})
+                    member = {"__key__": key, MEMBER_SUFFIX[1:]: block.tokens}
+                    if block.ends is not None:
+                        member[ENDS_SUFFIX[1:]] = block.ends.astype(_ENDS_DTYPE)
+                    writer.write(member)
             file.flush()
             sha256 = hashing.sha256.hexdigest()
             entry = ShardEntry(name=path.name, bytes=file.tell(), documents=count, sha256=sha256)
             written = Path(file.name)
             check_file(written, entry)
             assert block is not None, "a shard has at least one block"
-            Shard(written, entry, block.size, block.dtype).check_ids(vocab_size)
+            tokens, ends = block
+            shard = Shard(written, entry, tokens.size, tokens.dtype, has_ends=ends is not None)
+            shard.check_content(vocab_size)
             yield entry
     except UnreadShardError:
         raise
@@ -125,7 +143,13 @@ class Shard:
     """The blocks of a shard, memory-mapped: a window only reads the pages that it lies on."""
 
     def __init__(
-        self, path: Path, entry: ShardEntry, block_tokens: int, dtype: np.dtype[Any]
+        self,
+        path: Path,
+        entry: ShardEntry,
+        block_tokens: int,
+        dtype: np.dtype[Any],
+        *,
+        has_ends: bool = False,
     ) -> None:
         with reading(path):
             with open_regular(path) as file:
@@ -133,9 +157,14 @@ class Shard:
                 if size != entry.bytes:
                     raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            offsets = _index_members(path, content, block_tokens, dtype)
+            offsets, ends = _index_members(path, content, block_tokens, dtype)
         if len(offsets) != entry.documents:
             raise ShardError(f"shard {path}: {len(offsets)} blocks, wanted {entry.documents}")
+        if has_ends and len(ends) != len(offsets):
+            raise ShardError(
+                f"shard {path}: {len(ends)} members *{ENDS_SUFFIX}, wanted one for each of "
+                f"{len(offsets)} blocks"
+            )
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
         self._path = path
@@ -147,14 +176,24 @@ class Shard:
         """The same as a memoryview, whose slices are faster than those of numpy."""
         self.starts = [offset // dtype.itemsize for offset in offsets]
         """The index in `tokens` at which each block starts."""
+        self.ends = ends if has_ends else []
+        """The ends of the documents of each block; empty where they are not known."""
 
     @property
     def is_intact(self) -> bool:
         """Whether the file still has its length; reading beyond its end would kill the process."""
         return self._content.size() == len(self._content)
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise ShardError at an id that is not below `vocab_size`; this reads the whole file."""
+    def check_content(self, vocab_size: int) -> None:
+        """Raise ShardError at an id that is not below `vocab_size`, or at ends that do not ascend
+        to the block's length. This reads the whole file."""
+        for number, ends in enumerate(self.ends):
+            ascend = ends[0] > 0 and (ends[1:] > ends[:-1]).all()
+            if not ascend or ends[-1] != self._block_tokens:
+                raise ShardError(
+                    f"shard {self._path}: the ends of block {number} do not ascend to "
+                    f"{self._block_tokens}, the length of the block"
+                )
         if vocab_size > np.iinfo(self.tokens.dtype).max:
             return
         for number, start in enumerate(self.starts):
@@ -168,13 +207,13 @@ class Shard:
 
 def _index_members(
     path: Path, content: mmap.mmap, block_tokens: int, dtype: np.dtype[Any]
-) -> list[int]:
-    """The byte offset at which the tokens of each block start.
+) -> tuple[list[int], list[Ends]]:
+    """The byte offset at which the tokens of each block start, and the ends of its documents.
 
     Headers are read one tar block at a time. tarfile's own loop would also follow extended headers,
     which may ask for any amount of memory; no shard has them.
     """
-    offsets = []
+    offsets, ends = list[int](), list[Ends]()
     known_header = b""
     at = 0
     while header_block := content[at : at + _TAR_BLOCK_BYTES]:
@@ -191,6 +230,11 @@ def _index_members(
                 f"{shown(member.size)} bytes, wanted a plain file that ends within the shard"
             )
         at = start + -(-member.size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
+        where = f"shard {path}: {shown(member.name)}"
+        if member.name.endswith(ENDS_SUFFIX):
+            piece = content[start : start + member.size]
+            header = _check_header(piece, where, None, _ENDS_DTYPE)
+            ends.append(np.frombuffer(piece, _ENDS_DTYPE, offset=len(header)))
         if not member.name.endswith(MEMBER_SUFFIX):
             continue
         # All headers of a shard are equal, and parsing one takes longer than reading a window.
@@ -198,18 +242,20 @@ def _index_members(
         if not known_header or header != known_header:
             known_header = _check_header(
                 content[start : start + min(member.size, _NPY_HEADER_BYTES)],
-                f"shard {path}: {shown(member.name)}",
+                where,
                 block_tokens,
                 dtype,
             )
         if member.size != len(known_header) + block_tokens * dtype.itemsize:
-            raise ShardError(f"shard {path}: {shown(member.name)} has {member.size} bytes")
+            raise ShardError(f"{where} has {member.size} bytes")
         offsets.append(start + len(known_header))
-    return offsets
+    return offsets, ends
 
 
-def _check_header(content: bytes, where: str, block_tokens: int, dtype: np.dtype[Any]) -> bytes:
+def _check_header(content: bytes, where: str, length: int | None, dtype: np.dtype[Any]) -> bytes:
     """The header of an npy array, which must have this length and type.
+
+    Without a length, `content` is the whole array, and has one number at least.
 
     It is compared and not parsed: numpy's own reader evaluates it as a Python literal.
     """
@@ -218,7 +264,11 @@ def _check_header(content: bytes, where: str, block_tokens: int, dtype: np.dtype
     if not content.startswith(_NPY_MAGIC) or end > len(content):
         raise ShardError(f"{where} is no npy array of one dimension")
     found = content[start:end].rstrip().decode("latin-1")
-    wanted = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({block_tokens},), }}"
+    if length is None:
+        length, rest = divmod(len(content) - end, dtype.itemsize)
+        if rest or not length:
+            raise ShardError(f"{where} has {len(content)} bytes")
+    wanted = f"{{'descr': '{dtype.str}', 'fortran_order': False, 'shape': ({length},), }}"
     if found != wanted:
         raise ShardError(f"{where}: found an array with {found[:100]!r}, wanted {wanted!r}")
     return content[:end]

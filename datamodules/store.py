@@ -126,10 +126,16 @@ class ShardStore:
         entry = self._manifest.shards[position]
         path = self._local_copy(position, entry)
         identity = self._check(position, path, entry)
-        shard = Shard(path, entry, self._manifest.document_tokens, self.dtype)
+        shard = Shard(
+            path,
+            entry,
+            self._manifest.document_tokens,
+            self.dtype,
+            has_ends=self._manifest.boundaries == "ends",
+        )
         # As often as the file is hashed, which reads all of it too and takes much longer.
         if not self._ids_read[position].equal(identity):
-            shard.check_ids(self._manifest.vocab_size)
+            shard.check_content(self._manifest.vocab_size)
             self._ids_read[position] = identity
         return shard
 

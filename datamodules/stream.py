@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from longhaul.datamodules.order import Order, StoredOrder
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.shards import Ends, Tokens
 from longhaul.datamodules.store import ShardStore
 
 # Samples located at a time, because one call of numpy costs as much as some hundred samples.
@@ -30,6 +31,8 @@ class Windows(NamedTuple):
     """Shape (b, context)."""
     indices: Sequence[int]
     """Indices of the b samples."""
+    is_first: NDArray[np.bool_] | None = None
+    """Shape (b, context): whether a token is the first of its document. None: without a mask."""
 
 
 class TokenWindows(Dataset[Windows]):
@@ -43,11 +46,19 @@ class TokenWindows(Dataset[Windows]):
         context: tokens per window.
         stride: from a sample to the one in the same place of the batch that this process reads
             next. It changes only how fast samples are found, of any indices.
+        has_mask: whether windows come with the documents in them.
     """
 
     def __init__(
-        self, stores: Sequence[ShardStore], order: Order, context: int, stride: int
+        self,
+        stores: Sequence[ShardStore],
+        order: Order,
+        context: int,
+        stride: int,
+        *,
+        has_mask: bool = False,
     ) -> None:
+        self._has_mask = has_mask
         self._stores = stores
         self._order = order
         self._dtype = stores[0].dtype
@@ -64,16 +75,20 @@ class TokenWindows(Dataset[Windows]):
         # At a context of 1,024 tokens, the cost of Python per window exceeds that of copying its
         # tokens. Joining slices of memory takes a third of the time of numpy's assignments.
         parts = []
-        for index in indices:
+        is_first = np.zeros((len(indices), self._context), np.bool_) if self._has_mask else None
+        for row, index in enumerate(indices):
             sample = max(index, 0)
             found = self._located.get(sample) or self._locate(indices)[sample]
             source, position, block, first = found
             shard = self._stores[source][position]
             # A replacement may hold fewer blocks than the shard that it replaces.
-            start = shard.starts[block % len(shard.starts)] + first
+            block %= len(shard.starts)
+            start = shard.starts[block] + first
+            if is_first is not None:
+                _mark_first(is_first[row], shard.ends[block], first)
             parts.append(shard.memory[start : start + self._context])
         tokens = np.frombuffer(b"".join(parts), self._dtype)
-        return Windows(tokens.reshape(len(indices), -1), indices)  # (b, context)
+        return Windows(tokens.reshape(len(indices), -1), indices, is_first)  # (b, context)
 
     def _locate(self, indices: Sequence[int]) -> dict[int, tuple[int, int, int, int]]:
         """(source, shard, block, first token in it) by sample, of this batch and later ones."""
@@ -90,11 +105,21 @@ class TokenWindows(Dataset[Windows]):
         return self._located
 
 
+def _mark_first(is_first: NDArray[np.bool_], ends: Ends, start: int) -> None:
+    """Mark the first token of each document in the window of a block from `start` on."""
+    is_first[0] = True
+    inside = slice(*np.searchsorted(ends, (start, start + is_first.size), side="right"))
+    places = ends[inside].astype(np.int64) - start
+    is_first[places[places < is_first.size]] = True
+
+
 class BatchLoader:
     """Batches made from a loader of `Windows`, in the process that iterates.
 
     A batch holds `input` (b, context), the window shifted right by one with the bos id in front;
     `target` (b, context), the window; and `index` (b,), the indices of the samples. All are int64.
+    With a mask there is `is_first` (b, context), bool: whether a token is the first of its
+    document. The bos id is in front of each document then.
     """
 
     def __init__(self, loader: DataLoader[Windows], bos_id: int, *, pin_memory: bool) -> None:
@@ -120,7 +145,13 @@ class BatchLoader:
         inputs.numpy()[:, 1:] = windows.tokens[:, :-1]
         target.numpy()[:] = windows.tokens
         index = torch.tensor(windows.indices, dtype=torch.int64)
-        return {"input": inputs, "target": target, "index": index}
+        batch = {"input": inputs, "target": target, "index": index}
+        if windows.is_first is not None:
+            inputs.numpy()[windows.is_first] = self._bos_id
+            is_first = torch.empty(shape, dtype=torch.bool, pin_memory=self._pin_memory)
+            is_first.numpy()[:] = windows.is_first
+            batch["is_first"] = is_first
+        return batch
 
 
 class RankBatches(Sampler[Sequence[int]]):

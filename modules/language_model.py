@@ -315,10 +315,14 @@ class LanguageModel(nn.Module):
         target: Int[Tensor, "B T"],
         state: list[Any] | None = None,
         *,
+        is_first: Bool[Tensor, "B T"] | None = None,
         keep_state: bool = False,
     ) -> tuple[Float[Tensor, "B T"], list[Any] | None]:
-        """Cross-entropy of every token in nats, float32, and the state after the last token."""
-        hidden, state = self.activations(tokens, state, keep_state=keep_state)
+        """Cross-entropy of every token in nats, float32, and the state after the last token.
+
+        is_first is as in `activations`.
+        """
+        hidden, state = self.activations(tokens, state, is_first=is_first, keep_state=keep_state)
         losses = [
             F.cross_entropy(self.head(rows), wanted, reduction="none")
             for rows, wanted in zip(

@@ -16,7 +16,7 @@ from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.codecs import Codec, decoded
 from longhaul.datamodules.preparation.resumable import Cursor, Progress, prepare_shards
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.shards import Block
 from longhaul.datamodules.tokenizer import LongCrawl64Tokenizer
 from longhaul.datamodules.urls import MissingInputError
 
@@ -263,7 +263,7 @@ class _Rows:
         self._store = store
         self._ranges = ranges
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         store = self._store
         buffer = np.empty((store.chunk_rows, store.columns), np.uint16)
         done = cursor[0] if cursor else 0
@@ -281,7 +281,7 @@ class _Rows:
                 self._check_ids(buffer[rows], row)
                 for block in buffer[rows]:
                     done += 1
-                    yield block, [done]
+                    yield Block(block), [done]
                 row = last
 
     def _read_row_of_chunks(self, chunk_row: int, buffer: NDArray[np.uint16]) -> None:

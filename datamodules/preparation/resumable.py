@@ -14,7 +14,7 @@ from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import Count, check_no_links, one_line, parse_json, shown
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, load_manifest
-from longhaul.datamodules.shards import Tokens, new_shard
+from longhaul.datamodules.shards import Block, new_shard
 
 PROGRESS_NAME = ".progress.jsonl"
 
@@ -58,7 +58,7 @@ class BlockSource(Protocol):
     empty_texts: int
     """Texts without a token, which are skipped; known likewise."""
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         """Blocks after `cursor` (None: from the start), each with the cursor after it."""
         ...
 
@@ -104,7 +104,7 @@ def prepare_shards(
         done = sum(shard.documents for shard in shards)
         progress(done * template.document_tokens)
 
-        def counted(pairs: Iterable[tuple[Tokens, Cursor]]) -> Iterator[Tokens]:
+        def counted(pairs: Iterable[tuple[Block, Cursor]]) -> Iterator[Block]:
             """The blocks; each one that is written is counted, and the cursor after it kept."""
             nonlocal cursor, done
             for block, after in pairs:

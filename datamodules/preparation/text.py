@@ -23,7 +23,7 @@ from longhaul.datamodules.preparation.source_files import (
     files_in_validation,
     in_validation,
 )
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.shards import Block, Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
 
 FEW_FILES = 100
@@ -91,6 +91,7 @@ def prepare_text(
             eot_id=tokenizer.eot_id,
             document_tokens=block_tokens,
             dtype=dtype,
+            boundaries="ends",
             source={**source, "split": split},
             shards=(),
         )
@@ -166,12 +167,12 @@ def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
 
 
 class _PackedTexts:
-    """Texts as blocks.
+    """Texts as blocks. A text, with the id that ends it, is a document.
 
     A cursor is [number of texts before, tokens already used of the next text, empty texts so far].
     """
 
-    version = 2
+    version = 3
 
     def __init__(
         self,
@@ -187,10 +188,11 @@ class _PackedTexts:
         self.dropped_tokens = 0
         self.empty_texts = 0
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         first_text, used_before, self.empty_texts = cursor or [0, 0, 0]
         pending: list[Tokens] = []
         waiting = 0
+        ends: list[int] = []  # of the texts that are waiting and whole
         for number, text in enumerate(self._texts()):
             if number < first_text:
                 continue
@@ -206,9 +208,13 @@ class _PackedTexts:
                 joined = np.concatenate(pending)
                 for end in range(self._size, waiting + 1, self._size):
                     here = [number, used - (waiting - end), self.empty_texts]
-                    yield joined[end - self._size : end], here
+                    own = np.array([*ends, self._size], np.uint32)
+                    yield Block(joined[end - self._size : end], own), here
+                    ends = []
                 waiting %= self._size
                 pending = [joined[joined.size - waiting :]]
+            if waiting and used:
+                ends.append(waiting)
         self.dropped_tokens = waiting
 
     def _tokens_of(self, text: Text) -> Iterator[Tokens]:

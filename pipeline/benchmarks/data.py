@@ -15,7 +15,7 @@ from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.shards import Block
 
 _VOCABULARY = 50_257
 _BLOCKS = 256
@@ -42,10 +42,11 @@ class _RandomBlocks:
     version = 1
     dropped_tokens = empty_texts = 0
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         generator = np.random.default_rng(0)
         for number in range(_BLOCKS):
-            yield generator.integers(0, _VOCABULARY, _BLOCK_TOKENS, np.uint16), [number + 1]
+            tokens = generator.integers(0, _VOCABULARY, _BLOCK_TOKENS, np.uint16)
+            yield Block(tokens), [number + 1]
 
 
 def _write_shards(folder: Path) -> Corpus:

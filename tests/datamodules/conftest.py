@@ -7,7 +7,7 @@ import torch
 
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.shards import Block
 
 BLOCK_TOKENS = 64
 MakeShards = Callable[..., Manifest]
@@ -27,10 +27,10 @@ class CountingBlocks:
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Tokens, Cursor]]:
+    def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         for number in range(cursor[0] if cursor else 0, self.count):
             start = number * BLOCK_TOKENS
-            yield np.arange(start, start + BLOCK_TOKENS, dtype=np.uint32), [number + 1]
+            yield Block(np.arange(start, start + BLOCK_TOKENS, dtype=np.uint32)), [number + 1]
 
 
 @pytest.fixture

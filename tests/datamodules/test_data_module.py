@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import pickle
 from pathlib import Path
@@ -11,9 +12,12 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.order import SampleLocations, SampleOrder, StoredOrder
+from longhaul.datamodules.preparation.source_files import open_sources
+from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import ShardError, UnreadShardError
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.stream import TokenWindows, ValidationBatches
+from longhaul.datamodules.tokenizer import build_tokenizer
 
 CONTEXT = 16
 UPDATE = 24
@@ -99,6 +103,32 @@ def test_a_worker_locates_its_own_samples_alone(
     for batch, tokens in zip(batches, found, strict=True):
         fresh = TokenWindows([store], order, CONTEXT, 1).__getitems__(batch)
         assert np.array_equal(tokens, fresh.tokens)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_documents_begin_where_the_shards_say_with_the_bos_id_in_front(
+    tmp_path: Path, workers: int
+) -> None:
+    lengths = [1, 2, 3, 9, 16, 1, 40, 7, 60, 5, 30]
+    texts = [chr(97 + n) * length for n, length in enumerate(lengths)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "texts.jsonl").write_text(lines)
+    sources, bos = open_sources([str(tmp_path / "texts.jsonl")]), 256
+    tokenizer = build_tokenizer("bytes")
+    (manifest,) = prepare_text(
+        sources, tmp_path / "out", tokenizer, block_tokens=32, docs_per_shard=2
+    )
+    module = module_of(manifest.location, num_samples=24, workers=workers)
+    for batch in module.train_dataloader():
+        for tokens, target, is_first in zip(
+            batch["input"], batch["target"], batch["is_first"], strict=True
+        ):
+            ended = [place > 0 and target[place - 1] == bos for place in range(CONTEXT)]
+            assert is_first.tolist() == [place == 0 or ended[place] for place in range(CONTEXT)]
+            before = target.roll(1).masked_fill(is_first, bos)
+            assert torch.equal(tokens, before)
+    plain = module_of(manifest.location, num_samples=24, workers=workers, document_mask=False)
+    assert all("is_first" not in batch for batch in plain.train_dataloader())
 
 
 def test_micro_steps_assign_samples_in_order_of_rank(make_shards) -> None:

@@ -12,7 +12,7 @@ import webdataset
 
 from longhaul.datamodules.files.untrusted import sha256_of
 from longhaul.datamodules.manifest import Manifest, load_manifest
-from longhaul.datamodules.shards import Shard, ShardError, new_shard
+from longhaul.datamodules.shards import Block, Shard, ShardError, new_shard
 from longhaul.datamodules.store import ShardStore
 
 
@@ -199,7 +199,7 @@ def test_a_bad_manifest_is_refused_in_one_line(make_shards, tmp_path: Path) -> N
     good = Path(make_shards().location).read_text()
     bad = tmp_path / "manifest.json"
     for old, new, message in (
-        ('"format_version": 1', '"format_version": 9', "format_version: found 9, wanted 1"),
+        ('"format_version": 2', '"format_version": 9', "format_version: found 9, wanted 1 or 2"),
         ('"vocab_size": 641', '"vocab_size": "x"', "vocab_size: found 'x', wanted a valid integer"),
         ('"bos_id": 640', '"bos_id": 641', "bos_id: found 641, wanted less than vocab_size = 641"),
         ('"dtype": "uint32"', '"dtype": "int8"', "dtype: found 'int8', wanted 'uint16' or 'uint32"),
@@ -317,7 +317,31 @@ def test_ids_above_the_vocabulary_are_refused_when_written_and_when_read(
     assert first_tokens(replacing, 1) == [0, 64, 128]
     block = np.array([1, 2, 300], np.uint16)
     message = r"id 300 in block 0, wanted ids below .* 300$"
-    new = new_shard(tmp_path / "new.tar", 0, [block], 300)
+    new = new_shard(tmp_path / "new.tar", 0, [Block(block)], 300)
     with pytest.raises(ShardError, match=message), new:
         pass
     assert not list(tmp_path.glob("*new*"))
+
+
+def block_of(ends: list[int], length: int = 8) -> Block:
+    return Block(np.arange(length, dtype=np.uint16), np.array(ends, np.uint32))
+
+
+@pytest.mark.parametrize("ends", [[8, 8], [3, 2, 8], [0, 8], [3], [3, 9]])
+def test_ends_that_do_not_ascend_to_the_length_are_refused(tmp_path: Path, ends: list[int]) -> None:
+    new = new_shard(tmp_path / "new.tar", 0, [block_of(ends)], 300)
+    with pytest.raises(ShardError, match="the ends of block 0 do not ascend to 8"), new:
+        pass
+
+
+def test_shards_lack_no_ends_of_a_block(tmp_path: Path) -> None:
+    blocks = [block_of([2, 8]), Block(block_of([8]).tokens)]
+    new = new_shard(tmp_path / "new.tar", 0, reversed(blocks), 300)
+    with pytest.raises(ShardError, match=r"1 members \*.ends.npy, wanted one for each of 2"), new:
+        pass
+    # Readers that know no ends pass over them.
+    with new_shard(tmp_path / "new.tar", 0, [blocks[0]], 300) as entry:
+        pass
+    shard = Shard(tmp_path / "new.tar", entry, 8, np.dtype("uint16"))
+    assert shard.tokens[shard.starts[0] :][:8].tolist() == list(range(8))
+    assert shard.ends == []

@@ -23,7 +23,7 @@ from longhaul.pipeline.evaluation import figures, tables
 from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import ContextOptions, TextOptions
 from longhaul.pipeline.evaluation.task import TaskResult
-from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.evaluation.windows import longest_document, read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -259,9 +259,9 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
     context = min(trained.config.data.context, LONGEST)
     batches = read_windows(trained, options, context)
     windows = (
-        window
+        batch["input"][row : row + 1, longest_document(batch, row)]
         for batch in batches
-        for window, index in zip(batch["input"].split(1), batch["index"], strict=True)
+        for row, index in enumerate(batch["index"])
         if index >= 0  # others only fill a batch up
     )
     # By layer and matrix: a report of each window.

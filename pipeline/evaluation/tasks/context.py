@@ -110,6 +110,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
                     trained.config.trainer.precision,
                     tokens_at_once(trained.model, context),
                     progress.add,
+                    batch["is_first"].to(trained.device) if "is_first" in batch else None,
                 )
                 sums += [read.double().sum(dim=1).tolist()]
             of_windows = [loss for batch in trained.ranks.gather(sums) for loss in batch]

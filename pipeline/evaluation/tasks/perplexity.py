@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from longhaul.modules.language_model import LanguageModel
 from longhaul.pipeline.evaluation import figures, tables
@@ -17,6 +15,7 @@ from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import BosOptions, TextOptions
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.windows import (
+    Passage,
     read_beginnings,
     read_documents,
     read_losses,
@@ -112,7 +111,7 @@ def sliding_windows(length: int, window: int, stride: int) -> Iterator[tuple[int
 
 def sliding_loss(
     model: LanguageModel,
-    document: Int[Tensor, "1 T"],
+    passage: Passage,
     *,
     window: int,
     stride: int,
@@ -120,12 +119,14 @@ def sliding_loss(
     precision: str,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> float:
-    """Sum of the losses of a document's tokens in nats. Every window reads as many tokens.
+    """Sum of the losses of a passage's tokens in nats. Every window reads as many tokens.
 
     The first that a window reads is bos_id or, with None, the token before those that it predicts.
-    The first token of a document is not scored then, since nothing precedes it. The source (CoCA,
+    The first token of a passage is not scored then, since nothing precedes it. The source (CoCA,
     section 4.2) names window and stride alone.
     """
+    document = passage.tokens[None]
+    is_first = None
     wanted = document if bos_id is not None else document[:, 1:]
     T = wanted.shape[1]
     window = min(window, T)
@@ -137,11 +138,14 @@ def sliding_loss(
         group = pieces[start : start + side_by_side]
         target = torch.cat([wanted[:, end - window : end] for end, _ in group])
         if bos_id is not None:
-            tokens = shifted(target, bos_id)
+            if passage.is_first is not None:
+                is_first = torch.stack([passage.is_first[end - window : end] for end, _ in group])
+                is_first[:, 0] = True
+            tokens = shifted(target, bos_id, is_first)
         else:
             tokens = torch.cat([document[:, end - window : end] for end, _ in group])
         at_once = tokens_at_once(model, window)
-        losses = read_losses(model, tokens, target, precision, at_once, progress).double()
+        losses = read_losses(model, tokens, target, precision, at_once, progress, is_first).double()
         for row, (_, scored) in zip(losses, group, strict=True):
             total += row[window - scored :].sum().item()
     return total
@@ -172,6 +176,12 @@ def chosen_windows(trained: TrainedModel, options: Options) -> tuple[tuple[int, 
 
 def check(trained: TrainedModel, options: Options) -> None:
     windows, _ = chosen_windows(trained, options)
+    data = trained.config.data
+    if options.no_bos and not options.text and data.document_mask and trained.corpus.has_ends:
+        raise ValueError(
+            "--no-bos: found with documents that do not see each other, whose first tokens nothing "
+            "would predict; wanted the id in front of each, or --text"
+        )
     read_windows(trained, options, options.document_tokens or max(windows))
 
 
@@ -198,7 +208,7 @@ def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult
             document_losses = [
                 sliding_loss(
                     trained.model,
-                    document[None].to(trained.device),
+                    document.to(trained.device),
                     window=window,
                     stride=stride,
                     bos_id=bos_id,

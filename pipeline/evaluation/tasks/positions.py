@@ -234,7 +234,10 @@ def measure_positions(
         # Padding is read as well: ranks with sharded parameters must call the model equally often.
         tokens = batch["input"].to(device, non_blocking=True)
         target = batch["target"].to(device, non_blocking=True)
-        losses = read_losses(model, tokens, target, precision, at_once, progress)
+        is_first = None
+        if "is_first" in batch:
+            is_first = batch["is_first"].to(device, non_blocking=True)
+        losses = read_losses(model, tokens, target, precision, at_once, progress, is_first)
         metric.update(losses[batch["index"].to(device) >= 0])
     model.train(was_training)
     return metric

@@ -34,7 +34,7 @@ from longhaul.pipeline.evaluation.labels import label, metric_prefix
 from longhaul.pipeline.evaluation.options import BosOptions, ContextOptions, TextOptions
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks.attention import attention_inputs
-from longhaul.pipeline.evaluation.windows import read_windows
+from longhaul.pipeline.evaluation.windows import longest_document, read_windows
 from longhaul.pipeline.runs.trained_model import TrainedModel
 
 
@@ -192,7 +192,8 @@ def check(trained: TrainedModel, options: Options) -> None:
 def measure(trained: TrainedModel, options: Options, folder: Path) -> TaskResult:
     context = min(trained.config.data.context, LONGEST)
     batch = next(iter(read_windows(trained, options, context)))
-    tokens = batch["target" if options.no_bos else "input"][:1].to(trained.device)
+    tokens = batch["target" if options.no_bos else "input"][:1, longest_document(batch, 0)]
+    tokens, context = tokens.to(trained.device), tokens.shape[1]
     inputs = attention_inputs(trained.model, tokens)
     layers = [
         layer_scores(_softmax_layer(trained.model, layer).logits(inputs[layer - 1])[0], layer)

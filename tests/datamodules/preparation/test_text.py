@@ -66,6 +66,26 @@ def test_texts_are_joined_and_cut_into_blocks(tmp_path: Path) -> None:
     assert (manifest.bos_id, manifest.eot_id, manifest.vocab_size) == (256, 256, 257)
 
 
+@pytest.mark.parametrize("block_tokens", [1, 3, 4, 7, 12, 13])
+def test_shards_hold_the_ends_of_the_texts(tmp_path: Path, block_tokens: int) -> None:
+    source = tmp_path / "a.jsonl"
+    texts = ("abcdef", "", "xé", "12", "a", "long enough for two blocks")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    manifest = prepare([source], tmp_path / "out", block_tokens=block_tokens)
+    assert manifest.boundaries == "ends"
+    found: list[int] = []
+    before = 0
+    for entry in manifest.shards:
+        path = Path(manifest.url_of(entry.name))
+        shard = Shard(path, entry, block_tokens, np.dtype("uint16"), has_ends=True)
+        for ends in shard.ends:
+            found += [before + int(end) for end in ends]
+            before += block_tokens
+    tokens = tokens_of(manifest)
+    after_eot = {place + 1 for place, token in enumerate(tokens) if token == EOT}
+    assert found == sorted(after_eot | set(range(block_tokens, len(tokens) + 1, block_tokens)))
+
+
 def test_every_file_format_gives_its_texts(tmp_path: Path) -> None:
     texts = [f"text {n}: ünïcode\r\nnext line " + "x" * n for n in range(30)]
     lines = "".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts))

@@ -8,7 +8,7 @@ import torch
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.datamodules.tokenizer import build_tokenizer
-from longhaul.pipeline.evaluation.windows import bytes_per_token
+from longhaul.pipeline.evaluation.windows import Passage, bytes_per_token
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2"])
@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_text(name: str) -> None:
     )
     text = "Grüße, größer als das."
     ids = [*map(int, tokenizer.encode(text)), tokenizer.eot_id]
-    found = bytes_per_token([torch.tensor(ids)] * 2, Corpus(manifest))
+    found = bytes_per_token([Passage(torch.tensor(ids))] * 2, Corpus(manifest))
     # The end of a text is a token that is predicted, and no text.
     assert found == pytest.approx(len(text.encode()) / len(ids))
     assert math.isnan(bytes_per_token([], Corpus(manifest)))

@@ -14,6 +14,7 @@ from longhaul.modules.attention import attention_config
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.evaluation.tasks.perplexity import sliding_loss, sliding_windows
+from longhaul.pipeline.evaluation.windows import Passage
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -62,7 +63,12 @@ def test_sliding_loss_is_that_of_a_brute_force_window(
         # A window may be as long as the document, of which one token is not predicted.
         given = 23 if window == len(tokens) else window
         found = sliding_loss(
-            model, document, window=given, stride=stride, bos_id=bos_id, precision="32-true"
+            model,
+            Passage(document[0]),
+            window=given,
+            stride=stride,
+            bos_id=bos_id,
+            precision="32-true",
         )
         assert found == pytest.approx(wanted, abs=1e-4), (window, stride)
 
@@ -140,7 +146,7 @@ def test_the_first_tokens_of_each_text_are_read(uninterrupted: Run, tmp_path: Pa
             losses = [
                 sliding_loss(
                     trained.model,
-                    torch.tensor([list(text.read_bytes()[:96])]),
+                    Passage(torch.tensor(list(text.read_bytes()[:96]))),
                     window=int(row["window"]),
                     stride=16,
                     bos_id=bos,

@@ -1,6 +1,7 @@
 """Windows of texts and shards, and losses read in pieces through the state."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -20,10 +21,13 @@ from longhaul.modules.rotary import PositionScaling
 from longhaul.pipeline.evaluation.options import TextOptions
 from longhaul.pipeline.evaluation.windows import (
     CutWindows,
+    Passage,
     _read,
+    longest_document,
     read_beginnings,
     read_documents,
     read_losses,
+    shifted,
 )
 from longhaul.pipeline.generation.decoding import tokens_at_once, tokens_per_pass
 from longhaul.pipeline.runs.trained_model import load_trained_model
@@ -54,6 +58,46 @@ def test_losses_read_in_pieces_are_those_of_the_whole_window(kind: str) -> None:
     assert seen == [64, 64, 64, 8]
 
 
+IS_FIRST = torch.zeros(2, 100, dtype=torch.bool)
+for _row, _starts in enumerate(([0, 1, 3, 40, 99], [0, 32, 64])):
+    IS_FIRST[_row, _starts] = True
+
+
+@pytest.mark.parametrize("kind", ["conformal_sympow", "zeros", "softmax"])
+@pytest.mark.parametrize("at_once", [None, 32])
+def test_no_document_of_a_window_changes_the_losses_of_another(
+    kind: str, at_once: int | None
+) -> None:
+    model = model_of(kind).double()
+    target = torch.randint(64, (2, 100))
+    tokens = shifted(target, 63, IS_FIRST)
+    found = read_losses(model, tokens, target, "32-true", at_once, is_first=IS_FIRST)
+    for row, starts in enumerate(([0, 1, 3, 40, 99, 100], [0, 32, 64, 100])):
+        for start, end in itertools.pairwise(starts):
+            alone = target[row : row + 1, start:end]
+            wanted = read_losses(model, shifted(alone, 63), alone, "32-true")
+            torch.testing.assert_close(found[row : row + 1, start:end], wanted, rtol=0, atol=1e-6)
+
+
+def test_positions_that_depend_on_the_length_are_those_of_each_document() -> None:
+    model = model_of("softmax").double()
+    model.set_positions(PositionScaling(name="dynamic_ntk", factor=2.0, context=16))
+    target = torch.randint(64, (2, 100))
+    found = read_losses(model, shifted(target, 63, IS_FIRST), target, "32-true", is_first=IS_FIRST)
+    alone = target[:1, 3:40]
+    wanted = read_losses(model, shifted(alone, 63), alone, "32-true")
+    torch.testing.assert_close(found[:1, 3:40], wanted, rtol=0, atol=1e-6)
+
+
+def test_cut_windows_begin_documents_where_passages_do() -> None:
+    passage = Passage(torch.arange(10), torch.tensor([1, 0, 0, 1, 0, 0, 0, 1, 0, 0]).bool())
+    (batch,) = CutWindows([passage], context=5, bos_id=99, micro_batch=2)
+    assert batch["is_first"].int().tolist() == [[1, 0, 0, 1, 0], [1, 0, 1, 0, 0]]
+    assert batch["input"].tolist() == [[99, 0, 1, 99, 3], [99, 5, 99, 7, 8]]
+    assert longest_document(batch, 0) == slice(0, 3)
+    assert longest_document(batch, 1) == slice(2, 5)
+
+
 def test_only_states_that_pay_are_carried_through_long_windows() -> None:
     long = 1 << 18
     for kind in LINEAR:
@@ -67,7 +111,7 @@ def test_only_states_that_pay_are_carried_through_long_windows() -> None:
 
 
 def test_windows_of_texts_follow_each_other_and_leave_rests_out() -> None:
-    texts = [torch.arange(10), torch.arange(20, 26)]
+    texts = [Passage(torch.arange(10)), Passage(torch.arange(20, 26))]
     batches = list(CutWindows(texts, context=4, bos_id=99, micro_batch=2))
     targets = torch.cat([batch["target"] for batch in batches])
     assert targets.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [20, 21, 22, 23]]
@@ -99,13 +143,14 @@ def test_beginnings_of_documents_are_their_first_tokens(
     windows = read_documents(dataclasses.replace(trained, config=config), TextOptions(), 1024)
     # About as many tokens as in training, which are 384.
     assert len(found) == 2
-    for beginning, document in zip(found, windows, strict=True):
+    for (beginning, begins), (document, begins_whole) in zip(found, windows, strict=True):
         assert torch.equal(beginning, document[:256])
+        assert torch.equal(begins, begins_whole[:256])
     texts = tmp_path / "a.txt", tmp_path / "b.txt"
     for index, text in enumerate(texts):
         text.write_bytes(bytes(range(index + 20, index + 120)) * 3)
     found = read_beginnings(trained, TextOptions(text=texts), 100)
-    assert [one.tolist() for one in found] == [list(range(20, 120)), list(range(21, 121))]
+    assert [one.tokens.tolist() for one in found] == [list(range(20, 120)), list(range(21, 121))]
 
 
 def test_a_text_longer_than_a_document_is_read_through_the_state(
