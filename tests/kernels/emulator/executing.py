@@ -2,8 +2,9 @@
 
     python tests/kernels/emulator/executing.py SUITE [--only TEXT] [--results FILE] [--table FILE]
 
-executes the calls of `make test-all` ("wide"), or "all", and prints a line for each call. Results are kept in a
-file of one JSON object a line, from which a later start continues; the table is written from them.
+executes the calls of `make test-all` ("wide"), or "all", and prints a line for each call. Results
+are kept in a file of one JSON object a line, from which a later start continues; the table is
+written from them.
 Exits with status 1 if a result is wrong or an access is a fault.
 """
 
