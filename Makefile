@@ -6,7 +6,7 @@ PACKAGES := pipeline modules kernels datamodules configs slurm
 # A user's own Python settings must not leak into the checks.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: setup demo test test-all check soak bench docs clean
+.PHONY: setup demo test tests test-all check soak bench docs clean
 
 setup: $(INSTALLED)
 
@@ -28,7 +28,11 @@ demo: setup
 # Three workers share two cores, since many tests mostly wait.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test: check
+# The checks run beside the tests, which wait a third of their time.
+test: setup
+	$(MAKE) --no-print-directory -j 2 check tests
+
+tests:
 	$(PYTEST) -m 'not wide and not soak and not gpu'
 
 # What `make test` leaves out: more shapes, strategies and kills.

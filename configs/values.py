@@ -78,7 +78,7 @@ class Values(NamedTuple):
     sources: Sequence[Source]
 
     def placed(self, error: Exception) -> ConfigError:
-        """The error with the file in front that has the key which its message begins with."""
+        """The error, prefixed with the file that sets the key it names."""
         return _placed(error, self.sources)
 
 

@@ -36,7 +36,7 @@ class Corpus:
 
     def __init__(self, source: Manifest) -> None:
         self.sources = (source,)
-        # What is said of each in Manifest holds for all sources together.
+        # As documented in Manifest, for all sources together.
         self.location = source.location
         self.tokenizer_name = source.tokenizer
         self.tokenizer_sha256 = source.tokenizer_sha256
@@ -126,7 +126,7 @@ class Corpus:
         return [shard.documents for shard in source.shards]
 
     def ids_differ(self, wanted: "Corpus") -> str:
-        """What was found and what was wanted, if its ids do not mean what those of `wanted` do."""
+        """An error message if token ids mean something else than in `wanted`; else empty."""
         return self._difference(wanted, _IDS)
 
     def differs(self, wanted: "Corpus") -> str:

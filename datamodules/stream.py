@@ -44,8 +44,8 @@ class TokenWindows(Dataset[Windows]):
         stores: the shards of each source.
         order: of the samples.
         context: tokens per window.
-        stride: from a sample to the one in the same place of the batch that this process reads
-            next. It changes only how fast samples are found, of any indices.
+        stride: distance from a sample to the one in the same place of this process's next batch.
+            It affects speed only.
         has_mask: whether windows come with the documents in them.
     """
 

@@ -20,8 +20,8 @@ class Op(NamedTuple):
     """Cases for everything that the op can do, in a dtype, less those of `headline`."""
 
     shapes: Mapping[str, Callable[[], None]]
-    """By name what runs launchers with every configuration, on small tensors of zeros on the CPU:
-    their kernels are compiled for every chip."""
+    """Functions by name. Each runs launchers in every configuration on small CPU tensors of zeros,
+    so that their kernels are compiled for every chip."""
 
     headline: Sequence[Case] = ()
     """The call that training makes, which is checked first."""

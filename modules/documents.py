@@ -89,8 +89,8 @@ class Documents:
     ) -> Float[Tensor, "B T *rest"]:
         """start + x_1 + ... + x_t over the document of every token.
 
-        Where rows hold several documents, each begins with the `start` of its row. This takes
-        log2(T) passes over x, which sums of small numbers after large ones cost to be exact.
+        Where rows hold several documents, each begins with the `start` of its row. It takes
+        log2(T) passes over x: differences of running sums would lose the digits of small sums.
         """
         if self.age is None:
             if self.sequence_part is not None:
@@ -141,8 +141,8 @@ class Documents:
     def _scan(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """Sums over the tokens of this part up to every token of a document.
 
-        After n passes a token has the sum over the last 2^n tokens of its document. No sum is taken
-        from another, as a difference of sums over the whole row would: it would lose their digits.
+        After n passes a token has the sum over the last 2^n tokens of its document. Sums are never
+        subtracted, which would lose digits.
         """
         assert self.age is not None
         step = 1

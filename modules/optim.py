@@ -125,8 +125,8 @@ def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str
         if one not in list(settings.values())[:number]:
             groups.append({"params": [p for role, p in trained if settings[role] == one], **one})
     if len(groups) == 1:
-        # Gradients are summed to their norm in the order of groups, and ZeRO shards each group. Two
-        # groups keep the order of runs that began when groups went by the number of dimensions.
+        # The order of groups decides how the norm is summed and how ZeRO shards. Splitting by
+        # number of dimensions keeps it as in runs begun earlier.
         groups = [
             {**groups[0], "params": [p for _, p in trained if (p.ndim >= 2) == is_first]}
             for is_first in (True, False)
@@ -160,8 +160,7 @@ def build_optimizer(model: LanguageModel, config: OptimConfig) -> Optimizer:
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:
     """Set the rate of each group, a multiple of this one."""
     for group in optimizer.param_groups:
-        # Groups from checkpoints of plain trainers before the factor have none.
-        group["lr"] = learning_rate * group.get("lr_factor", 1.0)
+        group["lr"] = learning_rate * group["lr_factor"]
 
 
 def learning_rate_factor(config: ScheduleConfig, tokens: int, max_tokens: int) -> float:

@@ -1,7 +1,7 @@
-"""Locks files: of all processes on the nodes that share a file system, one at a time has a lock.
+"""File locks: one holder at a time among all processes on all nodes that share the file system.
 
 The locks are POSIX's. Unlike flock's, data loader workers do not inherit them, which may outlive a
-killed trainer by seconds, and one can ask for them without holding them. But a process excludes
+killed trainer by seconds, and they can be queried without being taken. But a process excludes
 neither its own threads nor itself, and loses its lock when it closes any handle of the file.
 """
 

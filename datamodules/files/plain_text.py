@@ -1,4 +1,4 @@
-"""Text of others, such that it can do nothing to a terminal."""
+"""Makes text from outside harmless to a terminal."""
 
 import re
 
@@ -12,7 +12,7 @@ def plain(text: str, keep: str = "") -> str:
     """The text with its control characters shown as escapes.
 
     Args:
-        text: of anybody.
+        text: from any source.
         keep: control characters that stay as they are.
     """
     return _CONTROLS.sub(

@@ -111,10 +111,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one argument per field of the options of tasks.
-
-    Raises ValueError for a field whose type no argument can have.
-    """
+    """Add one argument per field of the options of tasks."""
     for name, of_tasks in _fields().items():
         tasks = defaultdict[str, list[str]](list)
         for task, option in of_tasks.items():
@@ -129,11 +126,8 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> None:
             help_text += "; with tasks that read --contexts, the same as that"
         elif kind.startswith("Literal"):
             keywords = {"choices": ast.literal_eval(kind.removeprefix("Literal"))}
-        elif kind in _ARGUMENTS:
-            keywords = _ARGUMENTS[kind]
         else:
-            wanted = ", ".join([*_ARGUMENTS, "Literal[...]"])
-            raise ValueError(f"{', '.join(of_tasks)}: {name}: found {kind}, wanted one of {wanted}")
+            keywords = _ARGUMENTS[kind]
         parser.add_argument(
             "--" + name.replace("_", "-"), **keywords, help=help_text.replace("%", "%%")
         )

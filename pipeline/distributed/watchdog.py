@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -35,6 +36,18 @@ _ABORT_KEY = "longhaul/abort"
 _FINISHED_KEY = "longhaul/finished"
 _FAILED_KEY = "longhaul/failed"
 _INTERRUPTED_KEY = "longhaul/interrupted"
+
+
+def process_space() -> str:
+    """Equal in processes that see each other by their process numbers.
+
+    A hostname does not tell: machines may share one, and a container has numbers of its own.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
 
 
 class Watchdog:
@@ -60,6 +73,7 @@ class Watchdog:
         self._on_abort = on_abort
         self._activity = (0, "starting")
         self._since = time.monotonic()
+        self._processes = process_space()
         self._stopping = threading.Event()
         self._ending = threading.Lock()
         self._store: Any = None
@@ -126,8 +140,8 @@ class Watchdog:
         text, _ = self._heartbeats.get(rank, (None, 0))
         if text is None:
             return False
-        *_, host, process = json.loads(text)
-        if host != socket.gethostname():
+        *_, place, process = json.loads(text)
+        if place != self._processes:
             return False
         try:
             return bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
@@ -235,7 +249,7 @@ class Watchdog:
     def _exchange_heartbeats(self) -> None:
         step, activity = self._activity
         # The time makes each heartbeat differ from the one before it.
-        place = [socket.gethostname(), os.getpid()]
+        place = [self._processes, os.getpid()]
         heartbeat = [step, activity, self._current_line(), time.monotonic(), *place]
         self._store.set(f"longhaul/rank{self._rank}", json.dumps(heartbeat))
         if self._store.check([_ABORT_KEY]):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.evaluation import options, tasks
-from longhaul.pipeline.evaluation.task import Option, Task
+from longhaul.pipeline.evaluation.task import OPTION_TYPES, Option, Task
 
 if TYPE_CHECKING:
     from longhaul.pipeline.evaluation.tables import TaskTable
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 def read_task(file: Path) -> Task:
     """The task in a file of the folder, without its code.
 
-    Raises ValueError if it has no class `Options`.
+    Raises ValueError if it has no class `Options`, or an option that no argument can give.
     """
     tree = ast.parse(file.read_bytes())
     classes = _classes(ast.parse(Path(options.__file__).read_bytes())) | _classes(tree)
@@ -34,6 +34,11 @@ def read_task(file: Path) -> Task:
         raise ValueError(f"{file}: found no class Options, wanted that of the task's options")
     help_text = (ast.get_docstring(tree) or "").partition("\n\n")[0]
     found = dict(_options(classes["Options"], classes))
+    for name, option in found.items():
+        kind = option.type.removesuffix(" | None")
+        if kind not in OPTION_TYPES and not kind.startswith("Literal["):
+            wanted = ", ".join([*OPTION_TYPES, "Literal[...]"])
+            raise ValueError(f"{file}: {name}: found {kind}, wanted one of {wanted}")
     return Task(f"{tasks.__name__}.{file.stem}", _as_help(help_text), found)
 
 
@@ -48,11 +53,13 @@ def _options(
     for base in definition.bases:
         yield from _options(classes[ast.unparse(base)], classes)
     for line, below in pairwise([*definition.body, ast.Pass()]):
-        if not isinstance(line, ast.AnnAssign) or line.value is None:
+        if not isinstance(line, ast.AnnAssign):
             continue
         written = ast.unparse(line.annotation)
         if not written.startswith("ClassVar"):
-            text = below.value.value if isinstance(below, ast.Expr) else ""  # type: ignore[attr-defined]
+            if line.value is None:
+                raise ValueError(f"{ast.unparse(line.target)}: found no default, wanted one")
+            text = ast.literal_eval(below.value) if isinstance(below, ast.Expr) else ""
             default = ast.literal_eval(line.value)
             yield ast.unparse(line.target), Option(written, default, _as_help(text))
 
@@ -64,11 +71,11 @@ def _as_help(docstring: str) -> str:
 
 
 def _tasks() -> Iterator[tuple[str, Task]]:
-    for file in sorted(Path(tasks.__file__).parent.glob("[!_]*.py")):
+    for file in sorted(Path(tasks.__file__).parent.glob("[!_.]*.py")):
         try:
             yield file.stem.replace("_", "-"), read_task(file)
-        except (SyntaxError, ValueError, KeyError) as error:
-            # A file that is half written must not end, or keep from being resumed, any run.
+        except Exception as error:
+            # No file, such as one that is half written, may end a run or keep one from resuming.
             logger.warning("%s: left out, it is no task: %s", file, one_line(error))
 
 
@@ -82,7 +89,10 @@ def task_tables() -> "dict[str, TaskTable]":
     found: dict[str, TaskTable] = {}
     for name, task in TASKS.items():
         try:
-            found |= {table.name: table for table in getattr(task.module, "TABLES", ())}
+            for table in getattr(task.module, "TABLES", ()):
+                if table.name in found:
+                    raise ValueError(f"found a second table called {table.name}, wanted one")
+                found[table.name] = table
         except Exception as error:  # The file may do anything.
             logger.warning("%s: its tables are left out: %s", name, one_line(error))
     return found

@@ -73,7 +73,7 @@ class Chart:
     """A figure with a curve for each run."""
 
     name: str
-    """That names of its files begin with."""
+    """Prefix of its file names."""
 
     curve: Callable[[Rows], Curve]
     """Makes the curve of one run's table. Without x, the figure is left out."""

@@ -17,6 +17,13 @@ class TaskResult:
     files: tuple[Path, ...] = ()
 
 
+OPTION_TYPES = (
+    *("int", "float", "str", "bool", "tuple[int, ...]", "tuple[str, ...]", "tuple[Path, ...]"),
+    "dict[str, Any]",
+)
+"""Types of options, each also with `| None`; others are `Literal`s."""
+
+
 class Option(NamedTuple):
     """A field of a task's options, as the file has it."""
 

@@ -1,4 +1,4 @@
-"""Sentences above a figure or table whose runs cannot bear a conclusion."""
+"""Warnings above figures and tables whose runs do not support a conclusion."""
 
 import math
 from collections import defaultdict

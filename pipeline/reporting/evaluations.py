@@ -70,7 +70,7 @@ def _figures(
     reference = None if chart.reference is None else chart.reference(group.tables)
     is_over_positions = "position" in curves[0].columns
     caption = chart.caption(group.tables)
-    if is_over_positions:
+    if "window" in curves[0].columns:
         caption += _windows(group, curves)
     is_score = y_axis == "score"
     is_loss = y_axis == "loss"

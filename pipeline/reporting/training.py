@@ -74,9 +74,8 @@ def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
         name=f"speed_against_context{named.suffix}",
         title=f"Speed of training{named.where}",
         caption="Median tokens per second of a run's updates, divided by its devices. "
-        f"All on {hardware[0]}. {seeds_of(named, runs)} {BANDS}"
-        if len(hardware) == 1
-        else "",
+        + (f"All on {hardware[0]}. " if len(hardware) == 1 else "")
+        + f"{seeds_of(named, runs)} {BANDS}",
         caveats=[*([where] if len(hardware) > 1 else []), *caveats(named, runs)],
         y_label="speed (tokens/s per device)",
         series=lines(named, [(run, run.context, speeds[run.run_id]) for run in runs]),

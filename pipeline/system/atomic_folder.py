@@ -92,9 +92,10 @@ def atomic_folder(target: Path, listing: str | None = None) -> Iterator[Path]:
                 elif entry != locked:
                     entry.unlink()
             yield temporary
-            locked.unlink()
-            for path in (*sorted(temporary.iterdir()), temporary):
+            for path in sorted(temporary.iterdir()):
                 flush(path)
+            locked.unlink()  # Last: without it another process may begin.
+            flush(temporary)
             if listing is not None and target.is_dir() and any(target.iterdir()):
                 new_or_empty_folder(target, listing)  # Somebody may have put something there.
                 _exchange(temporary, target)

@@ -1,4 +1,4 @@
-"""What a process that was started by another one owes it."""
+"""Ends child processes with their parent."""
 
 import ctypes
 import signal

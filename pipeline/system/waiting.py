@@ -10,11 +10,11 @@ tests/pipeline/system/test_waiting.py checks the sums. Users set `trainer.stop_s
 UPLOAD_S = 30.0
 """The end of a run waits for MLflow. The next start sends what MLflow has not taken by then."""
 SLOW_UPLOAD_S = 120.0
-"""As long again for a finished run: on a busy machine, importing MLflow alone can take long."""
+"""Added to UPLOAD_S for a finished run: importing MLflow can take long on a busy machine."""
 FAILURE_UPLOAD_S = 10.0
-"""The same for a run that failed."""
+"""As UPLOAD_S, for a run that failed."""
 EVALUATION_UPLOAD_S = 60.0
-"""The same for `longhaul evaluate`, which no scheduler is about to end."""
+"""As UPLOAD_S, for `longhaul evaluate`, which no scheduler is about to end."""
 DISCONNECT_S = 30
 """Closing the connections between ranks: NCCL waits for a rank that died just now without end."""
 SLURM_DELAY_S = 30

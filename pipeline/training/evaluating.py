@@ -95,7 +95,7 @@ class Evaluation:
                 trained = load_trained_model(checkpoint, ranks=self._ranks, device=self._device)
                 tracker = None if self._recorder is None else self._recorder.tracker
                 evaluate(trained, [name], {}, tracker)
-        except (ValueError, OSError, RuntimeError) as error:
+        except Exception as error:  # A task may be anybody's file.
             if self._ranks.is_first:
                 logger.warning(
                     "%s: the evaluation task %s failed: %s", checkpoint.name, name, error

@@ -2,8 +2,9 @@
 
     python tests/kernels/emulator/executing.py SUITE [--only TEXT] [--results FILE] [--table FILE]
 
-executes a suite of catalogue.py, or "all", and prints a line for each call. Results are kept in a
-file of one JSON object a line, from which a later start continues; the table is written from them.
+executes the calls of `make test-all` ("wide"), or "all", and prints a line for each call. Results
+are kept in a file of one JSON object a line, from which a later start continues; the table is
+written from them.
 Exits with status 1 if a result is wrong or an access is a fault.
 """
 
@@ -104,7 +105,7 @@ the calls that launched the kernel; their number is in brackets. {summary}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("suite", choices=("test", "wide", "all"))
+    parser.add_argument("suite", choices=("wide", "all"))
     parser.add_argument("--only", default="")
     parser.add_argument("--results", type=Path)
     parser.add_argument("--table", type=Path)

@@ -67,18 +67,19 @@ def shape(name: str) -> None:
     found.launch()
 
 
-# Shapes of `make test` and `make test-all` for each chip; `make soak` compiles all for all chips.
+# Shapes of `make test-all` for each chip; `make soak` compiles all for all chips.
 SHAPES_OF = {
-    "test": {"sm_90": ("attention p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place")},
-    "test-all": {
-        "sm_80": ("chunked p2 K64 V64 bfloat16",),
-        "sm_86": ("step p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
-        "sm_89": ("attention p2 K64 V64 bfloat16",),
-        "sm_90": ("chunked p2 K64 V64 bfloat16",),
-        "sm_100": ("attention p2 K64 V64 bfloat16",),
-        "sm_120": ("attention p2 K64 V64 bfloat16",),
-        "gfx942": ("chunked p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
-    },
+    "sm_80": ("chunked p2 K64 V64 bfloat16",),
+    "sm_86": ("step p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
+    "sm_89": ("attention p2 K64 V64 bfloat16",),
+    "sm_90": (
+        "chunked p2 K64 V64 bfloat16",
+        "attention p2 K64 V64 bfloat16",
+        "step p2 K64 V64 bfloat16 in place",
+    ),
+    "sm_100": ("attention p2 K64 V64 bfloat16",),
+    "sm_120": ("attention p2 K64 V64 bfloat16",),
+    "gfx942": ("chunked p2 K64 V64 bfloat16", "step p2 K64 V64 bfloat16 in place"),
 }
 
 LAUNCHERS = {
@@ -108,13 +109,13 @@ def program(launcher: str, targets: str) -> None:
     print(json.dumps(found))
 
 
-def table(suite: str) -> None:
-    """Compile a suite's shapes; `python -m longhaul.kernels.offline` takes minutes for all."""
+def table() -> None:
+    """Compile these shapes; `python -m longhaul.kernels.offline` takes minutes for all."""
     from longhaul.kernels.offline.table import print_table
     from longhaul.kernels.power.verify.shapes import SHAPES
 
     found = []
-    for target, names in SHAPES_OF[suite].items():
+    for target, names in SHAPES_OF.items():
         shapes = {shape.name: shape.launch for shape in SHAPES if shape.name in names}
         found += print_table(shapes, [target], folders=False)
     if found:
@@ -210,20 +211,21 @@ def test_an_interpreter_is_refused() -> None:
     assert "TRITON_INTERPRET" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         (("--targets", "sm_90,sm_12"), "found 'sm_12', wanted"),
-        pytest.param(("--only", "degree 3"), "found 'degree 3', wanted", marks=pytest.mark.wide),
+        (("--only", "degree 3"), "found 'degree 3', wanted"),
     ],
 )
 def test_bad_options_are_named(option: tuple[str, str], message: str) -> None:
     assert message in start("-m", "longhaul.kernels.offline", *option).stderr
 
 
-@pytest.mark.parametrize("suite", ["test", pytest.param("test-all", marks=pytest.mark.wide)])
-def test_kernels_compile_without_spills_and_fit(suite: str) -> None:
-    done = start(__file__, "table", suite)
+@pytest.mark.wide
+def test_kernels_compile_without_spills_and_fit() -> None:
+    done = start(__file__, "table")
     print(done.stdout)
     assert done.returncode == 0, done.stderr
 
@@ -236,4 +238,4 @@ def test_every_shape_compiles_for_every_chip() -> None:
 
 
 if __name__ == "__main__":
-    table(sys.argv[2]) if sys.argv[1] == "table" else program(*sys.argv[1:])
+    table() if sys.argv[1] == "table" else program(*sys.argv[1:])

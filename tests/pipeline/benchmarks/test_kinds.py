@@ -45,6 +45,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {row[0].strip("`"): row[1:] for row in rows}
 
 
+@pytest.mark.wide
 def test_rows_are_trained_once_and_tabled(
     bench: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fork: Any
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -15,12 +14,12 @@ import pytest
 from longhaul.pipeline.distributed import watchdog
 from longhaul.pipeline.distributed.watchdog import Watchdog
 
-HERE = socket.gethostname()
+HERE = watchdog.process_space()
 
 
-def heartbeat(host: str = HERE, process: int = os.getpid()) -> str:
+def heartbeat(space: str = HERE, process: int = os.getpid()) -> str:
     """A rank's; by default its process runs."""
-    return json.dumps([5, "computing", "file.py:1 function", 0.0, host, process])
+    return json.dumps([5, "computing", "file.py:1 function", 0.0, space, process])
 
 
 @pytest.fixture(params=["waited for", "not waited for"])
@@ -152,15 +151,15 @@ def test_one_thread_alone_ends_the_process(first: Any) -> None:
     assert (calls, first.ends) == (["recorded"], [1])
 
 
-@pytest.mark.parametrize("host", [HERE, "elsewhere"])
-def test_only_processes_of_this_machine_are_looked_for(
-    first: Any, ended_process: int, host: str
+@pytest.mark.parametrize("space", [HERE, "elsewhere"])
+def test_only_processes_that_can_be_seen_are_looked_for(
+    first: Any, ended_process: int, space: str
 ) -> None:
     assert not first._has_ended(1), "it has not reported yet"
-    first._heartbeats[1] = heartbeat(host), 0
+    first._heartbeats[1] = heartbeat(space), 0
     assert not first._has_ended(1)
-    first._heartbeats[1] = heartbeat(host, ended_process), 0
-    assert first._has_ended(1) == (host == HERE)
+    first._heartbeats[1] = heartbeat(space, ended_process), 0
+    assert first._has_ended(1) == (space == HERE)
 
 
 def test_a_stop_leaves_no_key_for_the_next_watchdog(first: Any) -> None:

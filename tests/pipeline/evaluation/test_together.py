@@ -131,6 +131,7 @@ def test_a_model_that_ranks_shard_is_measured_whole(run: Run) -> None:
             assert one == pytest.approx(two, abs=2e-6)
 
 
+@pytest.mark.wide
 def test_ranks_share_an_evaluation_in_training_and_survive_one_that_fails_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

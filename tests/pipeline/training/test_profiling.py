@@ -88,6 +88,7 @@ def test_the_slow_rank_is_named(watched: Run) -> None:
     assert said == [("1", socket.gethostname(), "6")]
 
 
+@pytest.mark.wide
 def test_communication_is_a_part_of_the_update(watched: Run) -> None:
     logs = watched.path / "small" / "logs"
     line = json.loads((logs / "ranks.jsonl").read_text().splitlines()[0])
@@ -100,6 +101,7 @@ def test_communication_is_a_part_of_the_update(watched: Run) -> None:
     assert "train/checkpoint_seconds" not in metrics(watched)[4]
 
 
+@pytest.mark.wide
 def test_a_trace_has_the_updates_asked_for(watched: Run) -> None:
     assert not (watched.path / "small" / "PROFILE").exists()
     found = traces(watched)
