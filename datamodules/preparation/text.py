@@ -23,6 +23,7 @@ from longhaul.datamodules.preparation.source_files import (
     files_in_validation,
     in_validation,
 )
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.shards import Block, Tokens
 from longhaul.datamodules.tokenizer import FileTokenizer, Tokenizer
 
@@ -71,6 +72,8 @@ def prepare_text(
         "document_tokens": block_tokens,
         "docs_per_shard": docs_per_shard,
     }
+    if corpus.text_key != TEXT_KEY:
+        source["text_key"] = corpus.text_key
     if cuts := cuts_files(corpus, validation_fraction):
         source["validation_from"] = "the end of each file"
     # With a copy in the folder, the tokens can be decoded without the original file.

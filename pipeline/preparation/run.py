@@ -46,6 +46,7 @@ def prepare_from_text(
     validation_fraction: float,
     bos: str | None,
     eos: str | None,
+    text_key: str,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
@@ -57,9 +58,10 @@ def prepare_from_text(
         docs_per_shard: blocks per shard.
         validation_fraction: share of the text that becomes validation data.
         bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
+        text_key: the name of the texts in files of records, or a path with dots to them.
     """
     built = build_tokenizer(tokenizer, bos=bos, eos=eos)
-    corpus = open_sources(sources, destination)
+    corpus = open_sources(sources, destination, text_key)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None) as progress:

@@ -1,0 +1,88 @@
+"""The texts of JSON lines: of each line's object, the string that a key names."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO
+
+from longhaul.datamodules.files.untrusted import one_line
+from longhaul.datamodules.preparation.compression import reading
+from longhaul.datamodules.preparation.text_files.keys import found_keys, path_of, value_at
+from longhaul.datamodules.tokenizer import check_characters
+
+# A compressed line may expand to any size.
+MOST_TEXT_BYTES = 64 << 20
+
+# No number of a record is used, and Python refuses to convert those of 4,300 digits and more.
+_decode = json.JSONDecoder(parse_int=len).decode
+
+
+def json_texts(file: IO[bytes], path: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Numbers of lines, from 1, and their texts. Lines of white space are skipped.
+
+    Raises ValueError with file and line where a line is no object with a string of that name.
+    """
+    for number, line in enumerate(_lines(file, path), 1):
+        where = f"{path}:{number}"
+        if len(line) > MOST_TEXT_BYTES:
+            raise ValueError(
+                f"{where}: found a line of more than {MOST_TEXT_BYTES >> 20} MiB, wanted "
+                "shorter texts"
+            )
+        if line.strip():
+            yield number, json_text(line, where, key)
+
+
+def is_json_lines(file: IO[bytes], path: Path) -> bool:
+    """Whether the first line is a JSON object, and the next one looks like another.
+
+    One object alone may be anything that programs keep in files.
+    """
+    lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _lines(file, path))
+    first, second = islice(chain(filter(None, lines), (b"", b"")), 2)
+    if not first.startswith(b"{") or not second.startswith(b"{"):
+        return False
+    try:
+        return isinstance(_decode(first.decode()), dict)
+    except (RecursionError, ValueError):
+        return False
+
+
+def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    while line := _next_line(file, path):
+        yield line
+
+
+def _next_line(file: IO[bytes], path: Path) -> bytes:
+    with reading(path):
+        return file.readline(MOST_TEXT_BYTES + 1)
+
+
+def json_text(content: bytes, where: str, key: str) -> str:
+    """The string that a key names in a JSON object; that of a null is empty.
+
+    Raises:
+        ValueError: it is no such object; the message begins with `where` and tells its keys.
+    """
+    try:
+        # Not by a schema of pydantic's, which would not say where a surrogate is.
+        record = _decode(content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass"))
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read, nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: not JSON, {one_line(error)}") from None
+    if isinstance(record, list):
+        raise ValueError(f"{where}: found a JSON array, wanted one object with `{key}` a line")
+    path = path_of(record, key)
+    text = None if path is None else value_at(record, path)
+    if path is None or not isinstance(text, str | None):
+        raise ValueError(
+            f"{where}: no `{key}`, wanted an object with a string of that name, "
+            f"{found_keys(record)}"
+        )
+    if text is None:
+        return ""
+    check_characters(text, f"{where}: `{key}`")
+    return text

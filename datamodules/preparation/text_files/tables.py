@@ -1,0 +1,195 @@
+"""The texts of tables, Parquet's and Arrow's: of each row, the string that a key names.
+
+Rows are read by batches, which are never joined: more than 2 GiB of strings do not fit into one
+array. A table is damaged if it ends before its end, even behind a whole batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
+from longhaul.datamodules.native import foreign_content
+from longhaul.datamodules.preparation.text_files.keys import found_keys, path_of, value_at
+
+_ARROW_FILE = b"ARROW1\0\0"
+# In front of each message of a stream, with the message's length behind it.
+_ARROW_STREAM = b"\xff\xff\xff\xff"
+
+_PARQUET_ROWS = 64
+_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+_NO_PARQUET = "not readable as parquet"
+_NO_ARROW = "not readable as Arrow"
+
+
+def is_parquet(head: bytes) -> bool:
+    """Whether these first bytes are those of a Parquet file."""
+    return head.startswith(b"PAR1") and b"\0" in head
+
+
+def is_arrow(head: bytes) -> bool:
+    """Whether these first bytes are those of Arrow's IPC, a file or a stream."""
+    return head.startswith((_ARROW_FILE, _ARROW_STREAM))
+
+
+def parquet_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Numbers of rows, from 1, and their texts; that of a null is empty.
+
+    Raises ValueError with the file, and the row where one is damaged.
+    """
+    # Imported here, because it is slow and only parquet files need it.
+    import pyarrow.parquet
+
+    with foreign_content(path, _NO_PARQUET):
+        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
+        schema = file.schema_arrow
+    with file:
+        names = _column(path, schema, key)
+        # Of a nested column, this reads one leaf.
+        columns = [".".join(names)]
+        batches = file.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
+        rows = 0
+        while True:
+            with foreign_content(path, _NO_PARQUET):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield from _texts_in(batch, names, path, rows)
+            rows += batch.num_rows
+
+
+def arrow_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
+    """Numbers of rows, from 1, and their texts, of an IPC stream or file; errors as above."""
+    rows = 0
+    for batch, names in _arrow_batches(path, key):
+        # Arrow checks no offset and no index, which decide what memory is read.
+        with foreign_content(f"{path}: rows {rows + 1} to {rows + batch.num_rows}", "damaged"):
+            batch.validate(full=True)
+        yield from _texts_in(batch, names, path, rows)
+        rows += batch.num_rows
+
+
+def arrow_rows(path: Path) -> int:
+    """Rows of an IPC stream or file, whose texts are not read; errors as above."""
+    return sum(batch.num_rows for batch, _ in _arrow_batches(path, None))
+
+
+def _arrow_batches(path: Path, key: str | None) -> Iterator[tuple[Any, list[str]]]:
+    """The batches, with the one column that has the key, and the names that lead to the texts.
+
+    Without a key, the batches have all columns, and there are no names.
+    """
+    # Imported here, because it is slow and only these files need it.
+    import pyarrow.ipc
+
+    names: list[str] = []
+    options = pyarrow.ipc.IpcReadOptions(use_threads=False)
+    with _mapped(path) as file:
+        if key is not None:
+            with foreign_content(path, _NO_ARROW):
+                schema = _opened(file, options).schema
+            names = _column(path, schema, key)
+            options.included_fields = [schema.get_field_index(names[0])]
+            file.seek(0)
+        with foreign_content(path, _NO_ARROW):
+            reader = _opened(file, options)
+        if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
+            for number in range(reader.num_record_batches):
+                with foreign_content(path, _NO_ARROW):
+                    batch = reader.get_batch(number)
+                yield batch, names
+            return
+        while True:
+            before = file.tell()
+            with foreign_content(path, _NO_ARROW):
+                batch = next(reader, None)
+            if batch is None:
+                break
+            yield batch, names
+        # A stream may end without its end marker, as one that is cut behind a batch does.
+        if file.tell() == before:
+            raise ValueError(
+                f"{path}: found no end marker, wanted a whole Arrow stream: a cut copy"
+            )
+        if more := file.size() - file.tell():
+            raise ValueError(f"{path}: found {more:,} bytes after the Arrow stream, wanted its end")
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[Any]:
+    """The file in memory that the system may take back: a batch may be as large as the file."""
+    import pyarrow
+
+    with open_regular(path):
+        pass
+    with foreign_content(path, _NO_ARROW):
+        file = pyarrow.memory_map(str(path))
+    with file:
+        yield file
+
+
+def _opened(file: Any, options: Any) -> Any:
+    import pyarrow.ipc
+
+    is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+    file.seek(0)
+    return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file, options=options)
+
+
+def _column(path: Path, schema: Any, key: str) -> list[str]:
+    """The names of the column and the fields in it that lead to the texts."""
+    tree = _tree(schema)
+    names = path_of(tree, key)
+    if names is None:
+        raise ValueError(
+            f"{path}: columns {shown(schema.names)}, wanted a `{key}`, once; {found_keys(tree)}"
+        )
+    kind = value_at(tree, names)
+    if not _is_text(kind):
+        found = one_line(schema.field(names[0]).type if isinstance(kind, Mapping) else kind)
+        raise ValueError(
+            f"{path}: column `{key}` is {found}, wanted strings or bytes of UTF-8; "
+            f"{found_keys(tree)}"
+        )
+    return names
+
+
+def _tree(fields: Any) -> dict[str, Any]:
+    """The types of the fields of a schema or a struct by name, without names that are there twice.
+
+    A field that is a struct is a dictionary again.
+    """
+    from pyarrow import types
+
+    fields = list(fields)
+    names = [field.name for field in fields]
+    return {
+        field.name: _tree(field.type) if types.is_struct(field.type) else field.type
+        for field in fields
+        if names.count(field.name) == 1
+    }
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of this type of Arrow's holds strings, or bytes, each once or repeated."""
+    from pyarrow import types
+
+    if isinstance(kind, Mapping):
+        return False
+    while types.is_dictionary(kind):
+        kind = kind.value_type
+    return str(kind) in _TEXT_TYPES
+
+
+def _texts_in(batch: Any, names: list[str], path: Path, before: int) -> Iterator[tuple[int, str]]:
+    import pyarrow.compute
+
+    column = batch.column(batch.schema.get_field_index(names[0]))
+    if names[1:]:
+        column = pyarrow.compute.struct_field(column, names[1:])
+    for number, value in enumerate(column, before + 1):
+        with foreign_content(f"{path}: row {number}", "no text in UTF-8"):
+            text = value.as_py()
+            text = text.decode() if isinstance(text, bytes) else text
+        yield number, text or ""
