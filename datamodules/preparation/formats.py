@@ -18,13 +18,21 @@ from longhaul.datamodules.preparation.compression import (
     opened,
     reading,
 )
-from longhaul.datamodules.preparation.text_files.json_lines import is_json_lines, json_texts
+from longhaul.datamodules.preparation.text_files.json_lines import (
+    is_json_lines,
+    json_texts,
+    parts_of_lines,
+)
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
+from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE as WHOLE_FILE
+from longhaul.datamodules.preparation.text_files.parts import FilePart as FilePart
 from longhaul.datamodules.preparation.text_files.tables import (
     arrow_texts,
     is_arrow,
     is_parquet,
     parquet_texts,
+    parts_of_arrow,
+    parts_of_parquet,
 )
 from longhaul.datamodules.preparation.text_files.tars import is_tar, no_texts_in, tar_texts
 
@@ -191,14 +199,13 @@ def _check_lines(path: Path, name: str, head: bytes) -> None:
     )
 
 
-def texts_of(name: str, path: Path, text_key: str = TEXT_KEY) -> Iterator[Text]:
-    """The texts of a file, whose name in the corpus is `name`.
-
-    A file that is one text cannot be cut: where a piece begins depends on what is before it. Of
-    the others, only uncompressed JSON lines, Parquet and Arrow can be read from a later place, and
-    the number of a record, which is in its name, is counted from the file's beginning.
+def texts_of(
+    name: str, path: Path, part: FilePart = WHOLE_FILE, text_key: str = TEXT_KEY
+) -> Iterator[Text]:
+    """The texts of a file, or of a part of it, whose name in the corpus is `name`.
 
     Args:
+        part: one of `parts_of`.
         text_key: what the texts are called in files of records: a name, or a path with dots. That
             of a null is empty.
 
@@ -210,19 +217,39 @@ def texts_of(name: str, path: Path, text_key: str = TEXT_KEY) -> Iterator[Text]:
         yield Text(name, partial(_plain_pieces, path, content), is_file=True)
         return
     # Each is read even if it is for the other split: the first bad one is to be named.
-    for number, text in _records(path, content, text_key):
+    for number, text in _records(path, content, part, text_key):
         yield Text(f"{name}#{number}", partial(_pieces_of, text, path))
 
 
-def _records(path: Path, content: Content, key: str) -> Iterator[tuple[int, str]]:
+def _records(path: Path, content: Content, part: FilePart, key: str) -> Iterator[tuple[int, str]]:
     if content.kind == "parquet":
-        yield from parquet_texts(path, key)
+        yield from parquet_texts(path, key, part)
     elif content.kind == "arrow":
-        yield from arrow_texts(path, key)
+        yield from arrow_texts(path, key, part)
     else:
-        texts = json_texts if content.kind == "lines" else tar_texts
         with opened(path, content.compression) as file:
-            yield from texts(file, path, key)
+            if content.kind == "lines":
+                yield from json_texts(file, path, key, part)
+            else:
+                yield from tar_texts(file, path, key)
+
+
+def parts_of(path: Path, size: int) -> list[FilePart]:
+    """The parts of a file in order: each has about `size` bytes, and begins with a record.
+
+    JSON lines are cut behind a line, Parquet between row groups, Arrow between record batches. A
+    file that can only be read as a whole is one part: a plain text, a tar, what is compressed.
+    """
+    content = content_of(path)
+    if content.compression or path.stat().st_size <= size:
+        return [WHOLE_FILE]
+    if content.kind == "lines":
+        return parts_of_lines(path, size)
+    if content.kind == "parquet":
+        return parts_of_parquet(path, size)
+    if content.kind == "arrow":
+        return parts_of_arrow(path, size)
+    return [WHOLE_FILE]
 
 
 def _plain_pieces(path: Path, content: Content) -> Iterator[str]:

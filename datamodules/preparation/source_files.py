@@ -50,7 +50,7 @@ class SourceFiles:
     def texts(self) -> Iterator[Text]:
         """All texts. A plain text file is one text; in other files every record is one text."""
         for name, path in self.files:
-            yield from texts_of(name, path, self.text_key)
+            yield from texts_of(name, path, text_key=self.text_key)
 
 
 def open_sources(

@@ -7,24 +7,37 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
-from longhaul.datamodules.files.untrusted import one_line
+from longhaul.datamodules.files.untrusted import one_line, open_regular
 from longhaul.datamodules.preparation.compression import reading
 from longhaul.datamodules.preparation.text_files.keys import found_keys, path_of, value_at
+from longhaul.datamodules.preparation.text_files.parts import FilePart, parts_from
 from longhaul.datamodules.tokenizer import check_characters
 
 # A compressed line may expand to any size.
 MOST_TEXT_BYTES = 64 << 20
 
+_COUNTED_BYTES = 1 << 20
+
 # No number of a record is used, and Python refuses to convert those of 4,300 digits and more.
 _decode = json.JSONDecoder(parse_int=len).decode
 
 
-def json_texts(file: IO[bytes], path: Path, key: str) -> Iterator[tuple[int, str]]:
+def json_texts(file: IO[bytes], path: Path, key: str, part: FilePart) -> Iterator[tuple[int, str]]:
     """Numbers of lines, from 1, and their texts. Lines of white space are skipped.
 
-    Raises ValueError with file and line where a line is no object with a string of that name.
+    Args:
+        part: bytes of a file that is not compressed, or WHOLE_FILE.
+
+    Raises:
+        ValueError: a line is no object with a string of that name; file and line are named.
     """
-    for number, line in enumerate(_lines(file, path), 1):
+    if part.start:
+        file.seek(part.start)
+    at = part.start
+    for number, line in enumerate(_lines(file, path), part.before + 1):
+        if part.stop is not None and at >= part.stop:
+            return
+        at += len(line)
         where = f"{path}:{number}"
         if len(line) > MOST_TEXT_BYTES:
             raise ValueError(
@@ -58,6 +71,21 @@ def _lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
 def _next_line(file: IO[bytes], path: Path) -> bytes:
     with reading(path):
         return file.readline(MOST_TEXT_BYTES + 1)
+
+
+def parts_of_lines(path: Path, size: int) -> list[FilePart]:
+    """Parts of about `size` bytes, each of whole lines. All lines are counted for that."""
+    starts = [(0, 0)]
+    at = lines = 0
+    with open_regular(path) as file:
+        while block := file.read(_COUNTED_BYTES):
+            wanted = max(0, starts[-1][0] + size - at)
+            while (end := block.find(b"\n", wanted) + 1) > 0:
+                starts.append((at + end, lines + block.count(b"\n", 0, end)))
+                wanted = end + size
+            lines += block.count(b"\n")
+            at += len(block)
+    return parts_from(starts[:-1] if len(starts) > 1 and starts[-1][0] == at else starts)
 
 
 def json_text(content: bytes, where: str, key: str) -> str:

@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
+from longhaul.datamodules.files.untrusted import check_regular, one_line, shown
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.text_files.keys import found_keys, path_of, value_at
+from longhaul.datamodules.preparation.text_files.parts import FilePart, parts_of_groups
 
 _ARROW_FILE = b"ARROW1\0\0"
 # In front of each message of a stream, with the message's length behind it.
@@ -33,10 +34,14 @@ def is_arrow(head: bytes) -> bool:
     return head.startswith((_ARROW_FILE, _ARROW_STREAM))
 
 
-def parquet_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
+def parquet_texts(path: Path, key: str, part: FilePart) -> Iterator[tuple[int, str]]:
     """Numbers of rows, from 1, and their texts; that of a null is empty.
 
-    Raises ValueError with the file, and the row where one is damaged.
+    Args:
+        part: row groups.
+
+    Raises:
+        ValueError: with the file, and the row where one is damaged.
     """
     # Imported here, because it is slow and only parquet files need it.
     import pyarrow.parquet
@@ -46,10 +51,14 @@ def parquet_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
         schema = file.schema_arrow
     with file:
         names = _column(path, schema, key)
-        # Of a nested column, this reads one leaf.
-        columns = [".".join(names)]
-        batches = file.iter_batches(_PARQUET_ROWS, columns=columns, use_threads=False)
-        rows = 0
+        batches = file.iter_batches(
+            _PARQUET_ROWS,
+            row_groups=list(range(file.num_row_groups))[part.start : part.stop],
+            # Of a nested column, this reads one leaf.
+            columns=[".".join(names)],
+            use_threads=False,
+        )
+        rows = part.before
         while True:
             with foreign_content(path, _NO_PARQUET):
                 batch = next(batches, None)
@@ -59,61 +68,89 @@ def parquet_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
             rows += batch.num_rows
 
 
-def arrow_texts(path: Path, key: str) -> Iterator[tuple[int, str]]:
-    """Numbers of rows, from 1, and their texts, of an IPC stream or file; errors as above."""
-    rows = 0
-    for batch, names in _arrow_batches(path, key):
-        # Arrow checks no offset and no index, which decide what memory is read.
-        with foreign_content(f"{path}: rows {rows + 1} to {rows + batch.num_rows}", "damaged"):
-            batch.validate(full=True)
-        yield from _texts_in(batch, names, path, rows)
-        rows += batch.num_rows
+def parts_of_parquet(path: Path, size: int) -> list[FilePart]:
+    """Parts of about `size` bytes, each of whole row groups; errors as above."""
+    import pyarrow.parquet
+
+    with foreign_content(path, _NO_PARQUET):
+        metadata = pyarrow.parquet.read_metadata(path)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        sizes = [(group.total_byte_size, group.num_rows) for group in groups]
+    return parts_of_groups(sizes, size)
+
+
+def arrow_texts(path: Path, key: str, part: FilePart) -> Iterator[tuple[int, str]]:
+    """Numbers of rows, from 1, and their texts, of an IPC stream or file; errors as above.
+
+    Args:
+        part: record batches. Of a stream, those before are skipped without reading their texts.
+    """
+    with _mapped(path) as file:
+        with foreign_content(path, _NO_ARROW):
+            schema = _opened(file).schema
+        names = _column(path, schema, key)
+        rows = part.before
+        batches = _arrow_batches(file, path, schema.get_field_index(names[0]), part.start)
+        for number, batch in enumerate(batches, part.start):
+            if number == part.stop:
+                return
+            # Arrow checks no offset and no index, which decide what memory is read.
+            where = f"{path}: rows {rows + 1} to {rows + batch.num_rows}"
+            with foreign_content(where, "damaged"):
+                batch.validate(full=True)
+            yield from _texts_in(batch, names, path, rows)
+            rows += batch.num_rows
+
+
+def parts_of_arrow(path: Path, size: int) -> list[FilePart]:
+    """Parts of about `size` bytes, each of whole record batches; errors as above.
+
+    All batches are counted for that, and none of their texts is read.
+    """
+    return parts_of_groups(_arrow_sizes(path), size)
 
 
 def arrow_rows(path: Path) -> int:
     """Rows of an IPC stream or file, whose texts are not read; errors as above."""
-    return sum(batch.num_rows for batch, _ in _arrow_batches(path, None))
+    return sum(rows for _, rows in _arrow_sizes(path))
 
 
-def _arrow_batches(path: Path, key: str | None) -> Iterator[tuple[Any, list[str]]]:
-    """The batches, with the one column that has the key, and the names that lead to the texts.
+def _arrow_sizes(path: Path) -> list[tuple[int, int]]:
+    """Of each batch about how many bytes it has, and how many rows."""
+    with _mapped(path) as file:
+        # The rows of a column are those of all.
+        rows = [batch.num_rows for batch in _arrow_batches(file, path, 0, 0)]
+        return [(file.size() // len(rows), each) for each in rows]
 
-    Without a key, the batches have all columns, and there are no names.
-    """
-    # Imported here, because it is slow and only these files need it.
+
+def _arrow_batches(file: Any, path: Path, column: int, first: int) -> Iterator[Any]:
+    """The batches from this number on, with this column alone."""
     import pyarrow.ipc
 
-    names: list[str] = []
-    options = pyarrow.ipc.IpcReadOptions(use_threads=False)
-    with _mapped(path) as file:
-        if key is not None:
+    options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=[column])
+    with foreign_content(path, _NO_ARROW):
+        reader = _opened(file, options)
+    if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
+        for number in range(first, reader.num_record_batches):
             with foreign_content(path, _NO_ARROW):
-                schema = _opened(file, options).schema
-            names = _column(path, schema, key)
-            options.included_fields = [schema.get_field_index(names[0])]
-            file.seek(0)
+                batch = reader.get_batch(number)
+            yield batch
+        return
+    number = 0
+    while True:
+        before = file.tell()
         with foreign_content(path, _NO_ARROW):
-            reader = _opened(file, options)
-        if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
-            for number in range(reader.num_record_batches):
-                with foreign_content(path, _NO_ARROW):
-                    batch = reader.get_batch(number)
-                yield batch, names
-            return
-        while True:
-            before = file.tell()
-            with foreign_content(path, _NO_ARROW):
-                batch = next(reader, None)
-            if batch is None:
-                break
-            yield batch, names
-        # A stream may end without its end marker, as one that is cut behind a batch does.
-        if file.tell() == before:
-            raise ValueError(
-                f"{path}: found no end marker, wanted a whole Arrow stream: a cut copy"
-            )
-        if more := file.size() - file.tell():
-            raise ValueError(f"{path}: found {more:,} bytes after the Arrow stream, wanted its end")
+            batch = next(reader, None)
+        if batch is None:
+            break
+        if number >= first:
+            yield batch
+        number += 1
+    # A stream may end without its end marker, as one that is cut behind a batch does.
+    if file.tell() == before:
+        raise ValueError(f"{path}: found no end marker, wanted a whole Arrow stream: a cut copy")
+    if more := file.size() - file.tell():
+        raise ValueError(f"{path}: found {more:,} bytes after the Arrow stream, wanted its end")
 
 
 @contextmanager
@@ -121,17 +158,18 @@ def _mapped(path: Path) -> Iterator[Any]:
     """The file in memory that the system may take back: a batch may be as large as the file."""
     import pyarrow
 
-    with open_regular(path):
-        pass
+    check_regular(path)
     with foreign_content(path, _NO_ARROW):
         file = pyarrow.memory_map(str(path))
     with file:
         yield file
 
 
-def _opened(file: Any, options: Any) -> Any:
+def _opened(file: Any, options: Any = None) -> Any:
+    """A reader of the stream or file from its beginning."""
     import pyarrow.ipc
 
+    file.seek(0)
     is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
     file.seek(0)
     return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file, options=options)

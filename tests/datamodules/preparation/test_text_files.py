@@ -14,6 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from longhaul.datamodules.preparation.formats import parts_of, texts_of
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text_files import tars
 
@@ -136,6 +137,28 @@ def test_damaged_files_are_refused_in_one_line(source: Path) -> None:
     file.write_bytes(b"")
     if file.suffix != ".jsonl":
         refused(source)
+
+
+def test_the_parts_of_a_file_have_its_texts(source: Path) -> None:
+    file = source if source.is_file() else source / "data-00000-of-00002.arrow"
+    rows = 6 if source.is_file() else 3
+    if file.suffix == ".parquet":
+        table = pyarrow.parquet.read_table(file)
+        pyarrow.parquet.write_table(table, file, row_group_size=2)
+    whole = [(text.name, "".join(text.pieces())) for text in texts_of("a", file)]
+    assert len(whole) == rows
+    counts = []
+    for size in (1, 150, 300, 10_000):
+        parts = parts_of(file, size)
+        texts = [text for part in parts for text in texts_of("a", file, part)]
+        assert [(text.name, "".join(text.pieces())) for text in texts] == whole
+        counts.append(len(parts))
+    assert counts[-1] == 1
+    # Of groups of two rows.
+    expected = {".jsonl": 6, ".feather": 3, ".parquet": 3}
+    if source.is_file():
+        expected[".arrow"] = 3
+    assert counts[0] == expected.get(file.suffix, 1)
 
 
 @pytest.mark.parametrize("ending", COMPRESS)
