@@ -4,12 +4,12 @@ Rows are read by batches, which are never joined: more than 2 GiB of strings do 
 array. A table is damaged if it ends before its end, even behind a whole batch.
 """
 
+import mmap
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longhaul.datamodules.files.untrusted import check_regular, one_line, shown
+from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.text_files.keys import found_keys, path_of, value_at
 from longhaul.datamodules.preparation.text_files.parts import FilePart, parts_of_groups
@@ -19,6 +19,7 @@ _ARROW_FILE = b"ARROW1\0\0"
 _ARROW_STREAM = b"\xff\xff\xff\xff"
 
 _PARQUET_ROWS = 64
+_ARROW_ROWS = 1024
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _NO_PARQUET = "not readable as parquet"
 _NO_ARROW = "not readable as Arrow"
@@ -85,21 +86,26 @@ def arrow_texts(path: Path, key: str, part: FilePart) -> Iterator[tuple[int, str
     Args:
         part: record batches. Of a stream, those before are skipped without reading their texts.
     """
-    with _mapped(path) as file:
-        with foreign_content(path, _NO_ARROW):
-            schema = _opened(file).schema
-        names = _column(path, schema, key)
-        rows = part.before
-        batches = _arrow_batches(file, path, schema.get_field_index(names[0]), part.start)
-        for number, batch in enumerate(batches, part.start):
-            if number == part.stop:
-                return
+    content = _mapped(path)
+    with foreign_content(path, _NO_ARROW):
+        schema = _opened(_reader(content)).schema
+    names = _column(path, schema, key)
+    rows = part.before
+    batches = _arrow_batches(content, path, schema.get_field_index(names[0]), part.start)
+    for number, whole in enumerate(batches, part.start):
+        if number == part.stop:
+            return
+        # A file may be one batch.
+        for start in range(0, whole.num_rows, _ARROW_ROWS):
+            batch = whole.slice(start, _ARROW_ROWS)
             # Arrow checks no offset and no index, which decide what memory is read.
             where = f"{path}: rows {rows + 1} to {rows + batch.num_rows}"
             with foreign_content(where, "damaged"):
                 batch.validate(full=True)
             yield from _texts_in(batch, names, path, rows)
             rows += batch.num_rows
+            # Else all that was read would count as memory of this process.
+            content.madvise(mmap.MADV_DONTNEED)
 
 
 def parts_of_arrow(path: Path, size: int) -> list[FilePart]:
@@ -117,18 +123,19 @@ def arrow_rows(path: Path) -> int:
 
 def _arrow_sizes(path: Path) -> list[tuple[int, int]]:
     """Of each batch about how many bytes it has, and how many rows."""
-    with _mapped(path) as file:
-        # The rows of a column are those of all.
-        rows = [batch.num_rows for batch in _arrow_batches(file, path, 0, 0)]
-        return [(file.size() // len(rows), each) for each in rows]
+    content = _mapped(path)
+    # The rows of a column are those of all.
+    rows = [batch.num_rows for batch in _arrow_batches(content, path, 0, 0)]
+    return [(len(content) // len(rows), each) for each in rows]
 
 
-def _arrow_batches(file: Any, path: Path, column: int, first: int) -> Iterator[Any]:
+def _arrow_batches(content: mmap.mmap, path: Path, column: int, first: int) -> Iterator[Any]:
     """The batches from this number on, with this column alone."""
     import pyarrow.ipc
 
     options = pyarrow.ipc.IpcReadOptions(use_threads=False, included_fields=[column])
     with foreign_content(path, _NO_ARROW):
+        file = _reader(content)
         reader = _opened(file, options)
     if isinstance(reader, pyarrow.ipc.RecordBatchFileReader):
         for number in range(first, reader.num_record_batches):
@@ -153,16 +160,19 @@ def _arrow_batches(file: Any, path: Path, column: int, first: int) -> Iterator[A
         raise ValueError(f"{path}: found {more:,} bytes after the Arrow stream, wanted its end")
 
 
-@contextmanager
-def _mapped(path: Path) -> Iterator[Any]:
-    """The file in memory that the system may take back: a batch may be as large as the file."""
+def _mapped(path: Path) -> mmap.mmap:
+    """The bytes of a file, of which those that nobody asks for are not read.
+
+    It is closed with the last batch that refers to it.
+    """
+    with open_regular(path) as file, foreign_content(path, _NO_ARROW):
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _reader(content: mmap.mmap) -> Any:
     import pyarrow
 
-    check_regular(path)
-    with foreign_content(path, _NO_ARROW):
-        file = pyarrow.memory_map(str(path))
-    with file:
-        yield file
+    return pyarrow.BufferReader(pyarrow.py_buffer(content))
 
 
 def _opened(file: Any, options: Any = None) -> Any:
