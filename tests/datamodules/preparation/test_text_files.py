@@ -16,7 +16,7 @@ import pytest
 
 from longhaul.datamodules.preparation.formats import parts_of, texts_of
 from longhaul.datamodules.preparation.source_files import open_sources
-from longhaul.datamodules.preparation.text_files import tars
+from longhaul.datamodules.preparation.text_files import json_lines, tars
 
 FILES = Path(__file__).parent / "texts"
 TEXTS = ["one text", "zwei Texte, ü", "", "trois\r\ntextes\rà lire\n", None, "日本語 \U0001f600"]
@@ -139,7 +139,8 @@ def test_damaged_files_are_refused_in_one_line(source: Path) -> None:
         refused(source)
 
 
-def test_the_parts_of_a_file_have_its_texts(source: Path) -> None:
+def test_the_parts_of_a_file_have_its_texts(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_lines, "_COUNTED_BYTES", 100)
     file = source if source.is_file() else source / "data-00000-of-00002.arrow"
     rows = 6 if source.is_file() else 3
     if file.suffix == ".parquet":
@@ -276,6 +277,17 @@ def test_a_key_with_dots_is_a_name_or_a_path(tmp_path: Path) -> None:
         ValueError, match=r"^--text-key: found 'a\.\.b', wanted a name, or names with"
     ):
         read(tmp_path, key="a..b")
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    column = pyarrow.array(["a"])
+    table = pyarrow.Table.from_arrays([column, column, column], names=["text", "text", "other"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        message = refused(tmp_path / name)
+        assert "columns ['text', 'text', 'other'], wanted a `text`, once; found other" in message
 
 
 @pytest.mark.parametrize("kind", COLUMNS)
