@@ -1,4 +1,7 @@
-"""Compressed files as streams of their content. The first bytes tell how a file is compressed."""
+"""Compressed files as streams of their content. The first bytes tell how a file is compressed.
+
+A file may hold several streams, one behind the other, as parallel compressors and `cat` write them.
+"""
 
 import bz2
 import gzip
@@ -29,6 +32,54 @@ class Compression:
     """The content of a compressed stream."""
 
 
+# What a frame of zstd may refer back to, and what xz may allocate for that.
+_MOST_WINDOW_BYTES = 128 << 20
+_MOST_XZ_BYTES = _MOST_WINDOW_BYTES + (32 << 20)
+_TOO_LARGE = ("requires too much memory", "Memory usage limit exceeded")
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18")
+_READ_BYTES = 1 << 16
+
+
+class _Streams(io.RawIOBase):
+    """The content of compressed streams, one behind the other, with zeros behind any of them.
+
+    The modules bz2 and lzma take a damaged second stream for the end of the file.
+    """
+
+    def __init__(self, new: Callable[[], Any], file: IO[bytes]) -> None:
+        self._new, self._file = new, file
+        self._stream = new()
+        self._is_begun = False
+        self._input = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if not self._input and (self._stream.eof or self._stream.needs_input):
+                self._input = self._file.read(_READ_BYTES)
+                if not self._input:
+                    if self._is_begun and not self._stream.eof:
+                        raise EOFError("found its end before that of the compressed data")
+                    return 0
+            if self._stream.eof:
+                self._input = self._input.lstrip(b"\0")
+                if not self._input:
+                    continue
+                self._stream = self._new()
+            self._is_begun = True
+            content = self._stream.decompress(self._input, len(buffer))
+            self._input = self._stream.unused_data if self._stream.eof else b""
+            if content:
+                buffer[: len(content)] = content
+                return len(content)
+
+
+def _open_streams(new: Callable[[], Any], file: IO[bytes]) -> Any:
+    return io.BufferedReader(_Streams(new, file))
+
+
 def _open_with_arrow(codec: str, file: IO[bytes]) -> Any:
     # Imported here, because it is slow and only these files need it.
     import pyarrow
@@ -38,13 +89,32 @@ def _open_with_arrow(codec: str, file: IO[bytes]) -> Any:
     return io.BufferedReader(stream)
 
 
+def _xz() -> Any:
+    return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MOST_XZ_BYTES)
+
+
 COMPRESSIONS = (
     Compression("gzip", ".gz", rb"\x1f\x8b\x08", gzip.open),
-    Compression("bzip2", ".bz2", rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", bz2.open),
-    Compression("xz", ".xz", rb"\xfd7zXZ\0", lzma.open),
+    Compression(
+        "bzip2",
+        ".bz2",
+        rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+        partial(_open_streams, bz2.BZ2Decompressor),
+    ),
+    Compression("xz", ".xz", rb"\xfd7zXZ\0", partial(_open_streams, _xz)),
     Compression("zstd", ".zst", rb"\x28\xb5\x2f\xfd", partial(_open_with_arrow, "zstd")),
     Compression("lz4", ".lz4", rb"\x04\x22\x4d\x18", partial(_open_with_arrow, "lz4")),
 )
+
+
+def head_of(file: IO[bytes], size: int) -> bytes:
+    """The first bytes of a file that tell what it holds: those behind what zstd and lz4 skip."""
+    at = 0
+    while _SKIPPABLE.match(start := file.read(8)) and len(start) == 8:
+        at += len(start) + int.from_bytes(start[4:], "little")
+        file.seek(at)
+    file.seek(at)
+    return file.read(size)
 
 
 def compression_of(name: str, head: bytes) -> Compression | None:
@@ -71,6 +141,16 @@ def opened(path: Path, compression: Compression | None) -> Iterator[IO[bytes]]:
             yield stream
 
 
-def reading(path: Path) -> Any:
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
     """Around each call that reads a file's content: damage is a ValueError that names the file."""
-    return foreign_content(path, "damaged")
+    try:
+        with foreign_content(path, "damaged"):
+            yield
+    except ValueError as error:
+        if not any(each in str(error) for each in _TOO_LARGE):
+            raise
+        raise ValueError(
+            f"{path}: found a compression window above {_MOST_WINDOW_BYTES >> 20} MiB, wanted that "
+            "at most; decompress the file first, with `zstd -d --long=31` or `xz -d`"
+        ) from None

@@ -1,24 +1,42 @@
-"""What a file of texts holds, and its texts: a plain text, JSON lines, or the rows of a table."""
+"""What a file of texts holds, and its texts: one plain text, or a text of each of many records."""
 
 import codecs
 import io
-import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Literal, TypeAlias
 
-from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
-from longhaul.datamodules.native import foreign_content
+from longhaul.datamodules.files.untrusted import open_regular
 from longhaul.datamodules.preparation.compression import (
+    COMPRESSIONS,
     Compression,
     compression_of,
+    head_of,
     opened,
     reading,
 )
-from longhaul.datamodules.tokenizer import check_characters
+from longhaul.datamodules.preparation.text_files.json_lines import (
+    is_json_lines,
+    json_texts,
+    parts_of_lines,
+)
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
+from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE as WHOLE_FILE
+from longhaul.datamodules.preparation.text_files.parts import FilePart as FilePart
+from longhaul.datamodules.preparation.text_files.tables import (
+    arrow_texts,
+    is_arrow,
+    is_parquet,
+    parquet_texts,
+    parts_of_arrow,
+    parts_of_parquet,
+)
+from longhaul.datamodules.preparation.text_files.tars import is_tar, no_texts_in, tar_texts
+
+Kind: TypeAlias = Literal["text", "lines", "parquet", "arrow", "tar"]
 
 _log = logging.getLogger(__name__)
 _with_replaced_bytes: set[Path] = set()
@@ -26,22 +44,30 @@ _with_replaced_bytes: set[Path] = set()
 # Characters tokenized at a time. A tokenizer allocates some hundred times as much memory.
 PIECE_CHARACTERS = 1 << 18
 READABLE = (
-    "plain text, JSON lines (.jsonl, .ndjson, .json) or .parquet; text and JSON lines may be "
-    "compressed (.gz, .bz2, .xz, .zst, .lz4)"
+    "plain text, JSON lines (.jsonl, .ndjson, .json), .parquet, .arrow or a webdataset's .tar; but "
+    "for .parquet and .arrow they may be compressed (.gz, .bz2, .xz, .zst, .lz4)"
 )
 _HEAD_BYTES = 8192
 # A warning names so many files.
 _MOST_NAMED = 5
-_PARQUET_ROWS = 64
-_COUNTED_BYTES = 1 << 20
-# A compressed line may expand to any size.
-_MOST_LINE_BYTES = 64 << 20
 _LINES = (".jsonl", ".jsonlines", ".ndjson", ".json")
+_TARS = (".tar", ".tgz", ".tbz2", ".txz")
+_TABLES: dict[Kind, tuple[tuple[str, ...], Callable[[bytes], bool]]] = {
+    "parquet": ((".parquet",), is_parquet),
+    "arrow": ((".arrow", ".arrows", ".feather", ".ipc"), is_arrow),
+}
+_NO_PAGES = (
+    *(*_LINES, *_TARS, *(ending for endings, _ in _TABLES.values() for ending in endings)),
+    *(each.ending for each in COMPRESSIONS),
+)
 # Files that often hold texts, but whose bytes are no text.
 _UNREAD = (
-    *(".zip", ".7z", ".rar", ".tar", ".tgz", ".tbz2", ".txz", ".z", ".lzma", ".br", ".lzo"),
-    *(".arrow", ".feather", ".ipc", ".orc", ".avro", ".warc", ".wet", ".sqlite", ".msgpack"),
+    *(".zip", ".7z", ".rar", ".z", ".lzma", ".br", ".lzo"),
+    *(".orc", ".avro", ".warc", ".wet", ".sqlite", ".msgpack", ".pkl", ".pickle"),
 )
+_ZIP_MAGIC = b"PK\3\4"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_PAGES = (b"<!doctype html", b"<html")
 # Longer ones first: that of UTF-32 begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -49,7 +75,6 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-_TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _BYTE_ORDER_MARK = "\ufeff"
 
 
@@ -73,39 +98,74 @@ class Text:
 class Content:
     """What a file holds."""
 
-    kind: Literal["text", "lines", "parquet"]
+    kind: Kind
     compression: Compression | None
     encoding: str = "utf-8"
     """Of a text."""
 
 
 def content_of(path: Path) -> Content:
-    """What a file holds, by its name and first bytes.
+    """What a file holds, by its first bytes.
+
+    A name that promises another format than they show is that of a damaged file. It decides only
+    what bytes cannot tell: whether a file of one JSON object is a record or a text.
 
     Raises:
         UnreadableError: it holds no texts, or holds them in a way that cannot be read.
-        ValueError: it is damaged.
+        ValueError: it is damaged, or no download of the file but a page or a pointer.
     """
     with open_regular(path) as file:
-        head = file.read(_HEAD_BYTES)
+        head = head_of(file, _HEAD_BYTES)
     name = path.name.lower()
+    _check_downloaded(path, name, head)
     packed = compression_of(name, head)
     if packed is not None:
+        if not head:
+            raise ValueError(f"{path}: damaged, found no bytes, wanted {packed.name}")
         name = name.removesuffix(packed.ending)
         with opened(path, packed) as stream, reading(path):
             head = stream.read(_HEAD_BYTES)
         if (again := compression_of(name, head)) is not None:
             found = f"{again.name} in {packed.name}"
             raise UnreadableError(f"{path}: found {found}, wanted one of them")
-    if name.endswith(_UNREAD):
+    ending = ".zip" if head.startswith(_ZIP_MAGIC) else Path(name).suffix
+    if ending in _UNREAD:
         raise UnreadableError(
-            f"{path}: found {Path(name).suffix}, whose texts cannot be read, wanted {READABLE}"
+            f"{path}: found {ending}, whose texts cannot be read, wanted {READABLE}"
         )
-    if name.endswith(".parquet") or (head.startswith(b"PAR1") and b"\0" in head):
+    for kind, (endings, is_kind) in _TABLES.items():
+        if ending not in endings and not is_kind(head):
+            continue
         if packed is not None:
-            found = f"parquet in {packed.name}"
-            raise UnreadableError(f"{path}: found {found}, wanted .parquet itself")
-        return Content("parquet", None)
+            found = f"{kind} in {packed.name}"
+            raise UnreadableError(f"{path}: found {found}, wanted {endings[0]} itself")
+        if not is_kind(head):
+            raise ValueError(f"{path}: not readable as {kind}, found no header of such a file")
+        return Content(kind, None)
+    if is_tar(head):
+        with opened(path, packed) as stream:
+            found_instead = no_texts_in(stream, path)
+        if found_instead is not None:
+            wanted = "a .txt or a .json a sample"
+            raise UnreadableError(f"{path}: {found_instead}, wanted {wanted} (webdataset)")
+        return Content("tar", packed)
+    if ending in _TARS:
+        raise ValueError(f"{path}: damaged, found no header of a tar")
+    return _text_or_lines(path, name, head, packed)
+
+
+def _check_downloaded(path: Path, name: str, head: bytes) -> None:
+    """Raise at what is left where a download went wrong."""
+    if head.startswith(_LFS_POINTER):
+        raise ValueError(
+            f"{path}: found a git-LFS pointer, wanted the file itself; `git lfs pull` fetches it"
+        )
+    is_page = head.removeprefix(codecs.BOM_UTF8).lstrip()[:14].lower().startswith(_PAGES)
+    if is_page and name.endswith(_NO_PAGES):
+        raise ValueError(f"{path}: found an HTML page, wanted what its name says; fetch it again")
+
+
+def _text_or_lines(path: Path, name: str, head: bytes, packed: Compression | None) -> Content:
     encoding = next((e for mark, e in _MARKS if head.startswith(mark)), "utf-8")
     if name.endswith(_LINES):
         if encoding != "utf-8":
@@ -114,6 +174,10 @@ def content_of(path: Path) -> Content:
         return Content("lines", packed)
     if encoding == "utf-8" and b"\0" in head:
         raise UnreadableError(f"{path}: found a binary file, wanted {READABLE}")
+    if encoding == "utf-8" and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
+        with opened(path, packed) as stream:
+            if is_json_lines(stream, path):
+                return Content("lines", packed)
     return Content("text", packed, encoding)
 
 
@@ -128,35 +192,64 @@ def _check_lines(path: Path, name: str, head: bytes) -> None:
     if first.startswith(b"{"):
         found = "an object over several lines"
     else:
-        found = "an array" if first.startswith(b"[") else "no object"
+        found = "a JSON array" if first.startswith(b"[") else "no object"
     raise UnreadableError(
-        f"{path}: found {found}, wanted an object with `text` on each line; to read the file as "
+        f"{path}: found {found}, wanted an object on each line; to read the file as "
         "plain text give it another ending"
     )
 
 
-class FilePart(NamedTuple):
-    """A part of a file of records: bytes of JSON lines, or row groups of a Parquet file."""
+def texts_of(
+    name: str, path: Path, part: FilePart = WHOLE_FILE, text_key: str = TEXT_KEY
+) -> Iterator[Text]:
+    """The texts of a file, or of a part of it, whose name in the corpus is `name`.
 
-    start: int = 0
-    stop: int | None = None
-    """None: the end of the file."""
-    before: int = 0
-    """The number of lines or rows before it."""
+    Args:
+        part: one of `parts_of`.
+        text_key: what the texts are called in files of records: a name, or a path with dots. That
+            of a null is empty.
 
-
-WHOLE_FILE = FilePart()
-
-
-def texts_of(name: str, path: Path, part: FilePart = WHOLE_FILE) -> Iterator[Text]:
-    """The texts of a file, or of a part of it, whose name in the corpus is `name`."""
+    Raises:
+        ValueError: with the file, and the record where one is damaged or has no text.
+    """
     content = content_of(path)
-    if content.kind == "lines":
-        yield from _json_lines(name, path, content.compression, part)
-    elif content.kind == "parquet":
-        yield from _parquet_rows(name, path, part)
-    else:
+    if content.kind == "text":
         yield Text(name, partial(_plain_pieces, path, content), is_file=True)
+        return
+    # Each is read even if it is for the other split: the first bad one is to be named.
+    for number, text in _records(path, content, part, text_key):
+        yield Text(f"{name}#{number}", partial(_pieces_of, text, path))
+
+
+def _records(path: Path, content: Content, part: FilePart, key: str) -> Iterator[tuple[int, str]]:
+    if content.kind == "parquet":
+        yield from parquet_texts(path, key, part)
+    elif content.kind == "arrow":
+        yield from arrow_texts(path, key, part)
+    else:
+        with opened(path, content.compression) as file:
+            if content.kind == "lines":
+                yield from json_texts(file, path, key, part)
+            else:
+                yield from tar_texts(file, path, key)
+
+
+def parts_of(path: Path, size: int) -> list[FilePart]:
+    """The parts of a file in order: each has about `size` bytes, and begins with a record.
+
+    JSON lines are cut behind a line, Parquet between row groups, Arrow between record batches. A
+    file that can only be read as a whole is one part: a plain text, a tar, what is compressed.
+    """
+    content = content_of(path)
+    if content.compression or path.stat().st_size <= size:
+        return [WHOLE_FILE]
+    if content.kind == "lines":
+        return parts_of_lines(path, size)
+    if content.kind == "parquet":
+        return parts_of_parquet(path, size)
+    if content.kind == "arrow":
+        return parts_of_arrow(path, size)
+    return [WHOLE_FILE]
 
 
 def _plain_pieces(path: Path, content: Content) -> Iterator[str]:
@@ -179,138 +272,6 @@ def _warn_of_replaced_bytes(path: Path) -> None:
         _log.warning("%s: found U+FFFD, which bytes that are not UTF-8 become", path)
     elif len(_with_replaced_bytes) == _MOST_NAMED + 1:
         _log.warning("more files have U+FFFD; they are not named")
-
-
-def parts_of(path: Path, size: int) -> list[FilePart]:
-    """The parts of a file in order: each has about `size` bytes, and begins with a record.
-
-    A file that can only be read as a whole is one part: a plain text, and what is compressed.
-    """
-    content = content_of(path)
-    if content.kind == "text" or content.compression or path.stat().st_size <= size:
-        return [WHOLE_FILE]
-    starts = _line_starts(path, size) if content.kind == "lines" else _group_starts(path, size)
-    stops = [start for start, _ in starts[1:]]
-    return [
-        FilePart(start, stop, before)
-        for (start, before), stop in zip(starts, [*stops, None], strict=True)
-    ]
-
-
-def _line_starts(path: Path, size: int) -> list[tuple[int, int]]:
-    """The byte at which each part starts, and the number of lines before. Reads the whole file."""
-    starts = [(0, 0)]
-    at = lines = 0
-    with open_regular(path) as file:
-        while block := file.read(min(size, _COUNTED_BYTES)):
-            wanted = starts[-1][0] + size - at
-            if wanted < len(block) and (end := block.find(b"\n", max(0, wanted))) >= 0:
-                starts.append((at + end + 1, lines + block.count(b"\n", 0, end + 1)))
-            lines += block.count(b"\n")
-            at += len(block)
-    return starts if starts[-1][0] < at else starts[:-1]
-
-
-def _group_starts(path: Path, size: int) -> list[tuple[int, int]]:
-    """The row group with which each part starts, and the number of rows before."""
-    import pyarrow.parquet
-
-    with foreign_content(path, "not readable as parquet"):
-        metadata = pyarrow.parquet.read_metadata(path)
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        sizes = [(group.total_byte_size, group.num_rows) for group in groups]
-    starts = [(0, 0)]
-    total = rows = 0
-    for number, (bytes_here, rows_here) in enumerate(sizes):
-        if total >= size:
-            starts.append((number, rows))
-            total = 0
-        total += bytes_here
-        rows += rows_here
-    return starts
-
-
-def _json_lines(
-    name: str, path: Path, compression: Compression | None, part: FilePart
-) -> Iterator[Text]:
-    with opened(path, compression) as file:
-        if part.start:
-            file.seek(part.start)
-        at, number = part.start, part.before
-        while (part.stop is None or at < part.stop) and (line := _next_line(file, path)):
-            at += len(line)
-            number += 1
-            where = f"{path}:{number}"
-            if len(line) > _MOST_LINE_BYTES:
-                raise ValueError(
-                    f"{where}: found a line of more than {_MOST_LINE_BYTES >> 20} MiB, wanted "
-                    "shorter texts"
-                )
-            if line.strip():
-                # Read even if this line is for the other split: the first bad one is to be named.
-                text = _json_text(line, where)
-                yield Text(f"{name}#{number}", partial(_pieces_of, text, path))
-
-
-def _next_line(file: IO[bytes], path: Path) -> bytes:
-    with reading(path):
-        return file.readline(_MOST_LINE_BYTES + 1)
-
-
-def _json_text(line: bytes, where: str) -> str:
-    try:
-        # Not by a schema of pydantic's, which would not say where a surrogate is.
-        record = json.loads(line)
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read, nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON, {one_line(error)}") from None
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: no `text`, wanted an object with a string of that name")
-    check_characters(text, f"{where}: `text`")
-    return text
-
-
-def _parquet_rows(name: str, path: Path, part: FilePart) -> Iterator[Text]:
-    # Imported here, because it is slow and only parquet files need it.
-    import pyarrow.parquet
-
-    unreadable = "not readable as parquet"
-    with foreign_content(path, unreadable):
-        file = pyarrow.parquet.ParquetFile(path, pre_buffer=False)
-        schema = file.schema_arrow
-    with file:
-        if schema.names.count("text") != 1:
-            raise ValueError(f"{path}: columns {shown(schema.names)}, wanted a `text`, once")
-        if not _is_text(schema.field("text").type):
-            kind = one_line(schema.field("text").type)
-            raise ValueError(f"{path}: column `text` is {kind}, wanted strings or bytes of UTF-8")
-        groups = list(range(file.num_row_groups))[part.start : part.stop]
-        batches = file.iter_batches(
-            _PARQUET_ROWS, row_groups=groups, columns=["text"], use_threads=False
-        )
-        number = part.before
-        while True:
-            with foreign_content(path, unreadable):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            for value in batch.column(0):
-                number += 1
-                with foreign_content(f"{path}: row {number}", "no text in UTF-8"):
-                    text = value.as_py()
-                    text = text.decode() if isinstance(text, bytes) else text
-                yield Text(f"{name}#{number}", partial(_pieces_of, text or "", path))
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether a column of this type of Arrow's holds strings, or bytes, each once or repeated."""
-    from pyarrow import types
-
-    while types.is_dictionary(kind):
-        kind = kind.value_type
-    return str(kind) in _TEXT_TYPES
 
 
 def _pieces_of(text: str, path: Path) -> Iterator[str]:

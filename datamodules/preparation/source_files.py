@@ -11,6 +11,8 @@ from pathlib import Path
 
 from longhaul.datamodules.files.untrusted import check_regular, shown
 from longhaul.datamodules.preparation.formats import Text, UnreadableError, content_of, texts_of
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
+from longhaul.datamodules.preparation.text_files.saved_datasets import is_saved, names_to_read
 from longhaul.datamodules.urls import MissingInputError
 
 STANDARD_LIBRARY = "stdlib"
@@ -25,13 +27,15 @@ class SourceFiles:
     """A list of files in the order in which they are read, sorted by the hash of their names.
 
     Neighbouring files in a folder are similar. Sorted by hash, every stretch of the corpus is a
-    mixture.
+    mixture. The files of a dataset that `datasets` saved stay together, in its order.
     """
 
     description: str
     """Description of the files, for the manifest."""
     files: tuple[tuple[str, Path], ...]
     """Names, relative to the source, and paths."""
+    text_key: str = TEXT_KEY
+    """What the texts are called in files of records: a name, or a path with dots."""
 
     def fingerprint(self) -> str:
         """Hash of the names and sizes of all files."""
@@ -41,23 +45,29 @@ class SourceFiles:
     @cached_property
     def plain_files(self) -> tuple[tuple[str, Path], ...]:
         """The files that are one text each."""
-        return tuple(
-            (name, path)
-            for name, path in self.files
-            if content_of(path).kind not in ("lines", "parquet")
-        )
+        return tuple((name, path) for name, path in self.files if content_of(path).kind == "text")
 
     def texts(self) -> Iterator[Text]:
         """All texts. A plain text file is one text; in other files every record is one text."""
         for name, path in self.files:
-            yield from texts_of(name, path)
+            yield from texts_of(name, path, text_key=self.text_key)
 
 
-def open_sources(sources: Sequence[str], destination: Path | None = None) -> SourceFiles:
+def open_sources(
+    sources: Sequence[str], destination: Path | None = None, text_key: str = TEXT_KEY
+) -> SourceFiles:
     """The files in these sources, which are files, folders, or STANDARD_LIBRARY.
 
     What is in the folder `destination`, in which their shards will be, is none of them.
+
+    Args:
+        text_key: the name of the texts in files of records, or a path with dots to them.
+
+    Raises:
+        ValueError: there is no text, or a file is damaged as far as its first bytes tell.
     """
+    if not all(text_key.split(".")):
+        raise ValueError(f"--text-key: found {shown(text_key)}, wanted a name, or names with dots")
     found: list[_Found] = []
     for source in sources:
         if source == STANDARD_LIBRARY:
@@ -66,12 +76,19 @@ def open_sources(sources: Sequence[str], destination: Path | None = None) -> Sou
             found += _files_in(Path(source), destination)
     is_library = list(sources) == [STANDARD_LIBRARY]
     description = "the Python standard library" if is_library else "files"
-    files = [(each.name, each.path) for each in _each_once(found)]
-    if not files:
+    if not found:
         raise ValueError(f"{', '.join(sources)}: no text in it")
     # The names of two sources may be equal.
-    files.sort(key=lambda file: (_digest(file[0]), str(file[1])))
-    return SourceFiles(description, tuple(files))
+    once = sorted(_each_once(found), key=_order)
+    return SourceFiles(description, tuple((one.name, one.path) for one in once), text_key)
+
+
+def _order(file: "_Found") -> tuple[bytes, str, int]:
+    if file.place is None:
+        return _digest(file.name), str(file.path), 0
+    folder = file.path.parent
+    below = file.name.rpartition("/")[0] or folder.name
+    return _digest(below), str(folder), file.place
 
 
 def in_validation(name: str, fraction: float) -> bool:
@@ -110,6 +127,8 @@ class _Found:
     path: Path
     is_linked: bool
     """Whether a link to a folder leads to it."""
+    place: int | None = None
+    """Among the files of a saved dataset, None if it is not one of them."""
 
 
 def _files_in(source: Path, destination: Path | None) -> list[_Found]:
@@ -178,12 +197,13 @@ def _walk(source: Path, left_out: Path | None = None) -> Iterator[_Found]:
                 continue
             seen.add(_identity(folder))
         # An OSError ends the preparation: a folder that cannot be read must not vanish.
-        for name in sorted(os.listdir(folder)):
+        names = sorted(name for name in os.listdir(folder) if name[0] != ".")
+        has_order = is_saved(names)
+        for place, name in enumerate(names_to_read(folder, names)):
             path = folder / name
-            if name[0] == ".":
-                continue
             if not path.is_dir():
-                yield _Found(path.relative_to(source).as_posix(), path, is_linked)
+                relative = path.relative_to(source).as_posix()
+                yield _Found(relative, path, is_linked, place if has_order else None)
             elif name == "__pycache__":
                 continue
             elif path.is_symlink():

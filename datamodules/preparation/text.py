@@ -23,6 +23,7 @@ from longhaul.datamodules.preparation.formats import (
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.resumable import Progress
 from longhaul.datamodules.preparation.source_files import SourceFiles, files_in_validation
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.preparation.units import (
     Job,
     Part,
@@ -63,6 +64,8 @@ class TextUnit:
     tokenizer: Tokenizer
     cut_fraction: float
     """The share of each plain text, at its end, that is for validation; 0 cuts none."""
+    text_key: str
+    """As of SourceFiles."""
 
     @property
     def name(self) -> str:
@@ -71,7 +74,7 @@ class TextUnit:
 
     def documents(self) -> Iterator[Document]:
         for name, path, part, is_validation in self.files:
-            for text in texts_of(name, path, part):
+            for text in texts_of(name, path, part, self.text_key):
                 if text.is_file and self.cut_fraction:
                     for half in (False, True):
                         pieces = partial(_part_of, text, half, self.cut_fraction)
@@ -126,6 +129,8 @@ def prepare_text(
         "files": len(corpus.files),
         "files_sha256": corpus.fingerprint(),
     }
+    if corpus.text_key != TEXT_KEY:
+        source["text_key"] = corpus.text_key
     if cuts:
         source["validation_from"] = "the end of each file"
     job = Job(
@@ -169,12 +174,13 @@ def text_units(corpus: SourceFiles, job: Job) -> dict[str, Unit]:
         nonlocal files, lines, filled
         if not files:
             return
-        settings = [_VERSION, job.tokenizer.sha256, fraction, cuts, lines]
+        settings = [_VERSION, job.tokenizer.sha256, corpus.text_key, fraction, cuts, lines]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         # Files of equal names and sizes in two sources, in units of their own.
         while key in units:
             key = hashlib.sha256(key.encode()).hexdigest()[:32]
-        units[key] = TextUnit(tuple(files), job.tokenizer, fraction if cuts else 0.0)
+        cut_fraction = fraction if cuts else 0.0
+        units[key] = TextUnit(tuple(files), job.tokenizer, cut_fraction, corpus.text_key)
         files, lines, filled = [], [], 0
 
     for name, path in corpus.files:

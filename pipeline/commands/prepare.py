@@ -5,6 +5,7 @@ from pathlib import Path
 
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
+from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.tokenizer import BUILT_IN
 
 
@@ -20,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = corpora.add_parser(
         "text",
-        help="files or folders of text, JSON lines or .parquet; `stdlib` is Python's own sources",
+        help="files or folders of text, JSON lines, .parquet, .arrow or webdataset's .tar; "
+        "`stdlib` is Python's own sources",
     )
     # One more positional for DST would not tell what is missing where one path is given.
     text.add_argument(
@@ -42,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"the token of a tokenizer.json that {what}; by default {role}_token of the "
             "tokenizer_config.json beside it, or a usual name",
         )
+    text.add_argument(
+        "--text-key",
+        default=TEXT_KEY,
+        metavar="KEY",
+        help="what the texts are called in JSON lines and tables: a name, or a path with dots "
+        "such as doc.text (%(default)s)",
+    )
     text.add_argument(
         "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per block (65536)"
     )
@@ -125,5 +134,6 @@ def main(args: argparse.Namespace) -> int:
         eos=args.eos,
         workers=args.workers,
         part=None if args.part is None else Part(*args.part),
+        text_key=args.text_key,
     )
     return 0

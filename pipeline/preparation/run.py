@@ -57,6 +57,7 @@ def prepare_from_text(
     eos: str | None,
     workers: int | None,
     part: Part | None,
+    text_key: str,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
@@ -70,9 +71,10 @@ def prepare_from_text(
         bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
         workers: processes that tokenize; None is one for each processor that this one may use.
         part: what to tokenize, without writing shards; None is everything.
+        text_key: the name of the texts in files of records, or a path with dots to them.
     """
     built = build_tokenizer(tokenizer, bos=bos, eos=eos)
-    corpus = open_sources(sources, destination)
+    corpus = open_sources(sources, destination, text_key)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
     with TokenProgress(None, "tokenized") as tokenized, TokenProgress(None, "packed") as packed:

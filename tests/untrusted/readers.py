@@ -9,6 +9,7 @@ import json
 import lzma
 import math
 import random
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numcodecs
 import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import tokenizers
 import torch
@@ -205,6 +207,26 @@ def write_texts(folder: Folder) -> None:
     (folder / "a.txt").write_text("some text")
     table = pyarrow.table({"id": list(range(20)), "text": [f"text {n}" for n in range(20)]})
     pyarrow.parquet.write_table(table, folder / "a.parquet")
+    pyarrow.feather.write_feather(table, str(folder / "a.feather"), chunksize=8)
+    (folder / "saved").mkdir()
+    write_stream(folder / "saved" / "data.arrow", table)
+    (folder / "saved" / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data.arrow"}], "_split": "train"})
+    )
+    (folder / "saved" / "dataset_info.json").write_text(
+        json.dumps({"splits": {"train": {"num_examples": 20}}})
+    )
+    write_stream(folder / "a.arrow", table.set_column(1, "text", table["text"].dictionary_encode()))
+    with tarfile.open(folder / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, content in (("a.txt", b"some text"), (f"{'b' * 150}.json", b'{"text": "x"}')):
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+
+
+def write_stream(path: Path, table: pyarrow.Table) -> None:
+    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=8)
 
 
 def read_texts(folder: Folder) -> None:
@@ -445,6 +467,12 @@ READERS = {
             "a.txt.xz": mutate_bytes,
             "a.parquet": mutate_bytes,
             "a.txt": mutate_bytes,
+            "a.arrow": mutate_bytes,
+            "a.feather": mutate_bytes,
+            "a.tar": mutate_tar,
+            "saved/data.arrow": mutate_bytes,
+            "saved/state.json": mutate_json,
+            "saved/dataset_info.json": mutate_json,
         },
         read_texts,
     ),

@@ -94,10 +94,14 @@ def test_damaged_compressed_files_are_named(tmp_path: Path, ending: str) -> None
     ("name", "content", "message"),
     [
         ("a.zip", b"PK\3\4", "found .zip, whose texts cannot be read, wanted plain text, JSON"),
-        ("a.tar.gz", gzip.compress(bytes(1024), mtime=0), "found .tar, whose texts cannot be read"),
-        ("a.arrow", b"ARROW1\0\0", "found .arrow, whose texts cannot be read"),
-        ("a.json", b'[{"text": "x"}]', "found an array, wanted an object with `text` on each line"),
-        ("a.json.gz", gzip.compress(b"[1]", mtime=0), "found an array, wanted an object"),
+        ("a", b"PK\3\4", "found .zip, whose texts cannot be read, wanted plain text, JSON"),
+        ("a.orc", b"ORC", "found .orc, whose texts cannot be read"),
+        (
+            "a.json",
+            b'[{"text": "x"}]',
+            "found a JSON array, wanted an object on each line; to read",
+        ),
+        ("a.json.gz", gzip.compress(b"[1]", mtime=0), "found a JSON array, wanted an object"),
         ("a.json", b'{\n "text": "x"\n}\n', "found an object over several lines, wanted"),
         ("a.json", b"3", "found no object, wanted"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "found JSON lines in UTF-16, wanted UTF-8"),

@@ -19,6 +19,7 @@ from longhaul.datamodules.preparation.formats import Text
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY, open_sources
 from longhaul.datamodules.preparation.text import prepare_text
+from longhaul.datamodules.preparation.text_files import json_lines
 from longhaul.datamodules.shards import Shard
 from longhaul.datamodules.tokenizer import build_tokenizer
 
@@ -376,7 +377,7 @@ def write_bad(kind: str, path: Path) -> Path:
 def test_a_bad_source_is_named_in_one_line(
     tmp_path: Path, kind: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 200_000)
+    monkeypatch.setattr(json_lines, "MOST_TEXT_BYTES", 200_000)
     source = write_bad(kind, tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
         prepare([source], tmp_path / "out")
