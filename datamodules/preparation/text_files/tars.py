@@ -1,8 +1,8 @@
 """The texts of tars as webdataset writes them: one a sample, its `.txt` or a string of its `.json`.
 
 A sample is a run of files with one key, which is the path up to the first dot after the last slash;
-what is behind that dot is the ending. Folders, links, files without a dot and files that
-webdataset skips (`__name__`) are skipped.
+what is behind that dot is the ending. Folders, links, files without a dot or with one in front,
+and files that webdataset skips (`__name__`) are skipped.
 """
 
 import re
