@@ -219,11 +219,12 @@ class _PackedTexts:
 
     def _tokens_of(self, text: Text) -> Iterator[Tokens]:
         is_empty = True
-        for piece in text.pieces():
+        for number, piece in enumerate(text.pieces()):
             try:
-                tokens = self._tokenizer.encode(piece).astype(self._dtype)
+                ids = self._tokenizer.encode(piece, goes_on=number > 0)
             except ValueError as error:
                 raise ValueError(f"{text.name}: {error}") from None
+            tokens = ids.astype(self._dtype)
             is_empty = is_empty and not tokens.size
             yield tokens
         if is_empty:

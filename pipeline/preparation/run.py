@@ -46,19 +46,20 @@ def prepare_from_text(
     validation_fraction: float,
     bos: str | None,
     eos: str | None,
+    pattern: str | None,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
     Args:
         sources: files and folders of text, or STANDARD_LIBRARY.
         destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
-        tokenizer: its name, or the path of a tokenizer.json.
+        tokenizer: its name, or the path of its file.
         block_tokens: tokens per block.
         docs_per_shard: blocks per shard.
         validation_fraction: share of the text that becomes validation data.
-        bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
+        bos, eos, pattern: as `build_tokenizer` takes them.
     """
-    built = build_tokenizer(tokenizer, bos=bos, eos=eos)
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos, pattern=pattern)
     corpus = open_sources(sources, destination)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
