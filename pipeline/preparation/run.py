@@ -107,8 +107,14 @@ def _prepared(folders: Sequence[Path]) -> list[str]:
 
 
 def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
-    """Print what was written, or was `there` before."""
+    """Print what was written, or was `there` before; cards are written beside the shards."""
+    # Imported here: it loads torch, before which a bad source is refused.
+    from longhaul.pipeline.preparation.inspection import CARD_NAME, write_card
+
     for manifest in manifests:
+        folder = Path(manifest.location).parent
+        if not (folder / CARD_NAME).exists():
+            write_card(folder, manifest)
         before = "was there already, " if manifest.location in there else ""
         dropped = f", {manifest.dropped_tokens:,} dropped" if manifest.dropped_tokens else ""
         empty = f", {manifest.empty_texts:,} empty texts skipped" if manifest.empty_texts else ""
