@@ -1,6 +1,7 @@
 """One shard, a webdataset tar file of blocks of one length: write it, check it, memory-map it."""
 
 import hashlib
+import json
 import mmap
 import os
 import tarfile
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.files.atomic import whole_file
-from longhaul.datamodules.files.untrusted import Count, open_regular, parse_json, sha256_of, shown
+from longhaul.datamodules.files.untrusted import one_line, open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
@@ -195,12 +196,17 @@ class Shard:
             return None
         where = f"shard {self._path}: {TEXTS_SUFFIX} of block {number}"
         try:
-            found = parse_json(list[tuple[str, Count]], self._content[self._texts[number]], where)
-        except ValueError as error:
-            raise ShardError(str(error)) from None
-        if self.ends and len(found) != len(self.ends[number]):
-            raise ShardError(f"{where}: {len(found)} documents, wanted {len(self.ends[number])}")
-        return found
+            # Not by a schema of pydantic's, which takes no name of a file that is not UTF-8.
+            found = json.loads(self._content[self._texts[number]])
+            texts = [(name, first) for name, first in found]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ShardError(f"{where}: found no pairs, {one_line(error)}") from None
+        for name, first in texts:
+            if not isinstance(name, str) or type(first) is not int or not 0 <= first < 1 << 60:
+                raise ShardError(f"{where}: found {shown([name, first])}, wanted name and number")
+        if self.ends and len(texts) != len(self.ends[number]):
+            raise ShardError(f"{where}: {len(texts)} documents, wanted {len(self.ends[number])}")
+        return texts
 
     @property
     def is_intact(self) -> bool:

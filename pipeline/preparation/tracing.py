@@ -77,5 +77,5 @@ def print_trace(found: dict[str, Any]) -> None:
         if one["name"] is None:
             print(f"  {one['tokens']:,} tokens of a document (prepared without names)")
         else:
-            print(f"  {one['name']}, tokens {one['first']:,} to {one['end'] - 1:,}")
+            print(f"  {one_line(one['name'])}, tokens {one['first']:,} to {one['end'] - 1:,}")
         print(f"    {one['text']!r}")

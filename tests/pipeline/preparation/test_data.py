@@ -10,6 +10,7 @@ import pytest
 from webdataset.writer import TarWriter
 
 from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.cli import main
@@ -19,6 +20,7 @@ from longhaul.pipeline.preparation.inspection import CARD_NAME, write_card
 from longhaul.pipeline.preparation.statistics import Bin, measure
 
 SIZE, EOT = 8, 256
+NAME = "caf\udce9.jsonl"  # of a file that is named in Latin-1
 Output = pytest.CaptureFixture[str]
 Block = list[tuple[str, int, str, bool]]  # name, first token, characters, whether it ends here
 
@@ -34,7 +36,7 @@ def concatenated(texts: list[str]) -> list[Block]:
                 blocks.append([])
                 room = SIZE
             end = min(length, first + room)
-            blocks[-1].append((f"a.jsonl#{number}", first, text[first:end], end == length))
+            blocks[-1].append((f"{NAME}#{number}", first, text[first:end], end == length))
             room -= end - first
             first = end
     return blocks if not room else blocks[:-1]
@@ -155,7 +157,8 @@ def test_shards_are_shown_and_written_as_json(
     assert "2 documents (28.57%) have the tokens of an earlier one" in shown
     assert "3 tokens that fill no block (3.61%), 2 empty texts" in shown
     assert (
-        "train-000000.tar, block 0, tokens 0 to 3: a.jsonl#0 from its token 0 on\n  'abc" in shown
+        "train-000000.tar, block 0, tokens 0 to 3: caf\\udce9.jsonl#0 from its token 0 on\n  'abc"
+        in shown
     )
     assert "block 0, tokens 0 to 3 (prepared without names)" in shown
     content = json.loads((tmp_path / "a.json").read_text())
@@ -179,7 +182,7 @@ def test_a_sample_is_traced_to_its_documents(tmp_path: Path, capsys: Output, nam
     write(corpus, concatenated(TEXTS), names=names)
     command = ["data", "run/demo.yaml", f"data.manifest={corpus}", "data.context=4"]
     command += ["data.validation_manifest=null", "--json", "a.json", "--sample"]
-    whole = {f"a.jsonl#{number}": [*text.encode(), EOT] for number, text in enumerate(TEXTS)}
+    whole = {f"{NAME}#{number}": [*text.encode(), EOT] for number, text in enumerate(TEXTS)}
     order = load_corpus(corpus).training_order(4, 0, 8)
     windows = 2 * len(concatenated(TEXTS))
     seen = []
@@ -198,7 +201,7 @@ def test_a_sample_is_traced_to_its_documents(tmp_path: Path, capsys: Output, nam
         if not names:
             assert "of a document (prepared without names)" in shown
             continue
-        assert f"  {found['documents'][0]['name']}, tokens " in shown
+        assert f"  {one_line(found['documents'][0]['name'])}, tokens " in shown
         assert len(tokens) == 4
         seen.append((found["shard"], found["block"], found["first"]))
     assert not names or len({*seen}) > 2
