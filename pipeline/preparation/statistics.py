@@ -18,6 +18,8 @@ _BINS = 64
 # A packer puts all pieces of a document within so many tokens. What is still not whole then has
 # lost its end, and is not waited for any longer.
 _MOST_WAITING = 64 << 20
+# Pieces that come before others of their document are held until those come, so many tokens of all.
+_MOST_HELD = 32 << 20
 _SAMPLES, _SAMPLE_TOKENS = 3, 96
 
 
@@ -68,7 +70,7 @@ class Statistics:
     duplicates: int | None = None
     """Documents that have the tokens of an earlier one. None: not looked for."""
     not_compared: int = 0
-    """Documents whose pieces are not in their order, which were not compared."""
+    """Documents whose pieces are so far out of their order that they were not compared."""
     smallest_id: int | None = None
     largest_id: int | None = None
     samples: list[Sample] = field(default_factory=list)
@@ -177,7 +179,11 @@ class _Waiting:
     length: int | None = None
     """Known once its last piece was seen."""
     digest: Any = None
-    """Of the tokens so far. None: they are not compared."""
+    """Of its first tokens. None: they are not compared."""
+    digested: int = 0
+    """How many those are."""
+    early: dict[int, tuple[int, Tokens]] = field(default_factory=dict)
+    """The size and text of pieces behind them, by the number of the first token."""
     touched: int = 0
     """Tokens of the corpus before its newest piece."""
 
@@ -189,7 +195,7 @@ class _Counts:
         self._digests = Digests() if compares else None
         self._documents, self._tokens = [0] * _BINS, [0] * _BINS
         self._waiting: dict[str | None, _Waiting] = {}
-        self._read = self._cut = self._not_compared = 0
+        self._read = self._cut = self._not_compared = self._held = 0
 
     def add(self, tokens: Tokens, pieces: list[Piece]) -> None:
         for piece in pieces:
@@ -226,20 +232,41 @@ class _Counts:
                 self._end(size, self._new_digest(text))
                 return
             waiting = _Waiting(digest=self._new_digest(text[:0]))
-        if first != waiting.seen:
-            waiting.digest = None
-        elif waiting.digest is not None:
-            waiting.digest.update(text.data)
+        if waiting.digest is not None:
+            self._digest(waiting, first, size, text)
         waiting.has_begun = waiting.has_begun or first == 0
         waiting.seen += size
         waiting.touched = self._read
         if piece.is_last:
             waiting.length = first + size
         if waiting.seen == waiting.length:
-            self._end(waiting.seen, waiting.digest)
+            self._end(waiting.seen, self._digest_of(waiting))
         else:
             # At the end: the one that was touched first is the first to be given up.
             self._waiting[piece.name] = waiting
+
+    def _digest(self, waiting: _Waiting, first: int, size: int, text: Tokens) -> None:
+        """Digest a piece, and those behind it that came earlier; or hold it until its turn."""
+        if first != waiting.digested:
+            if self._held + size > _MOST_HELD or first in waiting.early:
+                waiting.digest = self._digest_of(waiting, gives_up=True)
+                return
+            waiting.early[first] = size, text.copy()
+            self._held += size
+            return
+        waiting.digest.update(text.data)
+        waiting.digested += size
+        while (held := waiting.early.pop(waiting.digested, None)) is not None:
+            waiting.digest.update(held[1].data)
+            waiting.digested += held[0]
+            self._held -= held[0]
+
+    def _digest_of(self, waiting: _Waiting, *, gives_up: bool = False) -> Any:
+        """The digest of a document, None if pieces are still held, which are let go."""
+        is_whole = not waiting.early and not gives_up
+        self._held -= sum(size for size, _ in waiting.early.values())
+        waiting.early.clear()
+        return waiting.digest if is_whole else None
 
     def _new_digest(self, text: Tokens) -> Any:
         if self._digests is None:
@@ -257,4 +284,4 @@ class _Counts:
 
     def _end_cut(self, waiting: _Waiting) -> None:
         self._cut += 1
-        self._end(waiting.seen, waiting.digest)
+        self._end(waiting.seen, self._digest_of(waiting))

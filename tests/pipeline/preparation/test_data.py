@@ -14,7 +14,7 @@ from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.preparation import digests
+from longhaul.pipeline.preparation import digests, statistics
 from longhaul.pipeline.preparation.digests import Digests
 from longhaul.pipeline.preparation.inspection import CARD_NAME, write_card
 from longhaul.pipeline.preparation.statistics import Bin, measure
@@ -119,14 +119,21 @@ def test_documents_are_counted_across_blocks(tmp_path: Path, kind: str) -> None:
     assert measure(manifest, reads_all=False).bins == extra
 
 
-def test_pieces_may_come_in_any_order(tmp_path: Path) -> None:
-    late = [("b", 8, "rest", True), ("c", 0, "yz", True)]
-    blocks = [late, [("d", 0, "12345678", False)], [("b", 0, "begins..", False)]]
-    blocks += [[("d", 0, "87654321", False)]]
+def test_pieces_may_come_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = [("b", 16, "rest", True), ("c", 0, "yz", True)]
+    blocks = [late, [("d", 0, "12345678", False)], [("b", 8, "follows.", False)]]
+    blocks += [[("d", 0, "12345678", False)], [("b", 0, "begins..", False)]]
+    same = [(name.replace("b", "e"), *rest) for block in blocks for name, *rest in block]
+    blocks += [[piece] for piece in same if piece[0] == "e" and piece[1] < 16]
+    blocks += [[same[0], ("f", 0, "xy", True)]]  # type: ignore[list-item]
     found = measure(write(tmp_path / "a", blocks))
-    # `d` is cropped twice; `b` has 13 tokens, in two pieces.
-    assert (found.documents, found.cut, found.not_compared) == (4, 2, 1)
-    assert sum(one.tokens for one in found.bins) == 32
+    # `d` is cropped twice; `b` and `e` have 21 tokens, in three pieces of three blocks.
+    assert (found.documents, found.cut, found.not_compared) == (6, 2, 0)
+    assert found.duplicates == 2
+    assert sum(one.tokens for one in found.bins) == 64
+    monkeypatch.setattr(statistics, "_MOST_HELD", 7)
+    found = measure(load_corpus(tmp_path / "a").sources[0])
+    assert (found.documents, found.not_compared, found.duplicates) == (6, 2, 1)
 
 
 def test_rows_of_longcrawl64_are_documents(tmp_path: Path) -> None:
