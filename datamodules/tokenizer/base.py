@@ -14,6 +14,8 @@ END_OF_TEXT = "<|endoftext|>"
 EOT_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|eot_id|>", "<eos>", "[SEP]", "[EOS]")
 BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]", "[BOS]")
 
+_MOST_DIGITS = 10  # of an id, which is below 2^32
+
 Ids = NDArray[np.int64]
 
 
@@ -77,6 +79,13 @@ def check_characters(text: str, where: str) -> None:
         ) from None
 
 
+def as_id(given: str | int | None) -> int | None:
+    """The id that was given as a number or in digits, None for anything else."""
+    if isinstance(given, str):
+        return int(given) if given.isdecimal() and len(given) <= _MOST_DIGITS else None
+    return given
+
+
 def find_token(
     where: str,
     role: str,
@@ -99,7 +108,7 @@ def find_token(
         return next(((name, vocabulary[name]) for name in names if name in vocabulary), None)
     if isinstance(given, str) and given in vocabulary:
         return given, vocabulary[given]
-    number = int(given) if isinstance(given, int) or given.isdecimal() else None
+    number = as_id(given)
     for name, token in vocabulary.items():
         if token == number:
             return name, token

@@ -14,7 +14,13 @@ import numpy as np
 from longhaul.datamodules.decoding import REPLACEMENT, BytesDecoder, StreamDecoder
 from longhaul.datamodules.files.untrusted import shown
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.tokenizer.base import END_OF_TEXT, FileTokenizer, Ids, find_token
+from longhaul.datamodules.tokenizer.base import (
+    END_OF_TEXT,
+    FileTokenizer,
+    Ids,
+    as_id,
+    find_token,
+)
 
 _CL100K = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -52,7 +58,7 @@ _SPECIAL = {
     "o200k": {END_OF_TEXT: 1, "<|endofprompt|>": 20},
     "gpt2": {END_OF_TEXT: 0},
 }
-_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+(\r?\n|$)")
+_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]{1,10}(\r?\n|$)")
 _MOST_IDS = 1 << 32
 
 
@@ -105,7 +111,7 @@ class RanksTokenizer(FileTokenizer):
         count = len(self.ranks)
         special = {name: count + place for name, place in _SPECIAL[pattern].items()}
         for role, given in (("bos", bos), ("eos", eos)):
-            number = given if isinstance(given, int) else _number(given)
+            number = as_id(given)
             if number is not None and number not in special.values():
                 if not count <= number < _MOST_IDS:
                     raise ValueError(
@@ -143,10 +149,6 @@ class RanksTokenizer(FileTokenizer):
             return self._encoding.decode_single_token_bytes(token)
         except (KeyError, OverflowError):
             return REPLACEMENT.encode()
-
-
-def _number(given: str | None) -> int | None:
-    return int(given) if given is not None and given.isdecimal() else None
 
 
 def _parse(content: bytes, where: str) -> dict[bytes, int]:
