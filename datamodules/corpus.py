@@ -80,7 +80,7 @@ class Corpus:
             tokenizer = build_tokenizer(self.tokenizer_name)
         else:
             url = source.url_of(self.tokenizer_name)
-            tokenizer = read_tokenizer(url, bos=self.bos_id, eos=self.eot_id)
+            tokenizer = read_tokenizer(url, self.tokenizer_name, bos=self.bos_id, eos=self.eot_id)
         if tokenizer.sha256 != self.tokenizer_sha256:
             raise ValueError(
                 f"{self.location}: tokenizer_sha256 is {self.tokenizer_sha256}, "

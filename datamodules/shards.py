@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.files.atomic import whole_file
-from longhaul.datamodules.files.untrusted import open_regular, sha256_of, shown
+from longhaul.datamodules.files.untrusted import one_line, open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
@@ -163,13 +163,18 @@ class Shard:
                 if size != entry.bytes:
                     raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            offsets, ends = _index_members(path, content, block_tokens, dtype)
+            offsets, ends, texts = _index_members(path, content, block_tokens, dtype)
         if len(offsets) != entry.documents:
             raise ShardError(f"shard {path}: {len(offsets)} blocks, wanted {entry.documents}")
         if has_ends and len(ends) != len(offsets):
             raise ShardError(
                 f"shard {path}: {len(ends)} members *{ENDS_SUFFIX}, wanted one for each of "
                 f"{len(offsets)} blocks"
+            )
+        if texts and len(texts) != len(offsets):
+            raise ShardError(
+                f"shard {path}: {len(texts)} members *{TEXTS_SUFFIX}, wanted one for each of "
+                f"{len(offsets)} blocks, or none"
             )
         if any(offset % dtype.itemsize for offset in offsets):
             raise ShardError(f"shard {path}: tokens do not start at a multiple of their size")
@@ -184,6 +189,28 @@ class Shard:
         """The index in `tokens` at which each block starts."""
         self.ends = ends if has_ends else []
         """The ends of the documents of each block; empty where they are not known."""
+        self._texts = texts
+
+    def texts(self, number: int) -> list[tuple[str, int]] | None:
+        """Of each document in a block its name, and the number of its first token here within it.
+
+        None if it was prepared without names. Raises ShardError if the member is damaged.
+        """
+        if not self._texts:
+            return None
+        where = f"shard {self._path}: {TEXTS_SUFFIX} of block {number}"
+        try:
+            # Not by a schema of pydantic's, which takes no name of a file that is not UTF-8.
+            found = json.loads(self._content[self._texts[number]])
+            texts = [(name, first) for name, first in found]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ShardError(f"{where}: found no pairs, {one_line(error)}") from None
+        for name, first in texts:
+            if not isinstance(name, str) or type(first) is not int or not 0 <= first < 1 << 60:
+                raise ShardError(f"{where}: found {shown([name, first])}, wanted name and number")
+        if self.ends and len(texts) != len(self.ends[number]):
+            raise ShardError(f"{where}: {len(texts)} documents, wanted {len(self.ends[number])}")
+        return texts
 
     @property
     def is_intact(self) -> bool:
@@ -213,13 +240,13 @@ class Shard:
 
 def _index_members(
     path: Path, content: mmap.mmap, block_tokens: int, dtype: np.dtype[Any]
-) -> tuple[list[int], list[Ends]]:
-    """The byte offset at which the tokens of each block start, and the ends of its documents.
+) -> tuple[list[int], list[Ends], list[slice]]:
+    """Where the tokens of each block start, the ends of its documents, and where their names are.
 
     Headers are read one tar block at a time. tarfile's own loop would also follow extended headers,
     which may ask for any amount of memory; no shard has them.
     """
-    offsets, ends = list[int](), list[Ends]()
+    offsets, ends, texts = list[int](), list[Ends](), list[slice]()
     known_header = b""
     at = 0
     while header_block := content[at : at + _TAR_BLOCK_BYTES]:
@@ -241,6 +268,8 @@ def _index_members(
             piece = content[start : start + member.size]
             header = _check_header(piece, where, None, _ENDS_DTYPE)
             ends.append(np.frombuffer(piece, _ENDS_DTYPE, offset=len(header)))
+        if member.name.endswith(TEXTS_SUFFIX):
+            texts.append(slice(start, start + member.size))
         if not member.name.endswith(MEMBER_SUFFIX):
             continue
         # All headers of a shard are equal, and parsing one takes longer than reading a window.
@@ -255,7 +284,7 @@ def _index_members(
         if member.size != len(known_header) + block_tokens * dtype.itemsize:
             raise ShardError(f"{where} has {member.size} bytes")
         offsets.append(start + len(known_header))
-    return offsets, ends
+    return offsets, ends, texts
 
 
 def _check_header(content: bytes, where: str, length: int | None, dtype: np.dtype[Any]) -> bytes:

@@ -23,6 +23,7 @@ from longhaul.pipeline.terminal.output import message, plain_terminal
 # `longhaul --help` or a preparation on a login node should not wait for them.
 COMMANDS = {
     "prepare": "write a corpus as shards",
+    "data": "show what shards hold, or where the sample of a run comes from",
     "config": "print a config with all its values, or list keys, kinds and presets",
     "train": "start a run, or resume it; or train a sweep of runs",
     "status": "show the progress of runs",

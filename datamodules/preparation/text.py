@@ -86,9 +86,9 @@ class TextUnit:
         return Document(text.name, partial(self._tokens_of, text), is_validation)
 
     def _tokens_of(self, text: Text) -> Iterator[Tokens]:
-        for piece in text.pieces():
+        for number, piece in enumerate(text.pieces()):
             try:
-                tokens = self.tokenizer.encode(piece)
+                tokens = self.tokenizer.encode(piece, goes_on=number > 0)
             except ValueError as error:
                 raise ValueError(f"{text.name}: {error}") from None
             yield tokens  # type: ignore[misc]

@@ -6,7 +6,7 @@ from pathlib import Path
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
-from longhaul.datamodules.tokenizer import BUILT_IN
+from longhaul.datamodules.tokenizer import BUILT_IN, PATTERNS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,14 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--tokenizer",
         default="bytes",
-        help=f"{', '.join(BUILT_IN)}, or the path of a tokenizer.json (bytes)",
+        help=f"{', '.join(BUILT_IN)}, or the path of a tokenizer.json, SentencePiece model or file "
+        "of tiktoken ranks (bytes)",
+    )
+    text.add_argument(
+        "--pattern",
+        metavar="|".join(PATTERNS),
+        help="whose words and special tokens a file of tiktoken ranks has",
     )
     for role, what in (("bos", "stands in front of a sequence"), ("eos", "ends a text")):
         text.add_argument(
             f"--{role}",
             metavar="TOKEN",
-            help=f"the token of a tokenizer.json that {what}; by default {role}_token of the "
-            "tokenizer_config.json beside it, or a usual name",
+            help=f"the token of a file, or its id, that {what}; by default {role}_token of the "
+            "tokenizer_config.json or special_tokens_map.json beside it, or a usual name",
         )
     text.add_argument(
         "--text-key",
@@ -135,5 +141,6 @@ def main(args: argparse.Namespace) -> int:
         workers=args.workers,
         part=None if args.part is None else Part(*args.part),
         text_key=args.text_key,
+        pattern=args.pattern,
     )
     return 0

@@ -15,7 +15,7 @@ from longhaul.pipeline.exporting.card import write_card
 from longhaul.pipeline.exporting.check import check_export
 from longhaul.pipeline.exporting.model_files import write_model_files
 from longhaul.pipeline.exporting.source import model_code
-from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
+from longhaul.pipeline.exporting.tokenizer_files import check_exportable, write_tokenizer
 from longhaul.pipeline.exporting.weights import SavedTensor, saved_tensors, write_shards
 from longhaul.pipeline.runs.data import training_corpus
 from longhaul.pipeline.runs.folder import RunFolder, locate, stored_config
@@ -59,6 +59,7 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
     config = stored_config(run)
     corpus = training_corpus(run, config)
     tokenizer = corpus.load_tokenizer()
+    check_exportable(tokenizer)
     layers = [config.model.attention_of(layer) for layer in range(config.model.layers)]
     code = model_code(layers)
     with torch.device("meta"):

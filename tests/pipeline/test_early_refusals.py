@@ -16,6 +16,11 @@ from longhaul.pipeline.cli import COMMANDS
 HEAVY = ("torch", "lightning", "mlflow", "deepspeed", "transformers", "matplotlib", "webdataset")
 MISTYPED = {
     "prepare": [["prepare", "text", "a.txt", "out", "--doc-tokens", "4x"]],
+    "data": [
+        ["data", "out", "data.context=8"],
+        ["data", "run/demo.yaml", "--sample", "4x"],
+        ["data", "run/demo.yaml", "data.contxt=8", "--sample", "4"],
+    ],
     "config": [["config", "run/demo.yaml", "model.widht=8"], ["config", "run/dmo.yaml"]],
     "train": [
         ["train", "run/demo.yaml", "trainer.sed=1"],

@@ -1,5 +1,6 @@
 """Valid files of every format that comes from outside, and how each is read."""
 
+import base64
 import bz2
 import contextlib
 import gzip
@@ -159,6 +160,12 @@ def write_tokenizer(folder: Folder) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_ranks(folder: Folder) -> None:
+    every = [*(bytes([byte]) for byte in range(256)), b"ab", b"abba"]
+    lines = (base64.b64encode(one) + f" {rank}\n".encode() for rank, one in enumerate(every))
+    (folder / "tokenizer.gpt2.tiktoken").write_bytes(b"".join(lines))
 
 
 def read_tokenizer(folder: Folder) -> None:
@@ -452,6 +459,7 @@ READERS = {
     ),
     "progress": Reader(write_progress, {"progress": mutate_lines}, read_progress),
     "tokenizer": Reader(write_tokenizer, {"tokenizer.json": mutate_json}, read_tokenizer),
+    "ranks": Reader(write_ranks, {"tokenizer.gpt2.tiktoken": mutate_bytes}, read_tokenizer),
     "zarr": Reader(write_zarr("zlib"), {".zarray": mutate_json}, read_zarr),
     **{
         f"chunk {codec}": Reader(write_zarr(codec), {"0.0": mutate_bytes}, read_zarr)

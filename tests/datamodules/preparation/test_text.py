@@ -234,7 +234,9 @@ def test_the_part_for_training_is_not_read_beyond_its_end(
             yield "abcdefgh"
 
     monkeypatch.setattr(
-        text_preparation, "texts_of", lambda name, path, part, key: [Text("a.txt", pieces, is_file=True)]
+        text_preparation,
+        "texts_of",
+        lambda name, path, part, key: [Text("a.txt", pieces, is_file=True)],
     )
     prepare([tmp_path / "a.txt"], tmp_path / "out", validation_fraction=0.5)
     # To count its characters, once for each part; for training; for validation.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longhaul.configs import RunConfig, load_run_config, to_yaml
-from longhaul.datamodules.tokenizer import FileTokenizer, build_tokenizer
+from longhaul.datamodules.tokenizer import JsonTokenizer, build_tokenizer
 from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
@@ -201,7 +201,7 @@ def every_tokenizer() -> dict[str, Any]:
     )
     trained.enable_truncation(4)
     trained.enable_padding(length=9)
-    own = FileTokenizer(trained.to_str().encode(), "tokenizer.json")
+    own = JsonTokenizer(trained.to_str().encode(), "tokenizer.json")
     return {name: build_tokenizer(name) for name in ("bytes", "gpt2", "longcrawl64")} | {"own": own}
 
 
