@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation.documents import Document
 from longhaul.datamodules.preparation.formats import Text
 from longhaul.datamodules.preparation.resumable import (
     Cursor,
@@ -52,6 +53,51 @@ def prepare_text(
     Returns:
         The manifest, or those of `train` and `validation`.
     """
+    cuts = cuts_files(corpus, validation_fraction)
+    source = {
+        "kind": "text",
+        "corpus": corpus.description,
+        "files": len(corpus.files),
+        "files_sha256": corpus.fingerprint(),
+        **({"validation_from": "the end of each file"} if cuts else {}),
+    }
+
+    def documents(is_validation: bool) -> Callable[[], Iterator[Document]]:
+        texts = _texts_of(corpus, is_validation, validation_fraction, cuts)
+        return partial(_tokenized, texts, tokenizer)
+
+    return prepare_documents(
+        documents,
+        destination,
+        tokenizer,
+        source,
+        block_tokens=block_tokens,
+        docs_per_shard=docs_per_shard,
+        validation_fraction=validation_fraction,
+        progress=progress,
+    )
+
+
+def prepare_documents(
+    documents: Callable[[bool], Callable[[], Iterator[Document]]],
+    destination: Path,
+    tokenizer: Tokenizer,
+    source: dict[str, Any],
+    *,
+    block_tokens: int,
+    docs_per_shard: int,
+    validation_fraction: float,
+    progress: Progress,
+) -> list[Manifest]:
+    """Write shards of documents into `destination`, or into `train` and `validation` below it.
+
+    Args:
+        documents: whether they are for validation -> what gives them, in a fixed order.
+        source: what the manifest says of where they are from; the options are added.
+
+    Returns:
+        The manifest, or those of `train` and `validation`.
+    """
     if block_tokens < 1:
         raise ValueError(f"doc_tokens: found {block_tokens}, wanted 1 or more")
     if not 0 <= validation_fraction < 1:
@@ -62,17 +108,12 @@ def prepare_text(
         check_destination(destination, {"train", "validation"})
         splits = {name: destination / name for name in ("train", "validation")}
     source = {
-        "kind": "text",
-        "corpus": corpus.description,
-        "files": len(corpus.files),
-        "files_sha256": corpus.fingerprint(),
+        **source,
         "validation_fraction": validation_fraction,
         "tokenizer_sha256": tokenizer.sha256,
         "document_tokens": block_tokens,
         "docs_per_shard": docs_per_shard,
     }
-    if cuts := cuts_files(corpus, validation_fraction):
-        source["validation_from"] = "the end of each file"
     # With a copy in the folder, the tokens can be decoded without the original file.
     extra_files = (
         {tokenizer.name: tokenizer.content} if isinstance(tokenizer, FileTokenizer) else {}
@@ -96,12 +137,14 @@ def prepare_text(
             shards=(),
         )
         before = sum(manifest.num_tokens for manifest in manifests.values())
-        texts = _texts_of(corpus, split == "validation", validation_fraction, cuts)
+        packed = _PackedDocuments(
+            documents(split == "validation"), tokenizer.eot_id, block_tokens, dtype
+        )
         try:
             manifests[split] = prepare_shards(
                 folder,
                 template,
-                _PackedTexts(texts, tokenizer, block_tokens, dtype),
+                packed,
                 docs_per_shard=docs_per_shard,
                 prefix=split,
                 extra_files=extra_files,
@@ -166,45 +209,60 @@ def _part_of(text: Text, is_validation: bool, fraction: float) -> Iterator[str]:
             return
 
 
-class _PackedTexts:
-    """Texts as blocks. A text, with the id that ends it, is a document.
+def _tokenized(texts: Callable[[], Iterator[Text]], tokenizer: Tokenizer) -> Iterator[Document]:
+    """The texts as documents; each is tokenized piece by piece, while it is read."""
+    for text in texts():
+        yield Document(text.name, partial(_tokens_of, text, tokenizer), text.is_file)
 
-    A cursor is [number of texts before, tokens already used of the next text, empty texts so far].
+
+def _tokens_of(text: Text, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    for piece in text.pieces():
+        try:
+            yield tokenizer.encode(piece).view(np.uint64)
+        except ValueError as error:
+            raise ValueError(f"{text.name}: {error}") from None
+
+
+class _PackedDocuments:
+    """Documents as blocks; each is followed by the id that ends it.
+
+    A cursor is [number of documents before, tokens already used of the next one, empty ones so
+    far].
     """
 
     version = 3
 
     def __init__(
         self,
-        texts: Callable[[], Iterator[Text]],
-        tokenizer: Tokenizer,
+        documents: Callable[[], Iterator[Document]],
+        eot_id: int,
         block_tokens: int,
         dtype: str,
     ) -> None:
-        self._texts = texts
-        self._tokenizer = tokenizer
+        self._documents = documents
         self._size = block_tokens
         self._dtype = np.dtype(dtype)
+        self._end = np.array([eot_id], self._dtype)
         self.dropped_tokens = 0
         self.empty_texts = 0
 
     def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
-        first_text, used_before, self.empty_texts = cursor or [0, 0, 0]
+        first_document, used_before, self.empty_texts = cursor or [0, 0, 0]
         pending: list[Tokens] = []
         waiting = 0
-        ends: list[int] = []  # of the texts that are waiting and whole
-        for number, text in enumerate(self._texts()):
-            if number < first_text:
+        ends: list[int] = []  # of the documents that are waiting and whole
+        for number, document in enumerate(self._documents()):
+            if number < first_document:
                 continue
             used = 0
-            for tokens in self._tokens_of(text):
-                skipped = max(0, used_before - used) if number == first_text else 0
+            for tokens in self._tokens_of(document):
+                skipped = max(0, used_before - used) if number == first_document else 0
                 used += tokens.size
                 pending.append(tokens[skipped:])
                 waiting += pending[-1].size
                 if waiting < self._size:
                     continue
-                # Fewer tokens than one block were waiting, so every block ends in this text.
+                # Fewer tokens than one block were waiting, so every block ends in this document.
                 joined = np.concatenate(pending)
                 for end in range(self._size, waiting + 1, self._size):
                     here = [number, used - (waiting - end), self.empty_texts]
@@ -217,16 +275,12 @@ class _PackedTexts:
                 ends.append(waiting)
         self.dropped_tokens = waiting
 
-    def _tokens_of(self, text: Text) -> Iterator[Tokens]:
+    def _tokens_of(self, document: Document) -> Iterator[Tokens]:
         is_empty = True
-        for piece in text.pieces():
-            try:
-                tokens = self._tokenizer.encode(piece).astype(self._dtype)
-            except ValueError as error:
-                raise ValueError(f"{text.name}: {error}") from None
-            is_empty = is_empty and not tokens.size
-            yield tokens
+        for piece in document.pieces():
+            is_empty = is_empty and not piece.size
+            yield piece.astype(self._dtype)
         if is_empty:
             self.empty_texts += 1
         else:
-            yield np.array([self._tokenizer.eot_id], self._dtype)
+            yield self._end

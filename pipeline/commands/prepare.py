@@ -2,9 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
+from longhaul.datamodules.preparation.token_files.sources import Separator
+from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES
 from longhaul.datamodules.tokenizer import BUILT_IN
 
 
@@ -35,33 +38,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bytes",
         help=f"{', '.join(BUILT_IN)}, or the path of a tokenizer.json (bytes)",
     )
-    for role, what in (("bos", "stands in front of a sequence"), ("eos", "ends a text")):
-        text.add_argument(
-            f"--{role}",
-            metavar="TOKEN",
-            help=f"the token of a tokenizer.json that {what}; by default {role}_token of the "
-            "tokenizer_config.json beside it, or a usual name",
+    tokens = corpora.add_parser(
+        "tokens",
+        help="tokens of Megatron, nanoGPT, llm.c, OLMo, MDS, LitData, datatrove and others",
+    )
+    tokens.add_argument(
+        "paths",
+        metavar="SRC ... DST",
+        nargs="+",
+        help="files or folders of tokens of one format, then the folder to write",
+    )
+    tokens.add_argument(
+        "--tokenizer",
+        required=True,
+        help=f"that of the tokens: {', '.join(BUILT_IN)}, or the path of a tokenizer.json",
+    )
+    tokens.add_argument(
+        "--raw",
+        choices=tuple(RAW_TYPES),
+        metavar="TYPE",
+        help=f"the type of tokens in files that do not say it: {', '.join(RAW_TYPES)} (be: big "
+        "endian)",
+    )
+    tokens.add_argument(
+        "--separator",
+        choices=get_args(Separator),
+        help="where the id stands that begins or ends a text; by default the files tell",
+    )
+    tokens.add_argument(
+        "--column",
+        metavar="NAME",
+        help="the column of tokens in tables and MDS, or the ending of members of a webdataset tar",
+    )
+    for command in (text, tokens):
+        for role, what in (("bos", "stands in front of a sequence"), ("eos", "ends a text")):
+            command.add_argument(
+                f"--{role}",
+                metavar="TOKEN",
+                help=f"the token of a tokenizer.json that {what}; by default {role}_token of the "
+                "tokenizer_config.json beside it, or a usual name",
+            )
+        command.add_argument(
+            "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per block (65536)"
         )
-    text.add_argument(
-        "--doc-tokens", type=int, default=65_536, metavar="N", help="tokens per block (65536)"
-    )
-    text.add_argument(
-        "--validation-fraction",
-        type=float,
-        default=0.05,
-        metavar="F",
-        help="share of the text that goes to DST/validation, not DST/train (%(default)s): the end "
-        f"of each file, or of {FEW_FILES} and more files, and of records, some by hashes of their "
-        "names; 0: none",
-    )
-    for command in (zarr, text):
+        command.add_argument(
+            "--validation-fraction",
+            type=float,
+            default=0.05,
+            metavar="F",
+            help="share of the text that goes to DST/validation, not DST/train (%(default)s): the "
+            f"end of each file, or of {FEW_FILES} and more files, and of records, some by hashes "
+            "of their names; 0: none",
+        )
+    for command in (zarr, text, tokens):
         command.add_argument(
             "--docs-per-shard", type=int, default=256, metavar="N", help="blocks per shard (256)"
         )
 
 
 def main(args: argparse.Namespace) -> int:
-    from longhaul.pipeline.preparation.run import prepare_from_longcrawl64, prepare_from_text
+    from longhaul.pipeline.preparation.run import (
+        prepare_from_longcrawl64,
+        prepare_from_text,
+        prepare_from_tokens,
+    )
 
     if args.corpus == "longcrawl64":
         prepare_from_longcrawl64(
@@ -74,6 +114,21 @@ def main(args: argparse.Namespace) -> int:
             f"found one path, {destination!r}, wanted sources and then the folder to write, such "
             f"as `longhaul prepare text {STANDARD_LIBRARY} {destination}` for Python's own sources"
         )
+    if args.corpus == "tokens":
+        prepare_from_tokens(
+            [Path(source) for source in sources],
+            Path(destination),
+            tokenizer=args.tokenizer,
+            raw=args.raw,
+            column=args.column,
+            separator=args.separator,
+            block_tokens=args.doc_tokens,
+            docs_per_shard=args.docs_per_shard,
+            validation_fraction=args.validation_fraction,
+            bos=args.bos,
+            eos=args.eos,
+        )
+        return 0
     prepare_from_text(
         sources,
         Path(destination),

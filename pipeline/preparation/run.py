@@ -7,6 +7,8 @@ from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import cuts_files, prepare_text
+from longhaul.datamodules.preparation.token_files.sources import Separator
+from longhaul.datamodules.preparation.tokens import open_token_files, prepare_tokens
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
 
@@ -85,6 +87,48 @@ def prepare_from_text(
             print(f"that is not {validation_fraction:g}: {_why(manifests[1], what)}")
     else:
         print("no validation part, as --validation-fraction is 0")
+
+
+def prepare_from_tokens(
+    sources: list[Path],
+    destination: Path,
+    *,
+    tokenizer: str,
+    raw: str | None,
+    column: str | None,
+    separator: Separator | None,
+    block_tokens: int,
+    docs_per_shard: int,
+    validation_fraction: float,
+    bos: str | None,
+    eos: str | None,
+) -> None:
+    """Prepare files of tokens, or finish an interrupted preparation; print a summary.
+
+    Args:
+        sources: files and folders of tokens.
+        raw, column, separator: as of `open_token_files`.
+        others: as of `prepare_from_text`.
+    """
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos)
+    files = open_token_files(sources, built, raw=raw, column=column, separator=separator)
+    print(
+        f"{files.format}, {files.files:,} files; separator {files.found.separator}: "
+        f"{files.found.reason}"
+    )
+    folders = [destination / name for name in ("train", "validation")]
+    there = _prepared(folders)
+    with TokenProgress(None) as progress:
+        manifests = prepare_tokens(
+            files,
+            destination if validation_fraction else folders[0],
+            built,
+            block_tokens=block_tokens,
+            docs_per_shard=docs_per_shard,
+            validation_fraction=validation_fraction,
+            progress=progress.show,
+        )
+    _print_summary(manifests, there)
 
 
 def _why(validation: Manifest, what: str) -> str:

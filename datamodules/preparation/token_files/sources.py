@@ -1,0 +1,176 @@
+"""What a file of tokens gives: items with bounds, or a stream, and the documents of each."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from longhaul.datamodules.preparation.documents import Document
+from longhaul.datamodules.preparation.token_files.ids import Vocabulary
+from longhaul.datamodules.preparation.token_files.stored import (
+    WINDOW_TOKENS,
+    Batch,
+    Joined,
+    Stored,
+)
+from longhaul.datamodules.shards import Tokens
+
+Separator = Literal["before", "after", "both", "none"]
+
+
+class Items(ABC):
+    """A file, or files, whose items are one document each."""
+
+    name: str
+    """Relative to what the user named."""
+    files: tuple[Path, ...]
+    """What is read."""
+    unit = "document"
+    """What its items are called in messages."""
+
+    @abstractmethod
+    def batches(self) -> Iterator[Batch]:
+        """Its items in order. ValueError, in one line, where it is damaged."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A file of tokens in which separators alone tell where documents end."""
+
+    name: str
+    stored: Stored
+    group: str | None = None
+    """Streams of one group, next to each other, are one: a text runs on into the next file."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.stored.path,)
+
+
+@dataclass
+class ItemsUnit:
+    """The documents of items. A separator within one ends a document too."""
+
+    name: str
+    items: Items
+    vocabulary: Vocabulary
+    separator: Separator
+
+    def documents(self) -> Iterator[Document]:
+        """As of `Unit`: an item without a token is an empty document."""
+        before = 0
+        for tokens, ends in self.items.batches():
+            starts = np.concatenate([[0], ends[:-1]])
+            cuts = self.vocabulary.separators(tokens)
+            self._check(tokens, ends, cuts, before)
+            first = np.searchsorted(cuts, starts)
+            last = np.searchsorted(cuts, ends)
+            for number, (start, end, low, high) in enumerate(
+                zip(starts.tolist(), ends.tolist(), first.tolist(), last.tolist(), strict=True),
+                start=before + 1,
+            ):
+                part = 0
+                for cut in (*cuts[low:high].tolist(), end):
+                    if cut > start:
+                        part += 1
+                        name = f"{self.name}#{number}" + (f".{part}" if part > 1 else "")
+                        yield Document(name, partial(_pieces, tokens[start:cut]))
+                    start = cut + 1
+                if not part:
+                    yield Document(f"{self.name}#{number}", partial(_pieces, tokens[:0]))
+            before += ends.size
+
+    def _check(self, tokens: Tokens, ends: np.ndarray, cuts: np.ndarray, before: int) -> None:
+        if tokens.size and int(tokens.max()) >= self.vocabulary.size:
+            at = int(np.argmax(tokens >= self.vocabulary.size))
+            item = int(np.searchsorted(ends, at, "right"))
+            whole = tokens[int(ends[item - 1]) if item else 0 : int(ends[item])]
+            self.vocabulary.check(
+                whole, str(self.items.files[0]), before + item + 1, self.items.unit
+            )
+        if self.separator == "none" and cuts.size:
+            item = int(np.searchsorted(ends, cuts[0], "right"))
+            where = f"{self.items.unit} {before + item + 1:,}"
+            raise _found_one(self.items.files[0], int(tokens[cuts[0]]), where)
+
+
+def _pieces(tokens: Tokens) -> Iterator[Tokens]:
+    for at in range(0, tokens.size, WINDOW_TOKENS):
+        yield tokens[at : at + WINDOW_TOKENS]
+
+
+@dataclass
+class StreamUnit:
+    """The documents that begin in one of the files of a stream; the last may end in another."""
+
+    name: str
+    stream: Joined
+    file: int
+    """Its number among the files of the stream."""
+    vocabulary: Vocabulary
+    separator: Separator
+
+    def documents(self) -> Iterator[Document]:
+        """As of `Unit`; nothing between two separators is no document."""
+        begin, end = (int(place) for place in self.stream.starts[self.file : self.file + 2])
+        if self.separator == "none":
+            for at, window in self._windows(begin, end):
+                if (cuts := self.vocabulary.separators(window)).size:
+                    place = f"token {at - begin + int(cuts[0]):,}"
+                    raise _found_one(self._path, int(window[cuts[0]]), place)
+            yield Document(self.name, partial(self.stream.pieces, begin, end), is_file=True)
+            return
+        number = 0
+        # Where the next document begins. None where a text runs on from the file before.
+        start: int | None = begin
+        if begin and not self.vocabulary.separators(self.stream.read(begin - 1, 1)).size:
+            start = None
+        for at, window in self._windows(begin, end):
+            for cut in self.vocabulary.separators(window).tolist():
+                if start is not None and at + cut > start:
+                    number += 1
+                    whole = start >= at
+                    yield Document(
+                        f"{self.name}#{number}",
+                        partial(_pieces, window[start - at : cut])
+                        if whole
+                        else partial(self.stream.pieces, start, at + cut),
+                    )
+                start = at + cut + 1
+        if start is not None and start < end:
+            yield Document(
+                f"{self.name}#{number + 1}", partial(self.stream.pieces, start, self._end(end))
+            )
+
+    @property
+    def _path(self) -> Path:
+        return self.stream.files[self.file].path
+
+    def _windows(self, begin: int, end: int) -> Iterator[tuple[int, Tokens]]:
+        at = begin
+        while at < end:
+            window = self.stream.read(at, min(WINDOW_TOKENS, end - at))
+            self.vocabulary.check(window, str(self._path), at - begin)
+            yield at, window
+            at += window.size
+
+    def _end(self, at: int) -> int:
+        """Where the first document ends that has tokens before and after `at`."""
+        total = int(self.stream.starts[-1])
+        while at < total:
+            window = self.stream.read(at, min(WINDOW_TOKENS, total - at))
+            if (cuts := self.vocabulary.separators(window)).size:
+                return at + int(cuts[0])
+            at += window.size
+        return total
+
+
+def _found_one(path: Path, token: int, where: str) -> ValueError:
+    return ValueError(
+        f"{path}: found id {token:,}, which begins or ends a text, at {where}, wanted none "
+        "(--separator none); --separator before, after or both divides there"
+    )

@@ -1,0 +1,179 @@
+"""Prepare files of tokens that other programs wrote: find their documents, and pack these."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation.documents import Document, Unit
+from longhaul.datamodules.preparation.resumable import Progress
+from longhaul.datamodules.preparation.source_files import in_validation
+from longhaul.datamodules.preparation.text import prepare_documents
+from longhaul.datamodules.preparation.token_files.headed import follows
+from longhaul.datamodules.preparation.token_files.ids import Vocabulary
+from longhaul.datamodules.preparation.token_files.recognition import Options, recognise
+from longhaul.datamodules.preparation.token_files.separators import Found, find_separator
+from longhaul.datamodules.preparation.token_files.sources import (
+    Items,
+    ItemsUnit,
+    Separator,
+    Stream,
+    StreamUnit,
+)
+from longhaul.datamodules.preparation.token_files.stored import Joined
+from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """Files of tokens of one format, and how they are read."""
+
+    format: str
+    found: Found
+    """Where separators stand."""
+    units: tuple[Unit, ...]
+    fingerprint: str
+    """Hash of the names and sizes of all files."""
+    files: int
+    raw: str | None
+    column: str | None
+
+    def documents(self) -> Iterator[Document]:
+        """All documents, without separators. ValueError at an id that the tokenizer lacks."""
+        for unit in self.units:
+            yield from unit.documents()
+
+    def check(self) -> None:
+        """Read all files, and raise what reading them raises."""
+        for _ in self.documents():
+            pass
+
+
+def open_token_files(
+    sources: Sequence[Path],
+    tokenizer: Tokenizer,
+    *,
+    raw: str | None = None,
+    column: str | None = None,
+    separator: Separator | None = None,
+) -> TokenFiles:
+    """The files of tokens in these files and folders, in the order of their names.
+
+    Args:
+        raw: the type of tokens, of RAW_TYPES, in files that do not say it.
+        column: the column of tokens in tables and MDS, or the ending of members of a tar.
+        separator: where an id stands that begins or ends a text; None: the files tell.
+
+    Raises:
+        ValueError: in one line, what is damaged or not known.
+    """
+    vocabulary = Vocabulary(tokenizer)
+    recognised = recognise(sources, Options(vocabulary, raw, column))
+    found = find_separator(recognised.sources, vocabulary, separator)
+    digest = hashlib.sha256()
+    files = 0
+    for source in recognised.sources:
+        for path in source.files:
+            name = f"{source.name}\0{path.name}\0{path.stat().st_size}\n"
+            digest.update(name.encode(errors="surrogateescape"))
+            files += 1
+    return TokenFiles(
+        recognised.format,
+        found,
+        tuple(_units(recognised.sources, vocabulary, found.separator)),
+        digest.hexdigest(),
+        files,
+        raw,
+        column,
+    )
+
+
+def _units(
+    sources: Sequence[Items | Stream], vocabulary: Vocabulary, separator: Separator
+) -> Iterator[Unit]:
+    run: list[Stream] = []
+    for source in sources:
+        if isinstance(source, Items):
+            yield ItemsUnit(source.name, source, vocabulary, separator)
+            continue
+        last = run[-1] if run else None
+        if last is None or not (
+            source.group is not None
+            and source.group == last.group
+            and follows(source.stored.path, last.stored.path)
+        ):
+            yield from _of_run(run, vocabulary, separator)
+            run = []
+        run.append(source)
+    yield from _of_run(run, vocabulary, separator)
+
+
+def _of_run(run: Sequence[Stream], vocabulary: Vocabulary, separator: Separator) -> Iterator[Unit]:
+    stream = Joined(tuple(one.stored for one in run))
+    for number, one in enumerate(run):
+        yield StreamUnit(one.name, stream, number, vocabulary, separator)
+
+
+def prepare_tokens(
+    files: TokenFiles,
+    destination: Path,
+    tokenizer: Tokenizer,
+    *,
+    block_tokens: int = 65_536,
+    docs_per_shard: int = 256,
+    validation_fraction: float = 0.0,
+    progress: Progress = lambda tokens: None,
+) -> list[Manifest]:
+    """Write shards of the documents, as `prepare_text` does with those of texts.
+
+    Of documents, the hash of their names decides which are for validation. All files are read once
+    before anything is written.
+    """
+    source = {
+        "kind": "tokens",
+        "format": files.format,
+        "files": files.files,
+        "files_sha256": files.fingerprint,
+        "raw": files.raw,
+        "column": files.column,
+        "separator": files.found.separator,
+        "separator_from": files.found.reason,
+    }
+    files.check()
+
+    def documents(is_validation: bool) -> Callable[[], Iterator[Document]]:
+        return partial(_of_split, files, is_validation, validation_fraction)
+
+    return prepare_documents(
+        documents,
+        destination,
+        tokenizer,
+        source,
+        block_tokens=block_tokens,
+        docs_per_shard=docs_per_shard,
+        validation_fraction=validation_fraction,
+        progress=progress,
+    )
+
+
+def _of_split(files: TokenFiles, is_validation: bool, fraction: float) -> Iterator[Document]:
+    """The documents of one split: of a document that is a whole file the end is for validation."""
+    for document in files.documents():
+        if document.is_file and fraction:
+            pieces = partial(_part_of, document, is_validation, fraction)
+            yield Document(document.name, pieces, is_file=True)
+        elif not fraction or in_validation(document.name, fraction) == is_validation:
+            yield document
+
+
+def _part_of(document: Document, is_validation: bool, fraction: float) -> Iterator[Tokens]:
+    total = sum(piece.size for piece in document.pieces())
+    left = total - round(total * fraction)
+    for piece in document.pieces():
+        part = piece[left:] if is_validation else piece[:left]
+        left = max(0, left - piece.size)
+        if part.size:
+            yield part
