@@ -135,7 +135,8 @@ def _read_index(path: Path) -> _Index:
     if version != 1:
         raise ValueError(f"{path}: found version {version}, wanted 1")
     if size not in whole:
-        wanted = min(whole, key=lambda one: abs(one - size)) if size > 34 else max(whole)
+        # In the place of the number of entries fairseq has 0, or the lengths of two sequences.
+        wanted = list(whole)[0 if 0 < entries < 1 << 32 else -1]
         raise ValueError(
             f"{path}: found {size:,} bytes, wanted {wanted:,} for {sequences:,} sequences: a cut "
             "copy"

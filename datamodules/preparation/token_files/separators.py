@@ -36,7 +36,7 @@ def find_separator(
     if bounded:
         found = _of_items(bounded, ids, named)
     else:
-        found = _of_stream(streams[0], vocabulary, named)
+        found = _of_streams(streams, vocabulary, named)
     if given is None or given == found.separator:
         return found
     if given != "none" and found.separator == "none":
@@ -90,8 +90,15 @@ def _first_items(sources: Sequence[Items]) -> Iterator[Tokens]:
                 start = end
 
 
-def _of_stream(stream: Stream, vocabulary: Vocabulary, named: str) -> Found:
-    tokens = stream.stored.read(0, min(stream.stored.tokens, _STREAM_TOKENS))
+def _of_streams(streams: Sequence[Stream], vocabulary: Vocabulary, named: str) -> Found:
+    read: list[Tokens] = []
+    left = _STREAM_TOKENS
+    for stream in streams:
+        read.append(stream.stored.read(0, min(stream.stored.tokens, left)))
+        left -= read[-1].size
+        if not left:
+            break
+    tokens = np.concatenate(read)
     places = vocabulary.separators(tokens)
     if not places.size:
         return Found("none", f"the first {tokens.size:,} tokens have no id {named}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from longhaul.datamodules.files.untrusted import open_regular, shown
 from longhaul.datamodules.native import foreign_content
+from longhaul.datamodules.preparation.compression import compression_of, opened, reading
 from longhaul.datamodules.preparation.token_files.mds import USUAL_COLUMNS
 from longhaul.datamodules.preparation.token_files.sources import Items
 from longhaul.datamodules.preparation.token_files.stored import Batch, gathered, unsigned
@@ -19,6 +20,8 @@ from longhaul.datamodules.shards import Tokens
 _SUFFIXES = tuple(f"{name}.npy" for name in USUAL_COLUMNS)
 _MOST_MEMBER_BYTES = 1 << 30
 _MOST_NAMES = 1000
+_HEAD_BYTES = 512
+_END_BYTES = 2 * tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Tar(Items):
             where = f"{path}: {shown(member.name)}"
             if member.size > _MOST_MEMBER_BYTES:
                 raise ValueError(f"{where}: found {member.size:,} bytes, wanted 1 GiB at most")
-            with foreign_content(path, "damaged"):
+            with reading(path):
                 array_bytes = content.read()
             with foreign_content(where, "not readable as .npy"):
                 array = np.load(io.BytesIO(array_bytes), allow_pickle=False)
@@ -94,30 +97,44 @@ def _suffix(name: str) -> str:
 def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     """The plain files of a tar, which may be compressed, and their content."""
     with open_regular(path) as file:
-        _check_end(path, file)
-        with foreign_content(path, "damaged"):
-            tar = tarfile.TarFile.open(fileobj=file, mode="r|*", errors="surrogateescape")
+        head = file.read(_HEAD_BYTES)
+    with opened(path, compression_of(path.name, head)) as stream:
+        whole = _Whole(stream)
+        with reading(path):
+            tar = tarfile.TarFile.open(fileobj=whole, mode="r|", errors="surrogateescape")
         with tar:
             while True:
-                with foreign_content(path, "damaged"):
+                with reading(path):
                     member = tar.next()
                     content = tar.extractfile(member) if member and member.isreg() else None
                 if member is None:
-                    return
-                tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
+                    break
+                tar.members = []  # else it keeps all of them
                 if content is not None:
                     yield member, content
+        with reading(path):
+            has_end = whole.ends_in_zeros()
+    # tarfile takes a file that is cut between two members, or in a header, for a shorter one.
+    if not has_end:
+        raise ValueError(
+            f"{path}: found no end of the tar, wanted {_END_BYTES} bytes of zeros: a cut copy"
+        )
 
 
-def _check_end(path: Path, file: IO[bytes]) -> None:
-    """Raise unless a tar that is not compressed has its end: one cut there reads as shorter."""
-    head = file.read(tarfile.BLOCKSIZE)
-    size = file.seek(0, 2)
-    if head[257:262] == b"ustar":
-        file.seek(max(0, size - 2 * tarfile.BLOCKSIZE))
-        if any(file.read()):
-            raise ValueError(
-                f"{path}: found no end of the tar, wanted {2 * tarfile.BLOCKSIZE} bytes of zeros: "
-                "a cut copy"
-            )
-    file.seek(0)
+class _Whole:
+    """A stream that remembers its last bytes."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._last = b""
+
+    def read(self, size: int) -> bytes:
+        block = self._stream.read(size)
+        self._last = (self._last + block)[-_END_BYTES:]
+        return block
+
+    def ends_in_zeros(self) -> bool:
+        """Whether the stream, read up to its end, ends as a tar does."""
+        while self.read(1 << 20):
+            pass
+        return self._last == b"\0" * _END_BYTES
