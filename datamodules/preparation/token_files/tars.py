@@ -5,7 +5,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 
@@ -101,7 +101,9 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
     with opened(path, compression_of(path.name, head)) as stream:
         whole = _Whole(stream)
         with reading(path):
-            tar = tarfile.TarFile.open(fileobj=whole, mode="r|", errors="surrogateescape")
+            tar = tarfile.TarFile.open(
+                fileobj=cast(IO[bytes], whole), mode="r|", errors="surrogateescape"
+            )
         with tar:
             while True:
                 with reading(path):
@@ -109,7 +111,7 @@ def _members(path: Path) -> Iterator[tuple[tarfile.TarInfo, IO[bytes]]]:
                     content = tar.extractfile(member) if member and member.isreg() else None
                 if member is None:
                     break
-                tar.members = []  # else it keeps all of them
+                tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
                 if content is not None:
                     yield member, content
         with reading(path):
