@@ -11,7 +11,6 @@ from longhaul.datamodules.preparation.documents import Document, Unit
 from longhaul.datamodules.preparation.resumable import Progress
 from longhaul.datamodules.preparation.source_files import in_validation
 from longhaul.datamodules.preparation.text import prepare_documents
-from longhaul.datamodules.preparation.token_files.headed import follows
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary
 from longhaul.datamodules.preparation.token_files.recognition import Options, recognise
 from longhaul.datamodules.preparation.token_files.separators import Found, find_separator
@@ -100,10 +99,10 @@ def _units(
             yield ItemsUnit(source.name, source, vocabulary, separator)
             continue
         last = run[-1] if run else None
-        if last is None or not (
-            source.group is not None
-            and source.group == last.group
-            and follows(source.stored.path, last.stored.path)
+        if (
+            last is None
+            or source.number is None
+            or (last.group, last.number) != (source.group, source.number - 1)
         ):
             yield from _of_run(run, vocabulary, separator)
             run = []
@@ -112,9 +111,12 @@ def _units(
 
 
 def _of_run(run: Sequence[Stream], vocabulary: Vocabulary, separator: Separator) -> Iterator[Unit]:
-    stream = Joined(tuple(one.stored for one in run))
-    for number, one in enumerate(run):
-        yield StreamUnit(one.name, stream, number, vocabulary, separator)
+    stream = Joined(tuple(part for one in run for part in one.stored))
+    first = 0
+    for one in run:
+        after = first + len(one.stored)
+        yield StreamUnit(one.name, stream, (first, after), vocabulary, separator)
+        first = after
 
 
 def prepare_tokens(

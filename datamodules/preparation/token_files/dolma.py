@@ -83,7 +83,7 @@ def open_npy(name: str, path: Path, raw: str | None, vocabulary: Vocabulary) -> 
     stored = npy_tokens(path) if is_real else raw_tokens(path, raw, vocabulary)
     table = path.with_name(path.name.removesuffix(".npy") + ".csv.gz")
     if not table.exists():
-        return Stream(name, stored)
+        return Stream(name, (stored,))
     bounded = Bounded(name, (path, table), stored)
     for _ in bounded.ends():
         pass

@@ -68,15 +68,9 @@ def _stream(name: str, path: Path, dtype: np.dtype, count: int, header: int) -> 
             f"{path}: found {size:,} bytes, wanted {wanted:,} (its header counts {count:,} tokens "
             f"of {dtype.name}){short}"
         )
-    return Stream(name, Stored(path, dtype, count, header), _group(path))
-
-
-def _group(path: Path) -> str:
-    """What the names of all files of one stream have in common: all but the last number."""
-    return str(path.parent / re.sub(r"\d+(?=\D*$)", "*", path.name))
-
-
-def follows(path: Path, other: Path) -> bool:
-    """Whether the number in the name of `path` is the next one after that of `other`."""
-    numbers = [re.findall(r"\d+(?=\D*$)", one.name) for one in (other, path)]
-    return all(numbers) and int(numbers[1][0]) == int(numbers[0][0]) + 1
+    stored = (Stored(path, dtype, count, header),)
+    last = re.search(r"\d+(?=\D*$)", path.name)
+    if last is None:
+        return Stream(name, stored)
+    group = path.parent / f"{path.name[: last.start()]}*{path.name[last.end() :]}"
+    return Stream(name, stored, str(group), int(last[0]))

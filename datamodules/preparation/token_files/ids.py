@@ -19,6 +19,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.name = tokenizer.name
+        self.sha256 = tokenizer.sha256
         self.size = tokenizer.vocab_size
         self.bos_id = tokenizer.bos_id
         self.eot_id = tokenizer.eot_id

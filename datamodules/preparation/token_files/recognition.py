@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.datamodules.files.untrusted import check_regular, parse_json, read_regular
+from longhaul.datamodules.manifest import MANIFEST_NAME
 from longhaul.datamodules.preparation.compression import compression_of
 from longhaul.datamodules.preparation.token_files import headed, megatron, tables
 from longhaul.datamodules.preparation.token_files.datatrove import open_datatrove
@@ -12,13 +13,14 @@ from longhaul.datamodules.preparation.token_files.dolma import NPY_MAGIC, open_n
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary, raw_tokens
 from longhaul.datamodules.preparation.token_files.litdata import open_litdata
 from longhaul.datamodules.preparation.token_files.mds import open_mds
+from longhaul.datamodules.preparation.token_files.own import open_own
 from longhaul.datamodules.preparation.token_files.sources import Items, Stream
 from longhaul.datamodules.preparation.token_files.tars import open_tar
 from longhaul.datamodules.urls import MissingInputError
 
 READABLE = (
     "Megatron (.bin with .idx), llm.c, lit-gpt, .npy, MDS, LitData, datatrove (.ds), Parquet, "
-    "Arrow or webdataset; --raw for a file of nothing but tokens"
+    "Arrow, webdataset or longhaul; --raw for a file of nothing but tokens"
 )
 _HEAD_BYTES = 512
 _MOST_INDEX_BYTES = 256 << 20
@@ -108,7 +110,10 @@ def _in_folder(folder: Path, options: Options) -> Iterator[tuple[str, Items | St
                 f"{place}: found the splits {', '.join(splits)} of a saved data set, wanted one of "
                 "these folders"
             )
-        if (place / "index.json").exists():
+        if (place / MANIFEST_NAME).exists():
+            for source in open_own(name, place, options.vocabulary):
+                yield "longhaul", source
+        elif (place / "index.json").exists():
             yield from _indexed(name, place, options)
         elif (place / "state.json").exists() and (place / "dataset_info.json").exists():
             for source in tables.open_saved(name, place, options.column):
@@ -181,7 +186,7 @@ def _in_file(name: str, path: Path, options: Options) -> Iterator[tuple[str, Ite
             f"{path}: found a pickle, which runs code when it is read, wanted {READABLE}"
         )
     elif options.raw is not None or path.suffix == ".bin":
-        yield "raw", Stream(name, raw_tokens(path, options.raw, options.vocabulary))
+        yield "raw", Stream(name, (raw_tokens(path, options.raw, options.vocabulary),))
     else:
         raise ValueError(f"{path}: found no format of tokens, wanted {READABLE}")
 

@@ -93,8 +93,8 @@ def _first_items(sources: Sequence[Items]) -> Iterator[Tokens]:
 def _of_streams(streams: Sequence[Stream], vocabulary: Vocabulary, named: str) -> Found:
     read: list[Tokens] = []
     left = _STREAM_TOKENS
-    for stream in streams:
-        read.append(stream.stored.read(0, min(stream.stored.tokens, left)))
+    for part in (part for stream in streams for part in stream.stored):
+        read.append(part.read(0, min(part.tokens, left)))
         left -= read[-1].size
         if not left:
             break

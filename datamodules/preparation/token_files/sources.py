@@ -42,13 +42,16 @@ class Stream:
     """A file of tokens in which separators alone tell where documents end."""
 
     name: str
-    stored: Stored
+    stored: tuple[Stored, ...]
+    """The parts of the file, of which each goes on where the one before ends."""
     group: str | None = None
     """Streams of one group, next to each other, are one: a text runs on into the next file."""
+    number: int | None = None
+    """Its place in the group. None: the text does not run on into it."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.stored.path,)
+        return (self.stored[0].path,)
 
 
 @dataclass
@@ -109,14 +112,14 @@ class StreamUnit:
 
     name: str
     stream: Joined
-    file: int
-    """Its number among the files of the stream."""
+    parts: tuple[int, int]
+    """The numbers of its first part among those of the stream, and of the first after its own."""
     vocabulary: Vocabulary
     separator: Separator
 
     def documents(self) -> Iterator[Document]:
         """As of `Unit`; nothing between two separators is no document."""
-        begin, end = (int(place) for place in self.stream.starts[self.file : self.file + 2])
+        begin, end = (int(self.stream.starts[part]) for part in self.parts)
         if self.separator == "none":
             for at, window in self._windows(begin, end):
                 if (cuts := self.vocabulary.separators(window)).size:
@@ -148,7 +151,7 @@ class StreamUnit:
 
     @property
     def _path(self) -> Path:
-        return self.stream.files[self.file].path
+        return self.stream.parts[self.parts[0]].path
 
     def _windows(self, begin: int, end: int) -> Iterator[tuple[int, Tokens]]:
         at = begin

@@ -63,20 +63,20 @@ def unsigned(tokens: NDArray[Any]) -> Tokens:
 
 @dataclass(frozen=True)
 class Joined:
-    """The tokens of files of which each goes on where the one before ends."""
+    """Tokens in parts of which each goes on where the one before ends."""
 
-    files: tuple[Stored, ...]
+    parts: tuple[Stored, ...]
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """The number of tokens before each file, and that of all."""
-        return np.cumsum([0, *(file.tokens for file in self.files)], dtype=np.int64)
+        """The number of tokens before each part, and that of all."""
+        return np.cumsum([0, *(part.tokens for part in self.parts)], dtype=np.int64)
 
     def read(self, start: int, count: int) -> Tokens:
-        """As of `Stored`; fewer tokens where a file ends in them, but one at least."""
+        """As of `Stored`; fewer tokens where a part ends in them, but one at least."""
         number = int(np.searchsorted(self.starts, start, "right")) - 1
         count = min(count, int(self.starts[number + 1]) - start)
-        return self.files[number].read(start - int(self.starts[number]), count)
+        return self.parts[number].read(start - int(self.starts[number]), count)
 
     def pieces(self, start: int, end: int) -> Iterator[Tokens]:
         """As of `Stored`."""

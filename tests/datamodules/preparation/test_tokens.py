@@ -135,6 +135,14 @@ def saved_data_set(folder: Path) -> Path:
     return inner
 
 
+def own(folder: Path) -> Path:
+    """longhaul's own shards, in blocks of another length; each is a file of its own."""
+    path = numbers("train.bin", "<u2")(folder)
+    files = open_token_files([path], TOKENIZER, raw="uint16")
+    prepare_tokens(files, folder / "own", TOKENIZER, block_tokens=2, docs_per_shard=3)
+    return folder / "own"
+
+
 FORMATS = {
     **{
         name: (foreign(name), {})
@@ -174,6 +182,7 @@ FORMATS = {
     "arrow stream": (arrow, {"column": "input_ids"}),
     "arrow file": (lambda folder: arrow(folder, pyarrow.ipc.new_file), {}),
     "saved data set": (saved_data_set, {}),
+    "longhaul": (own, {}),
 }
 
 
@@ -405,6 +414,11 @@ DAMAGED = {
     "a selection": (
         *(saved_data_set, put("saved/indices.arrow", 0, b"")),
         "found a selection of rows",
+    ),
+    "a cut shard of ours": (own, cut("own/train-000001.tar"), "bytes, wanted"),
+    "a shard of another tokenizer": (
+        *(own, edit("own/manifest.json", TOKENIZER.sha256, "0" * 64)),
+        "found tokens of bytes with SHA-256 000000000000, wanted those of bytes",
     ),
     "a pickle": (
         numbers("meta.pkl", "<u2", b"\x80\4"),
