@@ -31,6 +31,7 @@ from mutations import (
     mutate_yaml,
 )
 from safetensors.torch import save
+from token_readers import TOKEN_FORMATS
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import to_dict
@@ -490,4 +491,5 @@ READERS = {
         },
         read_exported,
     ),
+    **{name: Reader(*parts) for name, parts in TOKEN_FORMATS.items()},
 }

@@ -51,7 +51,9 @@ class Bounded(Items):
                 ends = np.empty(len(block), np.int64)
                 for place, row in enumerate(block):
                     number += 1
-                    bounds = [int(one) if one.isdecimal() else -1 for one in row[:2]]
+                    bounds = [
+                        int(one) if one.isdecimal() and len(one) < 20 else -1 for one in row[:2]
+                    ]
                     if len(bounds) != 2 or bounds[0] != at or bounds[1] < at:
                         raise ValueError(
                             f"{table}:{number}: found {','.join(row[:2])[:60]!a}, wanted start,end "

@@ -131,8 +131,8 @@ def open_litdata(name: str, folder: Path) -> list[Items]:
     found: list[Items] = []
     for chunk in index.chunks:
         path = inner_path(folder, chunk.filename)
-        # Chunk_bytes counts the items alone in some versions.
-        packed = Packed(path, codec)
+        # Whether `chunk_bytes` counts the offsets too is left open.
+        packed = Packed(path, codec, most=chunk.chunk_bytes + 4 * (chunk.chunk_size + 2))
         packed.check()
         found.append(
             LitData(

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from longhaul.datamodules.files.untrusted import open_regular, shown
 from longhaul.datamodules.native import foreign_content
 
-# Offsets are uint32.
-_MOST_BYTES = 1 << 32
 _WINDOW_BYTES = 1 << 22
 
 
@@ -48,6 +46,8 @@ class Packed:
     """How the whole file is compressed."""
     size: int | None = None
     """Bytes of the content, where something else than the file says so."""
+    most: int = 1 << 32
+    """Bytes that a compressed file may expand to; offsets are uint32."""
 
     def check(self) -> None:
         """Raise ValueError unless sizes and offsets agree; a compressed file is not read."""
@@ -112,12 +112,12 @@ def _content(packed: Packed) -> Iterator[tuple[IO[bytes], int]]:
         if packed.codec is None:
             yield file, packed.path.stat().st_size
             return
-        most = packed.size if packed.size is not None else _MOST_BYTES
+        most = packed.size if packed.size is not None else packed.most
         with foreign_content(packed.path, "damaged"), _CODECS[packed.codec](file) as stream:
             content = stream.read(most + 1)
-    if packed.size is not None and len(content) != packed.size:
+    if len(content) > most or (packed.size is not None and len(content) != most):
         raise ValueError(
             f"{packed.path}: found {len(content):,} bytes or more after decompression, wanted "
-            f"{packed.size:,} (index.json)"
+            f"{most:,} (index.json)"
         )
     yield io.BytesIO(content), len(content)

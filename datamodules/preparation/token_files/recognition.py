@@ -119,7 +119,14 @@ def _in_folder(folder: Path, options: Options) -> Iterator[tuple[str, Items | St
             for source in tables.open_saved(name, place, options.column):
                 yield "a saved data set", source
         else:
-            for path in sorted(place.iterdir()):
+            paths = sorted(place.iterdir())
+            # `datasets` keeps the results of each step there, the same rows in several files.
+            if cached := [path for path in paths if path.match("cache-*.arrow")]:
+                raise ValueError(
+                    f"{place}: found {cached[0].name}, a result of a step of `datasets`, wanted "
+                    "the files themselves to be named"
+                )
+            for path in paths:
                 if path.is_file() and path.name[0] != "." and not path.name.endswith(_BESIDE):
                     yield from _in_file(f"{name}/{path.name}" if name else path.name, path, options)
 

@@ -1,5 +1,6 @@
 """Guesses from the first documents where an id stands that begins or ends a text."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -52,7 +53,9 @@ _PLACES = {"before": "before each", "after": "after each", "both": "before and a
 
 def _of_items(sources: Sequence[Items], ids: set[int], named: str) -> Found:
     count = begin = end = within = 0
+    last = Counter[int]()
     for item in _first_items(sources):
+        last[int(item[-1])] += 1
         count += 1
         is_separator = np.isin(item, list(ids))
         begin += bool(is_separator[0])
@@ -72,6 +75,9 @@ def _of_items(sources: Sequence[Items], ids: set[int], named: str) -> Found:
         f"of the first {count:,} documents {begin:,} begin with id {named}, {end:,} end with it, "
         f"{within:,} have it within"
     )
+    if kind == "none" and last.most_common(1)[0][1] > 0.9 * count > 1:
+        token, times = last.most_common(1)[0]
+        reason += f"; {times:,} end with id {token:,}, which --eos may name"
     return Found(kind, reason)
 
 

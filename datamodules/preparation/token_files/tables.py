@@ -49,9 +49,11 @@ class Table(Items):
             while True:
                 with foreign_content(path, "damaged"):
                     batch = read()
-                if batch is None:
-                    return
-                column = batch.column(batch.schema.names.index(self.column))
+                    if batch is None:
+                        return
+                    column = batch.column(batch.schema.names.index(self.column))
+                    # Arrow believes the offsets of a file, and would read outside of its memory.
+                    column.validate(full=True)
                 yield _tokens_of(column, f"{path}: row {row + 1:,}")
                 row += len(column)
 

@@ -132,7 +132,7 @@ def test_a_wrong_type_of_raw_tokens_is_named_with_the_right_one(
         ([[1, END], [2, 3, END], [4]], "after"),
         ([[END, 1], [END, 2, 3], [4]], "before"),
         ([[END, 1, END], [END, 2, END]], "both"),
-        ([[1, 2], [3]], "none"),
+        ([[1, 2], [3, 2]], "none"),
         ([[1, END, 2, 3], [4, 5, END, 6], [7, 8, 9, END]], "after"),
     ],
 )
@@ -146,6 +146,7 @@ def test_the_separator_is_guessed_from_the_first_documents(
     files = open_token_files([tmp_path], TOKENIZER, raw="uint16")
     assert files.found.separator == separator
     if separator == "none":
+        assert files.found.reason.endswith("; 2 end with id 2, which --eos may name")
         with pytest.raises(ValueError, match=r"2 documents 0 begin .* wanted one after each text"):
             open_token_files([tmp_path], TOKENIZER, raw="uint16", separator="after")
 

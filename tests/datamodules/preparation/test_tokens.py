@@ -242,6 +242,15 @@ def edit(name: str, old: str, new: str):
     return damage
 
 
+def replace(name: str, old: np.ndarray, new: np.ndarray):
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        assert content.count(old.tobytes()) == 1
+        (folder / name).write_bytes(content.replace(old.tobytes(), new.tobytes()))
+
+    return damage
+
+
 def remove(name: str):
     return lambda folder: (folder / name).unlink()
 
@@ -409,6 +418,10 @@ DAMAGED = {
     "a cut tar.gz": (packed_tar, cut("b.tar.gz"), "damaged"),
     "a cut parquet": (parquet, cut("a.parquet"), "not readable as parquet"),
     "an Arrow stream cut behind a batch": (arrow, cut("a.arrow", -8), "found no end of the Arrow"),
+    "offsets of Arrow beyond its values": (
+        *(arrow, replace("a.arrow", np.array([0, 3, 5], "<i4"), np.array([0, 3, 1 << 28], "<i4"))),
+        "a.arrow: damaged",
+    ),
     "an Arrow file that is cut": (FORMATS["arrow file"][0], cut("a.arrow", 600), "not readable as"),
     "a missing part": (saved_data_set, remove("saved/data-00000-of-00001.arrow"), "does not exist"),
     "a selection": (
