@@ -53,6 +53,16 @@ class ShardEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """Documents left out for one reason, whole or in part."""
+
+    documents: Count
+    """Documents that have lost tokens."""
+    tokens: Count
+    """Tokens lost, without the ids that end documents."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A set of shards with blocks of one length and one tokenizer."""
 
@@ -79,6 +89,8 @@ class Manifest:
     """Tokens at the end of the source that did not fill a block."""
     empty_texts: Count = 0
     """Texts of the source without a token, which were skipped."""
+    dropped: Annotated[dict[str, Dropped], Field(max_length=1000)] = field(default_factory=dict)
+    """What options of the preparation have left out, by reason."""
     source: dict[str, Any] = field(default_factory=dict)
     """The source and the options of the preparation; it only resumes with equal ones."""
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1), FailFast()]

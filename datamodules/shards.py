@@ -1,10 +1,11 @@
 """One shard, a webdataset tar file of blocks of one length: write it, check it, memory-map it."""
 
 import hashlib
+import json
 import mmap
 import os
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
@@ -18,6 +19,7 @@ from longhaul.datamodules.manifest import ShardEntry
 
 MEMBER_SUFFIX = ".tokens.npy"
 ENDS_SUFFIX = ".ends.npy"
+TEXTS_SUFFIX = ".texts.json"
 
 _TAR_BLOCK_BYTES = 512
 _PLAIN_TYPES = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE)
@@ -37,6 +39,8 @@ class Block(NamedTuple):
     ends: Ends | None = None
     """How many tokens lie before the end of each document, ascending; the last is the block's
     length. None where the documents are not known."""
+    texts: Sequence[tuple[str, int]] | None = None
+    """The name of each document, and the number of its first token here among all its tokens."""
 
 
 class ShardError(ValueError):
@@ -110,6 +114,8 @@ def new_shard(
                     member = {"__key__": key, MEMBER_SUFFIX[1:]: block.tokens}
                     if block.ends is not None:
                         member[ENDS_SUFFIX[1:]] = block.ends.astype(_ENDS_DTYPE)
+                    if block.texts is not None:
+                        member[TEXTS_SUFFIX[1:]] = json.dumps(block.texts).encode()
                     writer.write(member)
             file.flush()
             sha256 = hashing.sha256.hexdigest()
@@ -117,7 +123,7 @@ def new_shard(
             written = Path(file.name)
             check_file(written, entry)
             assert block is not None, "a shard has at least one block"
-            tokens, ends = block
+            tokens, ends, _ = block
             shard = Shard(written, entry, tokens.size, tokens.dtype, has_ends=ends is not None)
             shard.check_content(vocab_size)
             yield entry

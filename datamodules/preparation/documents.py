@@ -15,8 +15,8 @@ class Document(NamedTuple):
     pieces: Callable[[], Iterator[Tokens]]
     """Its tokens in consecutive pieces, without bos and end-of-text ids."""
 
-    is_file: bool = False
-    """Whether it is a whole file, and not a record of one."""
+    is_validation: bool | None = None
+    """Whether it is for validation. None: the hash of its name decides."""
 
 
 class Unit(Protocol):
@@ -25,7 +25,10 @@ class Unit(Protocol):
     The units of a source have a fixed order, whatever the number of workers. They are pickled.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
 
     def documents(self) -> Iterator[Document]:
         """Its documents in a fixed order. ValueError, in one line, where it is damaged."""

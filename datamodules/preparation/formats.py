@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
 from longhaul.datamodules.native import foreign_content
@@ -33,6 +33,7 @@ _HEAD_BYTES = 8192
 # A warning names so many files.
 _MOST_NAMED = 5
 _PARQUET_ROWS = 64
+_COUNTED_BYTES = 1 << 20
 # A compressed line may expand to any size.
 _MOST_LINE_BYTES = 64 << 20
 _LINES = (".jsonl", ".jsonlines", ".ndjson", ".json")
@@ -134,13 +135,26 @@ def _check_lines(path: Path, name: str, head: bytes) -> None:
     )
 
 
-def texts_of(name: str, path: Path) -> Iterator[Text]:
-    """The texts of a file, whose name in the corpus is `name`."""
+class FilePart(NamedTuple):
+    """A part of a file of records: bytes of JSON lines, or row groups of a Parquet file."""
+
+    start: int = 0
+    stop: int | None = None
+    """None: the end of the file."""
+    before: int = 0
+    """The number of lines or rows before it."""
+
+
+WHOLE_FILE = FilePart()
+
+
+def texts_of(name: str, path: Path, part: FilePart = WHOLE_FILE) -> Iterator[Text]:
+    """The texts of a file, or of a part of it, whose name in the corpus is `name`."""
     content = content_of(path)
     if content.kind == "lines":
-        yield from _json_lines(name, path, content.compression)
+        yield from _json_lines(name, path, content.compression, part)
     elif content.kind == "parquet":
-        yield from _parquet_rows(name, path)
+        yield from _parquet_rows(name, path, part)
     else:
         yield Text(name, partial(_plain_pieces, path, content), is_file=True)
 
@@ -167,10 +181,64 @@ def _warn_of_replaced_bytes(path: Path) -> None:
         _log.warning("more files have U+FFFD; they are not named")
 
 
-def _json_lines(name: str, path: Path, compression: Compression | None) -> Iterator[Text]:
+def parts_of(path: Path, size: int) -> list[FilePart]:
+    """The parts of a file in order: each has about `size` bytes, and begins with a record.
+
+    A file that can only be read as a whole is one part: a plain text, and what is compressed.
+    """
+    content = content_of(path)
+    if content.kind == "text" or content.compression or path.stat().st_size <= size:
+        return [WHOLE_FILE]
+    starts = _line_starts(path, size) if content.kind == "lines" else _group_starts(path, size)
+    stops = [start for start, _ in starts[1:]]
+    return [
+        FilePart(start, stop, before)
+        for (start, before), stop in zip(starts, [*stops, None], strict=True)
+    ]
+
+
+def _line_starts(path: Path, size: int) -> list[tuple[int, int]]:
+    """The byte at which each part starts, and the number of lines before. Reads the whole file."""
+    starts = [(0, 0)]
+    at = lines = 0
+    with open_regular(path) as file:
+        while block := file.read(_COUNTED_BYTES):
+            wanted = starts[-1][0] + size - at
+            if wanted < len(block) and (end := block.find(b"\n", max(0, wanted))) >= 0:
+                starts.append((at + end + 1, lines + block.count(b"\n", 0, end + 1)))
+            lines += block.count(b"\n")
+            at += len(block)
+    return starts if starts[-1][0] < at else starts[:-1]
+
+
+def _group_starts(path: Path, size: int) -> list[tuple[int, int]]:
+    """The row group with which each part starts, and the number of rows before."""
+    import pyarrow.parquet
+
+    with foreign_content(path, "not readable as parquet"):
+        metadata = pyarrow.parquet.read_metadata(path)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        sizes = [(group.total_byte_size, group.num_rows) for group in groups]
+    starts = [(0, 0)]
+    total = rows = 0
+    for number, (bytes_here, rows_here) in enumerate(sizes):
+        if total >= size:
+            starts.append((number, rows))
+            total = 0
+        total += bytes_here
+        rows += rows_here
+    return starts
+
+
+def _json_lines(
+    name: str, path: Path, compression: Compression | None, part: FilePart
+) -> Iterator[Text]:
     with opened(path, compression) as file:
-        number = 0
-        while line := _next_line(file, path):
+        if part.start:
+            file.seek(part.start)
+        at, number = part.start, part.before
+        while (part.stop is None or at < part.stop) and (line := _next_line(file, path)):
+            at += len(line)
             number += 1
             where = f"{path}:{number}"
             if len(line) > _MOST_LINE_BYTES:
@@ -204,7 +272,7 @@ def _json_text(line: bytes, where: str) -> str:
     return text
 
 
-def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
+def _parquet_rows(name: str, path: Path, part: FilePart) -> Iterator[Text]:
     # Imported here, because it is slow and only parquet files need it.
     import pyarrow.parquet
 
@@ -218,8 +286,11 @@ def _parquet_rows(name: str, path: Path) -> Iterator[Text]:
         if not _is_text(schema.field("text").type):
             kind = one_line(schema.field("text").type)
             raise ValueError(f"{path}: column `text` is {kind}, wanted strings or bytes of UTF-8")
-        batches = file.iter_batches(_PARQUET_ROWS, columns=["text"], use_threads=False)
-        number = 0
+        groups = list(range(file.num_row_groups))[part.start : part.stop]
+        batches = file.iter_batches(
+            _PARQUET_ROWS, row_groups=groups, columns=["text"], use_threads=False
+        )
+        number = part.before
         while True:
             with foreign_content(path, unreadable):
                 batch = next(batches, None)

@@ -257,7 +257,6 @@ class _Rows:
     """The rows of a store as blocks. A cursor is [number of blocks before]."""
 
     version = 1
-    dropped_tokens = empty_texts = 0
 
     def __init__(self, store: ZarrStore, ranges: list[RowRange]) -> None:
         self._store = store

@@ -17,6 +17,8 @@ from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest, ShardEntry, l
 from longhaul.datamodules.shards import Block, new_shard
 
 PROGRESS_NAME = ".progress.jsonl"
+UNITS_NAME = ".units"
+"""The folder of unit files, in the destination of a preparation."""
 
 Cursor: TypeAlias = list[int]
 Progress: TypeAlias = Callable[[int], None]
@@ -39,24 +41,11 @@ class _FinishedShard:
     cursor: list[Count]
 
 
-class TooShortError(ValueError):
-    """The source does not fill one block."""
-
-    def __init__(self, message: str, tokens: int) -> None:
-        """`tokens` is how many the source has."""
-        super().__init__(message)
-        self.tokens = tokens
-
-
 class BlockSource(Protocol):
     """Blocks of tokens in a fixed order, from any cursor on."""
 
     version: int
     """It changes when equal options give other blocks than before."""
-    dropped_tokens: int
-    """Tokens at the end that did not fill a block; known once `blocks` is exhausted."""
-    empty_texts: int
-    """Texts without a token, which are skipped; known likewise."""
 
     def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         """Blocks after `cursor` (None: from the start), each with the cursor after it."""
@@ -79,19 +68,21 @@ def prepare_shards(
     renamed. A restart keeps every renamed shard and continues at the cursor recorded with the last.
 
     Args:
-        folder: empty, new, or left by a stopped preparation with the same `template.source`.
+        folder: empty, new, or left by a stopped preparation with the same `template.source`. The
+            units of text that is prepared may be in it.
         template: the manifest without its shards.
+        source: it has one block at least.
         prefix: shards are called `PREFIX-000000.tar` and so on.
         progress: called with the number of tokens written so far, earlier starts included.
         extra_files: other files to write into the folder, by name.
     """
     if docs_per_shard < 1:
         raise ValueError(f"docs_per_shard: found {docs_per_shard}, wanted 1 or more")
-    finished = _finished_manifest(folder, template)
+    finished = finished_manifest(folder, template)
     if finished is not None:
         progress(finished.num_tokens)
         return finished
-    check_destination(folder, {PROGRESS_NAME})
+    check_destination(folder, {PROGRESS_NAME, UNITS_NAME})
     check_no_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / PROGRESS_NAME).open("a+b") as file:
@@ -123,20 +114,11 @@ def prepare_shards(
         except ValueError:
             # The source is bad: there is nothing to resume, unless shards are finished.
             if not shards:
-                remove_preparation(folder, ())
+                (folder / PROGRESS_NAME).unlink(missing_ok=True)
+                with suppress(OSError):
+                    folder.rmdir()
             raise
-        if not shards:
-            raise TooShortError(
-                f"{folder}: the source has {source.dropped_tokens} tokens, less than one block "
-                f"of {template.document_tokens}; wanted a larger source or shorter blocks",
-                source.dropped_tokens,
-            )
-        manifest = dataclasses.replace(
-            template,
-            shards=tuple(shards),
-            dropped_tokens=source.dropped_tokens,
-            empty_texts=source.empty_texts,
-        )
+        manifest = dataclasses.replace(template, shards=tuple(shards))
         for name, content in (extra_files or {}).items():
             write_atomically(folder / name, content)
         manifest.save(folder)
@@ -155,18 +137,24 @@ def check_destination(folder: Path, known: set[str]) -> None:
         )
 
 
-def remove_preparation(folder: Path, extra_files: Iterable[str]) -> None:
-    """Remove what `prepare_shards` wrote into a folder, and the folder if nothing else is in it."""
-    names = {PROGRESS_NAME, *extra_files}
-    if (folder / MANIFEST_NAME).exists():
-        names |= {MANIFEST_NAME, *(shard.name for shard in load_manifest(folder).shards)}
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):
-        folder.rmdir()
+def counting_on(progress: Progress, before: int) -> Progress:
+    """`progress` for tokens that are counted after so many others."""
+    return lambda tokens: progress(before + tokens)
 
 
-def _finished_manifest(folder: Path, template: Manifest) -> Manifest | None:
+def check_same_preparation(folder: Path, template: Manifest) -> None:
+    """Raise ValueError if the folder holds finished shards of another source or other options."""
+    if not (folder / PROGRESS_NAME).exists():
+        return
+    with (folder / PROGRESS_NAME).open("rb") as file:
+        first, second = file.readline(), file.readline()
+    # As long as no shard is finished, another source may replace this one.
+    if second:
+        job = parse_json(_Settings, first, f"{folder / PROGRESS_NAME}:1")
+        _check_same_job(folder, job.source, template.source)
+
+
+def finished_manifest(folder: Path, template: Manifest) -> Manifest | None:
     """The manifest of an earlier preparation that finished, None if there is none."""
     if not (folder / MANIFEST_NAME).exists():
         return None

@@ -1,16 +1,14 @@
 """Prepare files of tokens that other programs wrote: find their documents, and pack these."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.documents import Document, Unit
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.resumable import Progress
-from longhaul.datamodules.preparation.source_files import in_validation
-from longhaul.datamodules.preparation.text import prepare_documents
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary
 from longhaul.datamodules.preparation.token_files.recognition import Options, recognise
 from longhaul.datamodules.preparation.token_files.separators import Found, find_separator
@@ -22,8 +20,17 @@ from longhaul.datamodules.preparation.token_files.sources import (
     StreamUnit,
 )
 from longhaul.datamodules.preparation.token_files.stored import Joined
-from longhaul.datamodules.shards import Tokens
+from longhaul.datamodules.preparation.units import (
+    Job,
+    Part,
+    open_units_folder,
+    prepare_units,
+    tokenize_part,
+)
 from longhaul.datamodules.tokenizer import Tokenizer
+
+# It changes when equal files and options give other documents than before.
+_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,6 @@ class TokenFiles:
         """All documents, without separators. ValueError at an id that the tokenizer lacks."""
         for unit in self.units:
             yield from unit.documents()
-
-    def check(self) -> None:
-        """Read all files, and raise what reading them raises."""
-        for _ in self.documents():
-            pass
 
 
 def open_token_files(
@@ -124,58 +126,49 @@ def prepare_tokens(
     destination: Path,
     tokenizer: Tokenizer,
     *,
-    block_tokens: int = 65_536,
+    packing: Packing,
     docs_per_shard: int = 256,
     validation_fraction: float = 0.0,
-    progress: Progress = lambda tokens: None,
+    workers: int = 1,
+    part: Part | None = None,
+    tokenized: Progress = lambda tokens: None,
+    packed: Progress = lambda tokens: None,
 ) -> list[Manifest]:
     """Write shards of the documents, as `prepare_text` does with those of texts.
 
-    Of documents, the hash of their names decides which are for validation. All files are read once
-    before anything is written.
+    Of documents, the hash of their names decides which are for validation; of one that is a whole
+    file it is the end.
     """
-    source = {
-        "kind": "tokens",
-        "format": files.format,
-        "files": files.files,
-        "files_sha256": files.fingerprint,
-        "raw": files.raw,
-        "column": files.column,
-        "separator": files.found.separator,
-        "separator_from": files.found.reason,
-    }
-    files.check()
-
-    def documents(is_validation: bool) -> Callable[[], Iterator[Document]]:
-        return partial(_of_split, files, is_validation, validation_fraction)
-
-    return prepare_documents(
-        documents,
-        destination,
-        tokenizer,
-        source,
-        block_tokens=block_tokens,
+    job = Job(
+        destination=destination,
+        tokenizer=tokenizer,
+        source={
+            "kind": "tokens",
+            "format": files.format,
+            "files": files.files,
+            "files_sha256": files.fingerprint,
+            "raw": files.raw,
+            "column": files.column,
+            "separator": files.found.separator,
+            "separator_from": files.found.reason,
+        },
+        packing=packing,
         docs_per_shard=docs_per_shard,
         validation_fraction=validation_fraction,
-        progress=progress,
+        workers=workers,
+        tokenized=tokenized,
+        packed=packed,
     )
-
-
-def _of_split(files: TokenFiles, is_validation: bool, fraction: float) -> Iterator[Document]:
-    """The documents of one split: of a document that is a whole file the end is for validation."""
-    for document in files.documents():
-        if document.is_file and fraction:
-            pieces = partial(_part_of, document, is_validation, fraction)
-            yield Document(document.name, pieces, is_file=True)
-        elif not fraction or in_validation(document.name, fraction) == is_validation:
-            yield document
-
-
-def _part_of(document: Document, is_validation: bool, fraction: float) -> Iterator[Tokens]:
-    total = sum(piece.size for piece in document.pieces())
-    left = total - round(total * fraction)
-    for piece in document.pieces():
-        part = piece[left:] if is_validation else piece[:left]
-        left = max(0, left - piece.size)
-        if part.size:
-            yield part
+    if (manifests := open_units_folder(job)) is not None:
+        return manifests
+    settings = (_VERSION, tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    units: dict[str, Unit] = {}
+    for number, unit in enumerate(files.units):
+        if isinstance(unit, StreamUnit):
+            unit = replace(unit, validation_fraction=validation_fraction)
+        key = repr((*settings, files.found.separator, validation_fraction, number))
+        units[hashlib.sha256(key.encode()).hexdigest()[:32]] = unit
+    if part is None:
+        return prepare_units(job, units)
+    tokenize_part(job, units, part)
+    return []

@@ -40,7 +40,6 @@ def run() -> None:
 
 class _RandomBlocks:
     version = 1
-    dropped_tokens = empty_texts = 0
 
     def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
         generator = np.random.default_rng(0)

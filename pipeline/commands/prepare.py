@@ -90,10 +90,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"end of each file, or of {FEW_FILES} and more files, and of records, some by hashes "
             "of their names; 0: none",
         )
+        command.add_argument(
+            "--packing",
+            choices=("concat", "best-fit"),
+            default="concat",
+            help="concat: texts are joined and cut into blocks; best-fit: texts go whole into "
+            "blocks that have room, and few are cut (%(default)s)",
+        )
+        command.add_argument(
+            "--long",
+            choices=("split", "crop", "drop"),
+            default="split",
+            help="what happens to texts that are longer than a block (%(default)s)",
+        )
+        command.add_argument(
+            "--min-tokens", type=int, default=0, metavar="N", help="drop texts of fewer tokens"
+        )
+        command.add_argument(
+            "--max-tokens", type=int, metavar="N", help="drop texts of more tokens"
+        )
+        command.add_argument(
+            "--workers",
+            type=int,
+            metavar="N",
+            help="processes that tokenize; by default one for each processor",
+        )
+        command.add_argument(
+            "--part",
+            type=_part,
+            metavar="I/N",
+            help="tokenize every N-th unit of the source, from the I-th on, counted from 0, and "
+            "write no shards: a prepare without --part does that, and finds what is tokenized",
+        )
     for command in (zarr, text, tokens):
         command.add_argument(
             "--docs-per-shard", type=int, default=256, metavar="N", help="blocks per shard (256)"
         )
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, slash, of = text.partition("/")
+    if not (slash and index.isdecimal() and of.isdecimal() and int(index) < int(of)):
+        raise argparse.ArgumentTypeError(f"found {text!r}, wanted I/N with I from 0 to N-1")
+    return int(index), int(of)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -108,35 +147,36 @@ def main(args: argparse.Namespace) -> int:
             args.source, args.destination, rows=args.rows, docs_per_shard=args.docs_per_shard
         )
         return 0
+    from longhaul.datamodules.preparation.packing import Packing
+    from longhaul.datamodules.preparation.units import Part
+
     *sources, destination = args.paths
     if not sources:
         raise ValueError(
             f"found one path, {destination!r}, wanted sources and then the folder to write, such "
             f"as `longhaul prepare text {STANDARD_LIBRARY} {destination}` for Python's own sources"
         )
+    options = {
+        "tokenizer": args.tokenizer,
+        "packing": Packing(
+            args.doc_tokens, args.packing, args.long, args.min_tokens, args.max_tokens
+        ),
+        "docs_per_shard": args.docs_per_shard,
+        "validation_fraction": args.validation_fraction,
+        "bos": args.bos,
+        "eos": args.eos,
+        "workers": args.workers,
+        "part": None if args.part is None else Part(*args.part),
+    }
     if args.corpus == "tokens":
         prepare_from_tokens(
             [Path(source) for source in sources],
             Path(destination),
-            tokenizer=args.tokenizer,
             raw=args.raw,
             column=args.column,
             separator=args.separator,
-            block_tokens=args.doc_tokens,
-            docs_per_shard=args.docs_per_shard,
-            validation_fraction=args.validation_fraction,
-            bos=args.bos,
-            eos=args.eos,
+            **options,
         )
-        return 0
-    prepare_from_text(
-        sources,
-        Path(destination),
-        tokenizer=args.tokenizer,
-        block_tokens=args.doc_tokens,
-        docs_per_shard=args.docs_per_shard,
-        validation_fraction=args.validation_fraction,
-        bos=args.bos,
-        eos=args.eos,
-    )
+    else:
+        prepare_from_text(sources, Path(destination), **options)
     return 0

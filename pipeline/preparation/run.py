@@ -1,19 +1,28 @@
 """Prepares a corpus as webdataset shards, and prints what was written."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from longhaul.datamodules.manifest import MANIFEST_NAME, Manifest
 from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows, prepare_longcrawl64
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import cuts_files, prepare_text
 from longhaul.datamodules.preparation.token_files.sources import Separator
 from longhaul.datamodules.preparation.tokens import open_token_files, prepare_tokens
+from longhaul.datamodules.preparation.units import Part
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
 
 # A share that differs from the one asked for by less than this part of it needs no explanation.
 _CLOSE = 0.1
+_REASONS = {
+    "min_tokens": "dropped by --min-tokens",
+    "max_tokens": "dropped by --max-tokens",
+    "drop": "longer than a block, dropped",
+    "crop": "longer than a block, cropped",
+}
 
 
 def prepare_from_longcrawl64(
@@ -43,11 +52,13 @@ def prepare_from_text(
     destination: Path,
     *,
     tokenizer: str,
-    block_tokens: int,
+    packing: Packing,
     docs_per_shard: int,
     validation_fraction: float,
     bos: str | None,
     eos: str | None,
+    workers: int | None,
+    part: Part | None,
 ) -> None:
     """Prepare text files, or finish an interrupted preparation; print a summary.
 
@@ -55,25 +66,33 @@ def prepare_from_text(
         sources: files and folders of text, or STANDARD_LIBRARY.
         destination: folder of the folders `train` and, unless the fraction is 0, `validation`.
         tokenizer: its name, or the path of a tokenizer.json.
-        block_tokens: tokens per block.
+        packing: how texts become blocks.
         docs_per_shard: blocks per shard.
         validation_fraction: share of the text that becomes validation data.
         bos, eos: tokens of a tokenizer.json, as `build_tokenizer` takes them.
+        workers: processes that tokenize; None is one for each processor that this one may use.
+        part: what to tokenize, without writing shards; None is everything.
     """
     built = build_tokenizer(tokenizer, bos=bos, eos=eos)
     corpus = open_sources(sources, destination)
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
-    with TokenProgress(None) as progress:
+    with TokenProgress(None, "tokenized") as tokenized, TokenProgress(None, "packed") as packed:
         manifests = prepare_text(
             corpus,
             destination if validation_fraction else folders[0],
             built,
-            block_tokens=block_tokens,
+            packing=packing,
             docs_per_shard=docs_per_shard,
             validation_fraction=validation_fraction,
-            progress=progress.show,
+            workers=workers or len(os.sched_getaffinity(0)),
+            part=part,
+            tokenized=tokenized.show,
+            packed=packed.show,
         )
+    if part is not None and not manifests:
+        print(f"{destination}: part {part.index} of {part.of} is tokenized")
+        return
     _print_summary(manifests, there)
     if validation_fraction:
         train, validation = (manifest.num_tokens for manifest in manifests)
@@ -97,11 +116,13 @@ def prepare_from_tokens(
     raw: str | None,
     column: str | None,
     separator: Separator | None,
-    block_tokens: int,
+    packing: Packing,
     docs_per_shard: int,
     validation_fraction: float,
     bos: str | None,
     eos: str | None,
+    workers: int | None,
+    part: Part | None,
 ) -> None:
     """Prepare files of tokens, or finish an interrupted preparation; print a summary.
 
@@ -118,16 +139,22 @@ def prepare_from_tokens(
     )
     folders = [destination / name for name in ("train", "validation")]
     there = _prepared(folders)
-    with TokenProgress(None) as progress:
+    with TokenProgress(None, "read") as read, TokenProgress(None, "packed") as packed:
         manifests = prepare_tokens(
             files,
             destination if validation_fraction else folders[0],
             built,
-            block_tokens=block_tokens,
+            packing=packing,
             docs_per_shard=docs_per_shard,
             validation_fraction=validation_fraction,
-            progress=progress.show,
+            workers=workers or len(os.sched_getaffinity(0)),
+            part=part,
+            tokenized=read.show,
+            packed=packed.show,
         )
+    if part is not None and not manifests:
+        print(f"{destination}: part {part.index} of {part.of} is read")
+        return
     _print_summary(manifests, there)
 
 
@@ -159,3 +186,5 @@ def _print_summary(manifests: Sequence[Manifest], there: Sequence[str]) -> None:
             f"{manifest.location}: {before}{manifest.num_tokens:,} tokens{dropped}, "
             f"{manifest.num_blocks:,} blocks, {len(manifest.shards):,} shards{empty}"
         )
+        for reason, lost in manifest.dropped.items():
+            print(f"{_REASONS[reason]}: {lost.documents:,} texts, {lost.tokens:,} tokens lost")

@@ -22,7 +22,6 @@ class CountingBlocks:
     """Block b holds the numbers from b * BLOCK_TOKENS on, so a token shows its origin."""
 
     version = 1
-    dropped_tokens = empty_texts = 0
 
     def __init__(self, count: int) -> None:
         self.count = count

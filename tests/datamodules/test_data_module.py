@@ -12,6 +12,7 @@ from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.order import SampleLocations, SampleOrder, StoredOrder
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import ShardError, UnreadShardError
@@ -116,7 +117,7 @@ def test_documents_begin_where_the_shards_say_with_the_bos_id_in_front(
     sources, bos = open_sources([str(tmp_path / "texts.jsonl")]), 256
     tokenizer = build_tokenizer("bytes")
     (manifest,) = prepare_text(
-        sources, tmp_path / "out", tokenizer, block_tokens=32, docs_per_shard=2
+        sources, tmp_path / "out", tokenizer, packing=Packing(32), docs_per_shard=2
     )
     module = module_of(manifest.location, num_samples=24, workers=workers)
     for batch in module.train_dataloader():

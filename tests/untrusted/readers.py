@@ -87,7 +87,6 @@ class Documents:
     """Six blocks of four ids."""
 
     version = 1
-    dropped_tokens = empty_texts = 0
 
     def blocks(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
         for number in range(cursor[0] if cursor else 0, 6):

@@ -116,6 +116,8 @@ class StreamUnit:
     """The numbers of its first part among those of the stream, and of the first after its own."""
     vocabulary: Vocabulary
     separator: Separator
+    validation_fraction: float = 0.0
+    """The share, at its end, of a file without separators that is for validation."""
 
     def documents(self) -> Iterator[Document]:
         """As of `Unit`; nothing between two separators is no document."""
@@ -125,7 +127,11 @@ class StreamUnit:
                 if (cuts := self.vocabulary.separators(window)).size:
                     place = f"token {at - begin + int(cuts[0]):,}"
                     raise _found_one(self._path, int(window[cuts[0]]), place)
-            yield Document(self.name, partial(self.stream.pieces, begin, end), is_file=True)
+            left = end - round((end - begin) * self.validation_fraction)
+            for is_validation, bounds in ((False, (begin, left)), (True, (left, end))):
+                if bounds[0] < bounds[1]:
+                    pieces = partial(self.stream.pieces, *bounds)
+                    yield Document(self.name, pieces, is_validation)
             return
         number = 0
         # Where the next document begins. None where a text runs on from the file before.

@@ -14,12 +14,10 @@ import pytest
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation import formats
+from longhaul.datamodules.preparation import text as text_preparation
 from longhaul.datamodules.preparation.formats import Text
-from longhaul.datamodules.preparation.source_files import (
-    STANDARD_LIBRARY,
-    SourceFiles,
-    open_sources,
-)
+from longhaul.datamodules.preparation.packing import Packing
+from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY, open_sources
 from longhaul.datamodules.preparation.text import prepare_text
 from longhaul.datamodules.shards import Shard
 from longhaul.datamodules.tokenizer import build_tokenizer
@@ -49,9 +47,10 @@ def texts_of(manifest: Manifest) -> list[str]:
 
 
 def prepare(sources: list[Path], destination: Path, name: str = "bytes", **options) -> Manifest:
-    options = {"block_tokens": 4, "docs_per_shard": 3, **options}
+    options = {"docs_per_shard": 3, **options}
+    packing = Packing(options.pop("block_tokens", 4))
     opened = open_sources([str(source) for source in sources])
-    return prepare_text(opened, destination, build_tokenizer(name), **options)[0]
+    return prepare_text(opened, destination, build_tokenizer(name), packing=packing, **options)[0]
 
 
 def test_texts_are_joined_and_cut_into_blocks(tmp_path: Path) -> None:
@@ -166,7 +165,7 @@ def test_a_validation_split_is_by_file_and_reproducible(tmp_path: Path) -> None:
             open_sources([str(source)]),
             tmp_path / attempt,
             build_tokenizer("bytes"),
-            block_tokens=1,
+            packing=Packing(1),
             validation_fraction=0.2,
         )
         splits.append([texts_of(manifest) for manifest in manifests])
@@ -222,8 +221,9 @@ def test_a_text_without_a_place_to_cut_is_reassembled(
     assert texts_of(prepare([tmp_path / "a.jsonl"], tmp_path / "out", block_tokens=1)) == [text]
 
 
-def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> None:
-    files = tuple((name, tmp_path / name) for name in ("a.txt",))
+def test_the_part_for_training_is_not_read_beyond_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.txt").write_text("some words\n" * 20)
     reads: list[int] = []
 
@@ -232,29 +232,35 @@ def test_the_part_for_training_is_not_read_beyond_its_end(tmp_path: Path) -> Non
             reads.append(number)
             yield "abcdefgh"
 
-    class Recorded(SourceFiles):
-        def texts(self) -> Iterator[Text]:
-            yield Text("a.txt", pieces, is_file=True)
-
-    prepare_text(
-        Recorded("test", files),
-        tmp_path / "out",
-        build_tokenizer("bytes"),
-        block_tokens=4,
-        validation_fraction=0.5,
+    monkeypatch.setattr(
+        text_preparation, "texts_of", lambda name, path, part: [Text("a.txt", pieces, is_file=True)]
     )
-    # To count its characters, once for each part; for validation; for training.
-    assert reads == [*range(10), *range(10), *range(10), *range(5)]
+    prepare([tmp_path / "a.txt"], tmp_path / "out", validation_fraction=0.5)
+    # To count its characters, once for each part; for training; for validation.
+    assert reads == [*range(10), *range(5), *range(10), *range(10)]
 
 
 class StopError(Exception):
     pass
 
 
-@pytest.mark.parametrize("validation_fraction", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("packing", "validation_fraction"),
+    [
+        (Packing(32), 0.3),
+        (Packing(32, "best-fit"), 0.3),
+        (Packing(32, "best-fit", "crop", min_tokens=6), 0.0),
+    ],
+    ids=str,
+)
 def test_stopped_preparations_end_with_the_same_files(
-    tmp_path: Path, validation_fraction: float
+    tmp_path: Path,
+    packing: Packing,
+    validation_fraction: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(text_preparation, "UNIT_BYTES", 500)
+    monkeypatch.setattr("longhaul.datamodules.preparation.packing.WINDOW_TOKENS", 300)
     lines = [json.dumps({"text": "word " * (n % 23)}) for n in range(60)]
     (tmp_path / "b.jsonl").write_text("\n".join(lines))
     (tmp_path / "a.txt").write_text("some plain text, longer than a shard\n" * 20)
@@ -273,10 +279,11 @@ def test_stopped_preparations_end_with_the_same_files(
             opened,
             destination,
             build_tokenizer("bytes"),
-            block_tokens=32,
+            packing=packing,
             docs_per_shard=4,
             validation_fraction=validation_fraction,
-            progress=progress,
+            tokenized=progress,
+            packed=progress,
         )
 
     def files(folder: Path) -> dict[str, bytes]:
@@ -288,13 +295,13 @@ def test_stopped_preparations_end_with_the_same_files(
 
     run(tmp_path / "whole", None)
     expected = files(tmp_path / "whole")
-    assert len(expected) > 15
+    assert len(expected) > 10
     # Stop after every few documents, and restart until one preparation finishes.
     destination = tmp_path / "stopped"
     for _ in range(200):
         kept = {p: p.stat().st_mtime_ns for p in destination.rglob("*.tar")}
         try:
-            run(destination, 7)
+            run(destination, 9)
         except StopError:
             assert {p: p.stat().st_mtime_ns for p in kept} == kept
         else:
@@ -385,7 +392,7 @@ def test_what_another_version_began_is_not_continued(tmp_path: Path) -> None:
             raise StopError
 
     with pytest.raises(StopError):
-        prepare([source], tmp_path / "out", progress=stop)
+        prepare([source], tmp_path / "out", packed=stop)
     progress = tmp_path / "out" / ".progress.jsonl"
     first, *rest = progress.read_text().splitlines(keepends=True)
     progress.write_text(
@@ -415,7 +422,9 @@ def test_the_ids_of_given_tokens_are_those_of_the_shards(tmp_path: Path) -> None
     source = tmp_path / "a.jsonl"
     source.write_text("".join(json.dumps({"text": f"a<end>{n}"}) + "\n" for n in range(8)))
     built = build_tokenizer(str(tmp_path), bos="<begin>", eos="<end>")
-    (manifest,) = prepare_text(open_sources([str(source)]), tmp_path / "out", built, block_tokens=4)
+    (manifest,) = prepare_text(
+        open_sources([str(source)]), tmp_path / "out", built, packing=Packing(4)
+    )
     assert (manifest.bos_id, manifest.eot_id) == (129, 128)
     tokens = [t for n in range(8) for t in (*f"a<end>{n}".encode(), 128)]
     assert tokens_of(manifest) == tokens[: manifest.num_tokens]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.token_files import sources
 from longhaul.datamodules.preparation.tokens import TokenFiles, open_token_files, prepare_tokens
 from longhaul.datamodules.tokenizer import build_tokenizer
@@ -77,7 +78,7 @@ def test_bounds_and_separators_within_them_both_end_documents(tmp_path: Path) ->
         "p.npy#3.2": [4],
         "p.npy#4": [5],
     }
-    (manifest,) = prepare_tokens(files, tmp_path / "out", TOKENIZER, block_tokens=9)
+    (manifest,) = prepare_tokens(files, tmp_path / "out", TOKENIZER, packing=Packing(9))
     assert manifest.empty_texts == 1
 
 
@@ -122,7 +123,12 @@ def test_a_wrong_type_of_raw_tokens_is_named_with_the_right_one(
     tokens = [min(token, 255) for token in LONG] if dtype == "u1" else LONG
     path = raw(tmp_path / "train.bin", tokens, dtype)
     with pytest.raises(ValueError, match=message):
-        prepare_tokens(open_token_files([path], TOKENIZER, **options), tmp_path / "o", TOKENIZER)
+        prepare_tokens(
+            open_token_files([path], TOKENIZER, **options),
+            tmp_path / "o",
+            TOKENIZER,
+            packing=Packing(65_536),
+        )
     assert not (tmp_path / "o").exists()
 
 
@@ -155,7 +161,7 @@ def test_a_file_without_separators_is_one_text_whose_end_is_for_validation(tmp_p
     path = raw(tmp_path / "shakespeare.bin", list(range(100)))
     files = open_token_files([path], TOKENIZER, raw="uint16")
     train, validation = prepare_tokens(
-        files, tmp_path / "out", TOKENIZER, block_tokens=10, validation_fraction=0.3
+        files, tmp_path / "out", TOKENIZER, packing=Packing(10), validation_fraction=0.3
     )
     assert (train.num_tokens, validation.num_tokens) == (70, 30)
 

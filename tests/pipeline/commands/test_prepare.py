@@ -286,8 +286,9 @@ def test_of_another_preparation_nothing_is_removed(records: Path, tmp_path: Path
     options = ("--doc-tokens", 64, "--validation-fraction", 0)
     assert command("text", records, tmp_path / "out", *options) == 0
     before = contents(tmp_path / "out" / "train")
-    with pytest.raises(ValueError, match="less than one block of 64"):
+    with pytest.raises(ValueError, match="out/train: holds a preparation with files_sha256"):
         command("text", tmp_path / "a.txt", tmp_path / "out", "--doc-tokens", 64)
+    assert not (tmp_path / "out" / ".units").exists()
     assert contents(tmp_path / "out" / "train") == before
 
 
@@ -301,7 +302,7 @@ def test_missing_sources_are_bad_input_and_an_unwritable_folder_a_failure(
     (tmp_path / "file").write_text("")
     words = ["text", str(tmp_path / "a.txt"), str(tmp_path / "file" / "out"), "--doc-tokens", "8"]
     assert main(["prepare", *words]) == 1
-    assert capsys.readouterr().err == f"longhaul: {tmp_path}/file/out/validation: Not a directory\n"
+    assert capsys.readouterr().err == f"longhaul: {tmp_path}/file/out/.units: Not a directory\n"
 
 
 def test_a_terminal_without_columns_gets_lines(
