@@ -1,5 +1,6 @@
 """Refuses ids that the tokenizer does not have, and says how else the bytes could be read."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES, Store
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import Tokenizer
 
+_log = logging.getLogger(__name__)
 _GUESSED = (("uint16", "uint32"), ("uint16be", "uint32be"))
 _SAMPLE_BYTES = 1 << 20
 _SWAPPED = "byte-swapped all fit: big endian"
@@ -81,6 +83,11 @@ def raw_tokens(path: Path, raw: str | None, vocabulary: Vocabulary) -> Stored:
             raise ValueError(f"{error}, --raw {_swapped(raw)}") from None
         fits = _fitting(path, vocabulary)
         raise ValueError(f"{error}; {fits}" if fits else str(error)) from None
+    if dtype.itemsize == 2 and vocabulary.size > 1 << 16:
+        _log.warning(
+            "%s: ids of 65,536 and more, which %s has, were wrapped when they were written as %s",
+            *(path, vocabulary.name, raw),
+        )
     if _is_wider(head, vocabulary):
         wider = f"uint{16 * dtype.itemsize}"
         raise ValueError(

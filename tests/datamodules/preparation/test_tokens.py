@@ -5,7 +5,6 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -82,13 +81,6 @@ def old_index(folder: Path, documents: tuple[int, ...] = ()) -> Path:
     return numbers("o.bin", "<i4")(folder)
 
 
-def dolma(folder: Path) -> Path:
-    ends = np.cumsum([0] + [len(document) for document in AFTER])
-    rows = [f"{start},{end},id,src,1\n" for start, end in pairwise(ends)]
-    (folder / "part-0.csv.gz").write_bytes(gzip.compress("".join(rows).encode()))
-    return numbers("part-0.npy", "<u4")(folder)
-
-
 def real_npy(folder: Path) -> Path:
     np.save(folder / "a.npy", np.array(FLAT, np.int32))
     return folder / "a.npy"
@@ -125,16 +117,6 @@ def arrow(folder: Path, opened=pyarrow.ipc.new_stream, name: str = "a.arrow") ->
     with opened(str(folder / name), content.schema) as writer:
         writer.write_table(content, 2)
     return folder / name
-
-
-def saved_data_set(folder: Path) -> Path:
-    inner = folder / "saved"
-    inner.mkdir()
-    arrow(inner, name="data-00000-of-00001.arrow")
-    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": "train"}
-    (inner / "state.json").write_text(json.dumps(state))
-    (inner / "dataset_info.json").write_text("{}")
-    return inner
 
 
 def own(folder: Path) -> Path:
@@ -176,14 +158,14 @@ FORMATS = {
     "llm.c, llama 3": (numbers("a_0.bin", "<u4", llmc(20240801, 7, 15), SHIFTED), {}),
     "lit-gpt": (litgpt, {}),
     "numpy": (real_npy, {}),
-    "dolma": (dolma, {"raw": "uint32"}),
+    "dolma": (foreign("dolma/part-0-00000.npy"), {"raw": "uint32"}),
     "dolma, no table": (numbers("a.npy", "<u2"), {"raw": "uint16"}),
     "webdataset": (webdataset, {}),
     "webdataset, compressed": (packed_tar, {"column": "tokens.npy"}),
     "parquet": (parquet, {}),
     "arrow stream": (arrow, {"column": "input_ids"}),
     "arrow file": (lambda folder: arrow(folder, pyarrow.ipc.new_file), {}),
-    "saved data set": (saved_data_set, {}),
+    "saved data set": (foreign("saved"), {}),
     "longhaul": (own, {}),
 }
 
@@ -436,9 +418,13 @@ DAMAGED = {
         "a.arrow: damaged",
     ),
     "an Arrow file that is cut": (FORMATS["arrow file"][0], cut("a.arrow", 600), "not readable as"),
-    "a missing part": (saved_data_set, remove("saved/data-00000-of-00001.arrow"), "does not exist"),
+    "a missing part": (
+        foreign("saved"),
+        remove("saved/data-00001-of-00002.arrow"),
+        "does not exist",
+    ),
     "a selection": (
-        *(saved_data_set, put("saved/indices.arrow", 0, b"")),
+        *(foreign("saved"), put("saved/indices.arrow", 0, b"")),
         "found a selection of rows",
     ),
     "a cut shard of ours": (own, cut("own/train-000001.tar"), "bytes, wanted"),

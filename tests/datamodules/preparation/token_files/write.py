@@ -4,6 +4,7 @@ The texts are those of test_tokens.py, as bytes, each with 256 at its end.
 """
 
 import importlib.machinery
+import importlib.metadata
 import shutil
 import sys
 import types
@@ -118,7 +119,32 @@ def datatrove() -> None:
         file.close()
 
 
-for write_format in (megatron, litdata, mds, datatrove):
+def dolma() -> None:
+    # Their own __init__ import all taggers.
+    for name in ("dolma", "dolma.core", "dolma.tokenizer"):
+        package = types.ModuleType(name)
+        folder = importlib.metadata.distribution("dolma").locate_file(name.replace(".", "/"))
+        package.__path__ = [str(folder)]
+        sys.modules[name] = package
+    from dolma.tokenizer.data_types import TokenizerOutput
+    from dolma.tokenizer.memmap_writer import MemmapWriter
+
+    path = HERE / "dolma" / "part-0-00000.npy"
+    with MemmapWriter(str(path), np.dtype("uint32"), max_tokens=100) as writer:
+        for number, document in enumerate(DOCUMENTS):
+            writer.write(TokenizerOutput.from_tokens(f"id-{number}", "a.jsonl.gz", 1, document))
+
+
+def saved() -> None:
+    from datasets import Dataset
+
+    rows = [None if document == [END] else document for document in DOCUMENTS]
+    Dataset.from_dict({"input_ids": rows}).save_to_disk(str(HERE / "saved"), num_shards=2)
+
+
+for write_format in (megatron, litdata, mds, datatrove, dolma, saved):
+    if sys.argv[1:] and write_format.__name__ not in sys.argv[1:]:
+        continue
     for old in HERE.glob(f"{write_format.__name__}*"):
         shutil.rmtree(old)
     write_format()
