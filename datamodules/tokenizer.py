@@ -257,9 +257,16 @@ class FileTokenizer(Tokenizer):
         with foreign_content(self._where, "not a tokenizer.json"):
             self._split_special_tokens(self._tokenizer)
 
+    def __reduce__(self) -> Any:
+        # The library's own pickle forgets that special tokens in a text are text.
+        make = functools.partial(FileTokenizer, bos=self.bos_id, eos=self.eot_id)
+        return make, (self.content, self._where)
+
     def _encode(self, text: str) -> Ids:
         with foreign_content(self._where, "cannot encode text"):
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            # The only call that does not compute where in the text each token lies.
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            ids = found.ids
         if self.eot_id in ids:
             with foreign_content(self._where, "cannot encode text"):
                 ids = self._without_end.encode(text, add_special_tokens=False).ids

@@ -202,7 +202,7 @@ def _line_starts(path: Path, size: int) -> list[tuple[int, int]]:
     starts = [(0, 0)]
     at = lines = 0
     with open_regular(path) as file:
-        while block := file.read(_COUNTED_BYTES):
+        while block := file.read(min(size, _COUNTED_BYTES)):
             wanted = starts[-1][0] + size - at
             if wanted < len(block) and (end := block.find(b"\n", max(0, wanted))) >= 0:
                 starts.append((at + end + 1, lines + block.count(b"\n", 0, end + 1)))

@@ -142,6 +142,7 @@ class _PipeHandler(QueueHandler):
 def _work(pipe: Connection, folder: Path, form: UnitForm) -> None:
     """What a worker does: it tokenizes the units that it is sent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a text at a time has no use for threads
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logging.getLogger().addHandler(_PipeHandler(pipe))  # type: ignore[arg-type]
     while True:

@@ -89,6 +89,38 @@ def evaluate_script(config: RunConfig, run: Path) -> str:
     return _script("evaluate", options, [*_assigned(settings), *_preparations(config, run)], [])
 
 
+def prepare_script(
+    config: RunConfig, run: Path, arguments: Sequence[str], tasks: int | None, throttle: int
+) -> str:
+    """The script of a job that prepares data, or of an array of `tasks` that tokenize a part each.
+
+    Args:
+        arguments: of `longhaul prepare`.
+        tasks: None for the job that packs what the array has tokenized.
+        throttle: most tasks at the same time.
+    """
+    # It needs some processors of one node, so not whole nodes with all their memory.
+    config = dataclasses.replace(
+        config, slurm=dataclasses.replace(config.slurm, exclusive=False, memory=None)
+    )
+    settings = {
+        **_place_settings(config),
+        "MAX_RESTARTS": str(config.slurm.max_restarts),
+        "TASKS": str(tasks or ""),
+    }
+    job = "%j" if tasks is None else "%A_%a"
+    options = [
+        *_common_options(config, f"prepare {config.name}", run, job),
+        "--nodes=1",
+        "--ntasks=1",
+        "--requeue" if config.slurm.requeue else "--no-requeue",
+        *([] if tasks is None else [f"--array=0-{tasks - 1}%{throttle}"]),
+    ]
+    return _script(
+        "prepare", options, [*_assigned(settings), *_preparations(config, run)], arguments
+    )
+
+
 def _place_settings(config: RunConfig) -> dict[str, str]:
     """Which Python runs longhaul, and in which container."""
     slurm = config.slurm

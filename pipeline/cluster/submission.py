@@ -16,7 +16,12 @@ from longhaul.configs import ConfigError, RunConfig, to_yaml
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import check_regular, open_to_write
 from longhaul.pipeline.cluster.jobs import JOBS_FILE, slurm_jobs, training_jobs
-from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
+from longhaul.pipeline.cluster.scripts import (
+    evaluate_script,
+    prepare_script,
+    sweep_script,
+    train_script,
+)
 from longhaul.pipeline.planning import fit
 from longhaul.pipeline.planning.memory import Planner
 from longhaul.pipeline.runs.data import check_run
@@ -38,7 +43,10 @@ class _NoAnswerError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A job's script in the folder of a run or a sweep; `kind` is train, sweep or evaluate."""
+    """A job's script in the folder of a run or a sweep.
+
+    `kind` is train, sweep, evaluate, prepare or pack.
+    """
 
     kind: str
     script: Path
@@ -132,6 +140,47 @@ def submit_sweep(
     print(f"MLflow: {_mlflow_location(configs[0])}, below {folder.name}")
 
 
+def submit_prepare(
+    path: str,
+    overrides: Sequence[str],
+    arguments: Sequence[str],
+    *,
+    tasks: int,
+    throttle: int,
+    after: str | None,
+    dry_run: bool,
+) -> None:
+    """Queue an array whose tasks tokenize a part of the data each, and a job that packs them.
+
+    Args:
+        path, overrides: the config of a run, whose section `slurm` and whose folder are used.
+        arguments: of `longhaul prepare`.
+        tasks: number of parts.
+        throttle: most tasks at the same time.
+        after, dry_run: as of `submit`.
+    """
+    config = with_absolute_root(load_run(path, overrides, SUBMITTED))
+    _check_sbatch(dry_run)
+    run = RunFolder.of(config)
+    _check_folder(run.path)
+    folder = run.path / "slurm"
+    text = prepare_script(config, run.path, arguments, tasks, throttle)
+    array = _Job("prepare", folder / "prepare.sbatch", text)
+    text = prepare_script(config, run.path, arguments, None, throttle)
+    pack = _Job("pack", folder / "pack.sbatch", text)
+    if dry_run:
+        print(f"{array.text}\n{pack.text}", end="")
+        return
+    run.check_no_links(*_WRITTEN)
+    _check_journal(run.path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for job in (array, pack):
+        write_atomically(job.script, job.text)
+    array_id = _queue(run.path, array, _dependency_on(after))
+    pack_id = _queue(run.path, pack, ["--dependency", f"afterok:{array_id}"])
+    print(f"logs: {run.path}/logs/job-{array_id}_*.log, job-{pack_id}.log")
+
+
 def _is_finished(config: RunConfig) -> bool:
     """Whether a run has trained all its tokens, which is then said."""
     folder = RunFolder.of(config)
@@ -144,12 +193,24 @@ def _is_finished(config: RunConfig) -> bool:
 
 def _check(configs: Sequence[RunConfig], after: str | None, dry_run: bool) -> None:
     """Raise where the configs could not be queued, or their runs would fail."""
-    if not dry_run and shutil.which("sbatch") is None:
-        raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
+    _check_sbatch(dry_run)
     for config in configs:
         _check_can_run(config, dry_run)
     if not dry_run:
         _check_not_queued(configs, after)
+
+
+def _check_sbatch(dry_run: bool) -> None:
+    if not dry_run and shutil.which("sbatch") is None:
+        raise RuntimeError("sbatch: not found on this machine, wanted a login node of the cluster")
+
+
+def _check_folder(folder: Path) -> None:
+    if {"%", "\\"} & set(str(folder)):
+        raise ConfigError(
+            f"name: found {str(folder)!r}, wanted a folder without % and \\, which Slurm "
+            "replaces in names of logs"
+        )
 
 
 def _check_journal(folder: Path) -> None:
@@ -188,11 +249,7 @@ def _removed_if_refused(jobs: Sequence[_Job]) -> Iterator[None]:
 
 def _check_can_run(config: RunConfig, dry_run: bool) -> None:
     folder = RunFolder.of(config)
-    if {"%", "\\"} & set(str(folder.path)):
-        raise ConfigError(
-            f"name: found {str(folder.path)!r}, wanted a folder without % and \\, which Slurm "
-            "replaces in names of logs"
-        )
+    _check_folder(folder.path)
     if dry_run:  # It prints the script anywhere, where the data are not too.
         folder.check_same_run(config)
     else:

@@ -2,17 +2,24 @@ import argparse
 import gzip
 import json
 import os
+import random
 import resource
+import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numcodecs
 import numpy as np
+import psutil
+import pyarrow
+import pyarrow.parquet
 import pytest
 import zarr
 
+from longhaul.datamodules.preparation import text
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.commands import prepare
 from longhaul.pipeline.terminal import progress
@@ -319,3 +326,127 @@ def test_a_terminal_without_columns_gets_lines(
     assert " of 25,600 tokens, " in shown
     assert "\r\n" in shown
     assert "%|" not in shown
+
+
+def whole_folder(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, by their paths."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def write_mixed(folder: Path, count: int) -> Path:
+    """A folder of texts of up to 800 words in files of every kind."""
+    folder.mkdir()
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(5000)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(0, 800))) for _ in range(count)]
+    lines = [json.dumps({"text": one}) + "\n" for one in texts]
+    (folder / "a.jsonl").write_text("".join(lines[::2]))
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write("".join(lines[1::6]))
+    table = pyarrow.table({"text": texts[3::6]})
+    pyarrow.parquet.write_table(table, folder / "c.parquet", row_group_size=10)
+    for number, one in enumerate(texts[5::6]):
+        (folder / f"{number}.txt").write_text(one)
+    return folder
+
+
+SMALL_UNITS = """
+import sys
+if "prepare" in sys.orig_argv:
+    import longhaul.datamodules.preparation.text as text
+    text.UNIT_BYTES = 100_000
+"""
+PACKED = ("--doc-tokens", "2048", "--docs-per-shard", "20", "--packing", "best-fit")
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_workers_and_parts_change_no_byte(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "UNIT_BYTES", 10_000)
+    large, options = write_mixed(tmp_path / "source", 60), PACKED
+    assert command("text", large, tmp_path / "one", *options, "--workers", 1) == 0
+    expected = whole_folder(tmp_path / "one")
+    folder = tmp_path / "three"
+    for part in ("1/3", "0/3"):
+        assert command("text", large, folder, *options, "--part", part, "--workers", 1) == 0
+    assert not (folder / "train").exists()
+    kept = {path: path.stat().st_ino for path in (folder / ".units").glob("*.unit")}
+    assert len(kept) > 20
+    # The last part leaves alone what is there.
+    assert command("text", large, folder, *options, "--part", "2/3", "--workers", workers) == 0
+    assert (
+        kept.items()
+        <= {path: path.stat().st_ino for path in (folder / ".units").glob("*.unit")}.items()
+    )
+    assert command("text", large, folder, *options, "--workers", 1) == 0
+    assert whole_folder(folder) == expected
+
+
+@pytest.mark.wide
+def test_the_first_bad_text_is_named_whatever_worker_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "UNIT_BYTES", 1000)
+    source = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"text {number}"}) for number in range(3000)]
+    good = "\n".join(lines)
+    # Both are in units that are begun at once; that of the second is read sooner.
+    lines[30], lines[45] = "{bad}", "[bad]"
+    source.write_text("\n".join(lines))
+    options = ("--doc-tokens", 64, "--workers", 2)
+    with pytest.raises(ValueError, match=rf"^{source}:31: not JSON") as caught:
+        command("text", source, tmp_path / "out", *options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out" / "train").exists()
+    source.write_text(good)
+    assert command("text", source, tmp_path / "out", *options) == 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [1, 4])
+def test_a_hundred_kills_change_no_byte(workers: int, tmp_path: Path) -> None:
+    large = write_mixed(tmp_path / "source", 1500)
+    environment = {**os.environ, "LONGHAUL_TEST_FAULT": SMALL_UNITS}
+
+    def begun(destination: Path) -> "subprocess.Popen[bytes]":
+        line = [sys.executable, "-P", "-m", "longhaul.pipeline.cli", "prepare", "text", str(large)]
+        options = (*PACKED, "--tokenizer", "gpt2", "--workers", str(workers))
+        return subprocess.Popen(
+            [*line, str(destination), *options],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    started = time.monotonic()
+    assert begun(tmp_path / "whole").wait() == 0
+    seconds = time.monotonic() - started
+    expected = whole_folder(tmp_path / "whole")
+    draw = random.Random(workers)
+    kills = ends = 0
+    stages: set[tuple[bool, bool]] = set()
+    while kills < 100:
+        destination = tmp_path / f"killed-{ends}"
+        while True:
+            process = begun(destination)
+            try:
+                status = process.wait(draw.uniform(0.2, 1.0) * seconds)
+            except subprocess.TimeoutExpired:
+                children = psutil.Process(process.pid).children(recursive=True)
+                process.kill()
+                process.wait()
+                kills += 1
+                _, alive = psutil.wait_procs(children, 20)
+                assert not alive, "workers outlive the process that started them"
+                units = any(destination.glob(".units/*.unit"))
+                stages.add((units, any(destination.rglob("*.tar"))))
+            else:
+                assert status == 0
+                break
+        assert whole_folder(destination) == expected
+        shutil.rmtree(destination)
+        ends += 1
+    print(f"{workers} workers: {kills} kills, {ends} preparations, stages {sorted(stages)}")
+    assert (True, False) in stages
