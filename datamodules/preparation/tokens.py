@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from longhaul.datamodules.manifest import Manifest
@@ -16,6 +17,7 @@ from longhaul.datamodules.preparation.token_files.sources import (
     Items,
     ItemsUnit,
     Separator,
+    StoredItems,
     Stream,
     StreamUnit,
 )
@@ -31,6 +33,9 @@ from longhaul.datamodules.tokenizer import Tokenizer
 
 # It changes when equal files and options give other documents than before.
 _VERSION = 1
+
+UNIT_TOKENS = 1 << 26
+"""Tokens of a unit, about. Files of MDS, LitData, tables and tars are one unit each."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ def _units(
 ) -> Iterator[Unit]:
     run: list[Stream] = []
     for source in sources:
+        if isinstance(source, StoredItems):
+            count = max(1, source.stored.tokens // UNIT_TOKENS)
+            bounds = [source.documents * number // count for number in range(count + 1)]
+            for part in pairwise(bounds):
+                yield ItemsUnit(source.name, source, vocabulary, separator, part)
+            continue
         if isinstance(source, Items):
             yield ItemsUnit(source.name, source, vocabulary, separator)
             continue
@@ -113,12 +124,21 @@ def _units(
 
 
 def _of_run(run: Sequence[Stream], vocabulary: Vocabulary, separator: Separator) -> Iterator[Unit]:
-    stream = Joined(tuple(part for one in run for part in one.stored))
-    first = 0
-    for one in run:
-        after = first + len(one.stored)
-        yield StreamUnit(one.name, stream, (first, after), vocabulary, separator)
-        first = after
+    files = [[part for one in file.stored for part in one.cut(UNIT_TOKENS)] for file in run]
+    stream = Joined(tuple(part for parts in files for part in parts))
+    origin = 0
+    for file, parts in zip(run, files, strict=True):
+        end = origin + len(parts)
+        first = after = origin
+        while after < end:
+            tokens = 0
+            # One text cannot be divided. Blocks of our own shards are small parts.
+            while after < end and (separator == "none" or tokens < UNIT_TOKENS):
+                tokens += stream.parts[after].tokens
+                after += 1
+            yield StreamUnit(file.name, stream, (first, after), origin, vocabulary, separator)
+            first = after
+        origin = end
 
 
 def prepare_tokens(

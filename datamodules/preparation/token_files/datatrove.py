@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longhaul.datamodules.preparation.token_files.sources import Items
-from longhaul.datamodules.preparation.token_files.stored import Batch, Stored, batches
+from longhaul.datamodules.preparation.token_files.sources import StoredItems
+from longhaul.datamodules.preparation.token_files.stored import Stored
 
 _log = logging.getLogger(__name__)
 _BLOCK = 1 << 16
@@ -17,14 +17,14 @@ _MOST_METADATA_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Datatrove(Items):
+class Datatrove(StoredItems):
     name: str
     files: tuple[Path, ...]
     stored: Stored
     documents: int
 
-    def batches(self) -> Iterator[Batch]:
-        return batches(self.stored, _blocks(self.files[1], self.documents))
+    def ends(self) -> Iterator[NDArray[np.int64]]:
+        return _blocks(self.files[1], self.documents)
 
 
 def _blocks(path: Path, documents: int) -> Iterator[NDArray[np.int64]]:

@@ -8,7 +8,7 @@ import csv
 import gzip
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary, raw_tokens
-from longhaul.datamodules.preparation.token_files.sources import Items, Stream
-from longhaul.datamodules.preparation.token_files.stored import Batch, Stored, batches
+from longhaul.datamodules.preparation.token_files.sources import Items, StoredItems, Stream
+from longhaul.datamodules.preparation.token_files.stored import Stored
 
 NPY_MAGIC = b"\x93NUMPY"
 _BLOCK = 1 << 16
@@ -27,18 +27,15 @@ _MOST_ROW_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Bounded(Items):
+class Bounded(StoredItems):
     """Tokens, and a table of where documents begin and end."""
 
     name: str
     files: tuple[Path, ...]
     stored: Stored
-
-    def batches(self) -> Iterator[Batch]:
-        return batches(self.stored, self.ends())
+    documents: int = 0
 
     def ends(self) -> Iterator[NDArray[np.int64]]:
-        """The ends of documents. ValueError where rows are not contiguous."""
         table = self.files[1]
         at = number = 0
         with gzip.open(table, "rb") as raw, io.TextIOWrapper(raw, "utf-8", newline="") as text:
@@ -87,9 +84,7 @@ def open_npy(name: str, path: Path, raw: str | None, vocabulary: Vocabulary) -> 
     if not table.exists():
         return Stream(name, (stored,))
     bounded = Bounded(name, (path, table), stored)
-    for _ in bounded.ends():
-        pass
-    return bounded
+    return replace(bounded, documents=sum(block.size for block in bounded.ends()))
 
 
 def npy_tokens(path: Path) -> Stored:

@@ -16,13 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from longhaul.datamodules.preparation.token_files.sources import Items
-from longhaul.datamodules.preparation.token_files.stored import (
-    RAW_TYPES,
-    Batch,
-    Stored,
-    batches,
-)
+from longhaul.datamodules.preparation.token_files.sources import StoredItems
+from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES, Stored
 
 _log = logging.getLogger(__name__)
 
@@ -49,17 +44,14 @@ class _Index:
 
 
 @dataclass(frozen=True)
-class Megatron(Items):
+class Megatron(StoredItems):
     name: str
     files: tuple[Path, ...]
     stored: Stored
+    documents: int
     index: _Index
 
-    def batches(self) -> Iterator[Batch]:
-        return batches(self.stored, self._ends())
-
-    def _ends(self) -> Iterator[NDArray[np.int64]]:
-        """How many tokens are before the end of each document."""
+    def ends(self) -> Iterator[NDArray[np.int64]]:
         index = self.index
         if index.documents is None:
             for _, ends in _ends_of_sequences(index, 0, index.sequences):
@@ -108,7 +100,10 @@ def open_megatron(name: str, bin_path: Path, idx_path: Path, raw: str | None) ->
             f"counts {tokens:,} tokens of {dtype.name}){short}"
         )
     _check_offsets(idx_path, index, dtype.itemsize)
-    return Megatron(name, (bin_path, idx_path), Stored(bin_path, dtype, tokens), index)
+    entries = index.documents
+    documents = index.sequences if entries is None else max(0, entries.tokens - 1)
+    stored = Stored(bin_path, dtype, tokens)
+    return Megatron(name, (bin_path, idx_path), stored, documents, index)
 
 
 def _codes() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longhaul.datamodules.preparation.documents import Document
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary
@@ -16,6 +17,7 @@ from longhaul.datamodules.preparation.token_files.stored import (
     Batch,
     Joined,
     Stored,
+    batches,
 )
 from longhaul.datamodules.shards import Tokens
 
@@ -35,6 +37,24 @@ class Items(ABC):
     @abstractmethod
     def batches(self) -> Iterator[Batch]:
         """Its items in order. ValueError, in one line, where it is damaged."""
+
+
+class StoredItems(Items):
+    """Items that stand back to back, any of which can be read without those before."""
+
+    stored: Stored
+    documents: int
+
+    @abstractmethod
+    def ends(self) -> Iterator[NDArray[np.int64]]:
+        """How many tokens lie before the end of each document, in blocks."""
+
+    def batches(self) -> Iterator[Batch]:
+        return self.batches_of(0, self.documents)
+
+    def batches_of(self, first: int, last: int) -> Iterator[Batch]:
+        """The documents from number `first` to before `last`."""
+        return batches(self.stored, self.ends(), first, last)
 
 
 @dataclass(frozen=True)
@@ -62,11 +82,17 @@ class ItemsUnit:
     items: Items
     vocabulary: Vocabulary
     separator: Separator
+    part: tuple[int, int] | None = None
+    """Of StoredItems, the numbers of its first document and of the one after its last."""
 
     def documents(self) -> Iterator[Document]:
         """As of `Unit`: an item without a token is an empty document."""
         before = 0
-        for tokens, ends in self.items.batches():
+        found = self.items.batches()
+        if self.part is not None and isinstance(self.items, StoredItems):
+            before = self.part[0]
+            found = self.items.batches_of(*self.part)
+        for tokens, ends in found:
             starts = np.concatenate([[0], ends[:-1]])
             cuts = self.vocabulary.separators(tokens)
             self._check(tokens, ends, cuts, before)
@@ -114,6 +140,9 @@ class StreamUnit:
     stream: Joined
     parts: tuple[int, int]
     """The numbers of its first part among those of the stream, and of the first after its own."""
+    origin: int
+    """The number of the part with which its file begins. A document is called after the file and
+    the number of its first token there."""
     vocabulary: Vocabulary
     separator: Separator
     validation_fraction: float = 0.0
@@ -122,10 +151,11 @@ class StreamUnit:
     def documents(self) -> Iterator[Document]:
         """As of `Unit`; nothing between two separators is no document."""
         begin, end = (int(self.stream.starts[part]) for part in self.parts)
+        origin = int(self.stream.starts[self.origin])
         if self.separator == "none":
             for at, window in self._windows(begin, end):
                 if (cuts := self.vocabulary.separators(window)).size:
-                    place = f"token {at - begin + int(cuts[0]):,}"
+                    place = f"token {at - origin + int(cuts[0]):,}"
                     raise _found_one(self._path, int(window[cuts[0]]), place)
             left = end - round((end - begin) * self.validation_fraction)
             for is_validation, bounds in ((False, (begin, left)), (True, (left, end))):
@@ -133,7 +163,6 @@ class StreamUnit:
                     pieces = partial(self.stream.pieces, *bounds)
                     yield Document(self.name, pieces, is_validation)
             return
-        number = 0
         # Where the next document begins. None where a text runs on from the file before.
         start: int | None = begin
         if begin and not self.vocabulary.separators(self.stream.read(begin - 1, 1)).size:
@@ -141,10 +170,9 @@ class StreamUnit:
         for at, window in self._windows(begin, end):
             for cut in self.vocabulary.separators(window).tolist():
                 if start is not None and at + cut > start:
-                    number += 1
                     whole = start >= at
                     yield Document(
-                        f"{self.name}#{number}",
+                        f"{self.name}#{start - origin}",
                         partial(_pieces, window[start - at : cut])
                         if whole
                         else partial(self.stream.pieces, start, at + cut),
@@ -152,7 +180,7 @@ class StreamUnit:
                 start = at + cut + 1
         if start is not None and start < end:
             yield Document(
-                f"{self.name}#{number + 1}", partial(self.stream.pieces, start, self._end(end))
+                f"{self.name}#{start - origin}", partial(self.stream.pieces, start, self._end(end))
             )
 
     @property
@@ -160,10 +188,10 @@ class StreamUnit:
         return self.stream.parts[self.parts[0]].path
 
     def _windows(self, begin: int, end: int) -> Iterator[tuple[int, Tokens]]:
-        at = begin
+        at, origin = begin, int(self.stream.starts[self.origin])
         while at < end:
             window = self.stream.read(at, min(WINDOW_TOKENS, end - at))
-            self.vocabulary.check(window, str(self._path), at - begin)
+            self.vocabulary.check(window, str(self._path), at - origin)
             yield at, window
             at += window.size
 

@@ -49,6 +49,13 @@ class Stored:
             )
         return unsigned(np.frombuffer(content, self.dtype))
 
+    def cut(self, tokens: int) -> Iterator["Stored"]:
+        """Parts of so many tokens, the last of fewer; at least one."""
+        for start in range(0, max(1, self.tokens), tokens):
+            count = min(tokens, self.tokens - start)
+            offset = self.offset + start * self.dtype.itemsize
+            yield Stored(self.path, self.dtype, count, offset)
+
     def pieces(self, start: int, end: int) -> Iterator[Tokens]:
         """The tokens from `start` to before `end`, window by window."""
         for at in range(start, end, WINDOW_TOKENS):
@@ -86,16 +93,29 @@ class Joined:
             start += piece.size
 
 
-def batches(stored: Stored, blocks: Iterator[NDArray[np.int64]]) -> Iterator["Batch"]:
-    """Whole items, of about a window or one item; `blocks` are the ends of all, ascending."""
-    start = 0
-    for ends in blocks:
+def batches(
+    stored: Stored, blocks: Iterator[NDArray[np.int64]], first: int, last: int
+) -> Iterator["Batch"]:
+    """The items from number `first` to before `last`, in whole ones of about a window or one item.
+
+    Args:
+        blocks: the ends of all items, ascending.
+    """
+    start = number = 0
+    for block in blocks:
+        low, high = (min(max(0, one - number), block.size) for one in (first, last))
+        if low:
+            start = int(block[low - 1])
+        number += block.size
+        ends = block[low:high]
         at = 0
         while at < ends.size:
             after = max(at + 1, int(np.searchsorted(ends, start + WINDOW_TOKENS, "right")))
             end = int(ends[after - 1])
             yield stored.read(start, end - start), ends[at:after] - start
             start, at = end, after
+        if number >= last:
+            return
 
 
 def gathered(items: Iterator[Tokens]) -> Iterator["Batch"]:

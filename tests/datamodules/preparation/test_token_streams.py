@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longhaul.datamodules.preparation import tokens as tokens_module
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.token_files import sources
 from longhaul.datamodules.preparation.tokens import TokenFiles, open_token_files, prepare_tokens
@@ -40,20 +41,21 @@ def test_a_text_of_llm_c_runs_on_into_the_next_file_and_not_over_a_gap(tmp_path:
         llmc(tmp_path / name, tokens)
     found = documents_of(open_token_files([tmp_path], TOKENIZER))
     assert found == {
-        "a_0.bin#1": [1, 2],
-        "a_0.bin#2": [3, 4, 5, 6],
+        "a_0.bin#0": [1, 2],
+        "a_0.bin#3": [3, 4, 5, 6],
         "a_3.bin#1": [7],
-        "a_3.bin#2": [8],
-        "a_5.bin#1": [9],
+        "a_3.bin#3": [8],
+        "a_5.bin#0": [9],
         "a_5.bin#2": [1],
     }
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_documents_do_not_depend_on_files_and_windows(
+def test_documents_do_not_depend_on_files_windows_and_units(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "WINDOW_TOKENS", 1 + seed % 4)
+    monkeypatch.setattr(tokens_module, "UNIT_TOKENS", 1 + seed % 7)
     random = np.random.default_rng(seed)
     tokens = random.integers(0, 6, 60)
     tokens[tokens > 3] = END
@@ -63,6 +65,21 @@ def test_documents_do_not_depend_on_files_and_windows(
     found = list(documents_of(open_token_files([tmp_path], TOKENIZER)).values())
     text = "".join("|" if token == END else str(token) for token in tokens)
     assert ["".join(map(str, one)) for one in found] == [part for part in text.split("|") if part]
+
+
+def test_units_of_documents_that_can_be_found_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3, 1, 4, 2, 7, 1, 2]
+    ends = np.cumsum(lengths)
+    raw(tmp_path / "a.ds", [token % 9 for token in range(20)])
+    raw(tmp_path / "a.ds.index", ends.tolist(), "<u8")
+    whole = open_token_files([tmp_path], TOKENIZER)
+    monkeypatch.setattr(tokens_module, "UNIT_TOKENS", 5)
+    files = open_token_files([tmp_path], TOKENIZER)
+    assert [len(list(unit.documents())) for unit in files.units] == [1, 2, 2, 2]
+    assert documents_of(files) == documents_of(whole)
+    assert [len(document) for document in documents_of(files).values()] == lengths
 
 
 def test_bounds_and_separators_within_them_both_end_documents(tmp_path: Path) -> None:
