@@ -181,7 +181,7 @@ def prepare_tokens(
     )
     if (manifests := open_units_folder(job)) is not None:
         return manifests
-    settings = (_VERSION, tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    settings = (_VERSION, UNIT_TOKENS, tokenizer.sha256, files.fingerprint, files.raw, files.column)
     units: dict[str, Unit] = {}
     for number, unit in enumerate(files.units):
         if isinstance(unit, StreamUnit):
