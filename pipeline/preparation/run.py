@@ -9,6 +9,8 @@ from longhaul.datamodules.preparation.longcrawl64 import open_store, parse_rows,
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import cuts_files, prepare_text
+from longhaul.datamodules.preparation.token_files.sources import Separator
+from longhaul.datamodules.preparation.tokens import open_token_files, prepare_tokens
 from longhaul.datamodules.preparation.units import Part
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.terminal.progress import TokenProgress
@@ -107,6 +109,57 @@ def prepare_from_text(
             print(f"that is not {validation_fraction:g}: {_why(manifests[1], what)}")
     else:
         print("no validation part, as --validation-fraction is 0")
+
+
+def prepare_from_tokens(
+    sources: list[Path],
+    destination: Path,
+    *,
+    tokenizer: str,
+    raw: str | None,
+    column: str | None,
+    separator: Separator | None,
+    packing: Packing,
+    docs_per_shard: int,
+    validation_fraction: float,
+    bos: str | None,
+    eos: str | None,
+    pattern: str | None,
+    workers: int | None,
+    part: Part | None,
+) -> None:
+    """Prepare files of tokens, or finish an interrupted preparation; print a summary.
+
+    Args:
+        sources: files and folders of tokens.
+        raw, column, separator: as of `open_token_files`.
+        others: as of `prepare_from_text`.
+    """
+    built = build_tokenizer(tokenizer, bos=bos, eos=eos, pattern=pattern)
+    files = open_token_files(sources, built, raw=raw, column=column, separator=separator)
+    print(
+        f"{files.format}, {files.files:,} files; separator {files.found.separator}: "
+        f"{files.found.reason}"
+    )
+    folders = [destination / name for name in ("train", "validation")]
+    there = _prepared(folders)
+    with TokenProgress(None, "read") as read, TokenProgress(None, "packed") as packed:
+        manifests = prepare_tokens(
+            files,
+            destination if validation_fraction else folders[0],
+            built,
+            packing=packing,
+            docs_per_shard=docs_per_shard,
+            validation_fraction=validation_fraction,
+            workers=workers or len(os.sched_getaffinity(0)),
+            part=part,
+            tokenized=read.show,
+            packed=packed.show,
+        )
+    if part is not None and not manifests:
+        print(f"{destination}: part {part.index} of {part.of} is read")
+        return
+    _print_summary(manifests, there)
 
 
 def _why(validation: Manifest, what: str) -> str:

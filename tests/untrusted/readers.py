@@ -34,6 +34,7 @@ from mutations import (
     mutate_yaml,
 )
 from safetensors.torch import save
+from token_readers import TOKEN_FORMATS
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
 from longhaul.configs.loader import to_dict
@@ -525,4 +526,5 @@ READERS = {
         },
         read_exported,
     ),
+    **{name: Reader(*parts) for name, parts in TOKEN_FORMATS.items()},
 }
