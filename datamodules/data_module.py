@@ -28,6 +28,7 @@ class TokenDataModule(LightningDataModule):
         first_sample: global index of the first sample, a multiple of `samples_per_update`.
         num_samples: samples that all ranks together consume from there on; None: endless.
         pin_memory: whether batches are in page-locked memory.
+        earlier: the corpus with the stages that the run has had so far; None: it has not begun.
 
     Raises:
         ValueError: if sizes do not fit, a corpus cannot be read, or tokenizers differ.
@@ -46,6 +47,7 @@ class TokenDataModule(LightningDataModule):
         first_sample: int = 0,
         num_samples: int | None = None,
         pin_memory: bool = False,
+        earlier: Corpus | None = None,
     ) -> None:
         super().__init__()
         if world_size is None and (first_sample or num_samples is not None):
@@ -63,10 +65,14 @@ class TokenDataModule(LightningDataModule):
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
         self.corpus = corpus_of(config)
-        self.order = self.corpus.training_order(config.context, seed, config.shuffle_shards)
+        if earlier is not None:
+            self.corpus = self.corpus.continuing(earlier)
+        self.order = self.corpus.training_order(
+            config.context, seed, config.shuffle_shards, samples_per_update
+        )
         self._stores = open_stores(config, self.corpus)
         self._held_out: HeldOut | None = None
-        if config.validation_manifest is not None:
+        if config.manifests("validation_manifest"):
             self._held_out = HeldOut(config, self.corpus)
         if config.workers:
             # It has time to import torch until workers are started.

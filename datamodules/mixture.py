@@ -28,6 +28,7 @@ from longhaul.datamodules.order import (
     Indices,
     SampleLocations,
     SampleOrder,
+    StoredOrder,
     mix,
     permute,
 )
@@ -160,8 +161,8 @@ class MixtureOrder:
         self._firsts = np.array([part.first for part in self._parts])
 
     @property
-    def samples_per_epoch(self) -> Indices:
-        """Samples of each source, shape (sources,)."""
+    def samples_per_source(self) -> Indices:
+        """Samples in an epoch of each source, shape (sources,)."""
         return np.array([order.samples_per_epoch for order in self._orders])
 
     def counts(self, samples: int) -> Indices:
@@ -200,3 +201,6 @@ class MixtureOrder:
             for whole, part in zip(found[1:], own[1:], strict=True):
                 whole[of] = part
         return found
+
+
+Order = SampleOrder | MixtureOrder | StoredOrder

@@ -90,24 +90,43 @@ class StoredOrder:
     """The order of validation: windows in the order in which the shards store them.
 
     Args:
-        blocks, windows_per_block: as of `SampleOrder`.
+        blocks: number of blocks in each shard of each source.
+        windows_per_block: samples in each block of each source.
+        each: the first samples of each source that are read; None: all.
     """
 
-    def __init__(self, blocks: Sequence[int], windows_per_block: int) -> None:
-        self.windows_per_block = windows_per_block
-        self._ends = np.cumsum(np.array(blocks, np.int64) * windows_per_block)
-        self.samples_per_epoch = int(self._ends[-1])
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[int]],
+        windows_per_block: Sequence[int],
+        each: int | None = None,
+    ) -> None:
+        self._windows_per_block = tuple(windows_per_block)
+        self._ends = [
+            np.cumsum(np.array(some, np.int64) * windows)
+            for some, windows in zip(blocks, windows_per_block, strict=True)
+        ]
+        self.samples_per_source = tuple(
+            min(int(ends[-1]), each or int(ends[-1])) for ends in self._ends
+        )
+        self.samples_per_epoch = sum(self.samples_per_source)
 
     def locate_many(self, indices: Indices) -> SampleLocations:
         """The locations of the samples with these indices, all below `samples_per_epoch`."""
-        shard = np.searchsorted(self._ends, indices, side="right")
-        starts = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
-        block, window = np.divmod(indices - starts[shard], self.windows_per_block)
-        none = np.zeros_like(indices)
-        return SampleLocations(none, none, shard, block, window)
-
-
-Order = SampleOrder | StoredOrder
+        found = SampleLocations(*(np.zeros_like(indices) for _ in range(5)))
+        last = np.cumsum(self.samples_per_source)
+        found.source[:] = np.searchsorted(last, indices, side="right")
+        for number in np.unique(found.source):
+            of = found.source == number
+            own = indices[of] - (last[number] - self.samples_per_source[number])
+            ends = self._ends[number]
+            shard = np.searchsorted(ends, own, side="right")
+            starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+            found.shard[of] = shard
+            found.block[of], found.window[of] = np.divmod(
+                own - starts[shard], self._windows_per_block[number]
+            )
+        return found
 
 
 def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:

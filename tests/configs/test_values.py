@@ -181,8 +181,10 @@ def hints_of(cls: typing.Any) -> Fields:
             continue
         if hint is AttentionConfig:
             fields[name] = KIND
-        elif typing.get_origin(hint) is dict:
+        elif hint == dict[str, AttentionConfig]:
             fields[name] = KINDS
+        elif (entry := entry_class(hint)) is not None:
+            fields[name] = Entries(hints_of(entry), is_list=typing.get_origin(hint) is list)
         elif hasattr(hint, "__dataclass_fields__"):
             fields[name] = hints_of(hint)
         else:
