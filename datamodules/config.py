@@ -11,12 +11,18 @@ from pydantic import Field
 from longhaul.datamodules.files.untrusted import AtLeastOne, check_fields, shown
 
 ManifestKey = Literal["manifest", "validation_manifest"]
+MANIFEST_KEYS: tuple[ManifestKey, ...] = ("manifest", "validation_manifest")
 # Words that no reader of YAML takes for something else, and of which names of metrics are made.
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}", re.ASCII)
 _NO_NAMES = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 _MOST_SOURCES = 1024
 
 Share = Annotated[float, Field(ge=0, le=1e18)]
+
+
+def key_of(name: str, key: ManifestKey) -> str:
+    """The key of a source's manifest; the name "" is that of `data.manifest`."""
+    return f"data.sources.{name}.{key}" if name else f"data.{key}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ class DataConfig:
     """Which shards are read, and how."""
 
     manifest: str | None = None
-    """manifest.json of the training shards, or its folder: a path or a URL; or null with sources."""
+    """manifest.json of the training shards, or its folder: a path or URL; null with sources."""
 
     sources: dict[str, SourceConfig] = field(default_factory=dict)
     """Several sources by name, in place of `data.manifest`, each with the keys below."""
@@ -122,11 +128,19 @@ class DataConfig:
     def with_manifests(self, key: ManifestKey, places: Mapping[str, str]) -> "DataConfig":
         """The config with other paths or URLs, by names as those of `manifests`."""
         sources = {
-            name: dataclasses.replace(source, **{key: places[name]}) if name in places else source
+            name: dataclasses.replace(source, **{key: places.get(name, getattr(source, key))})
             for name, source in self.sources.items()
         }
         whole = {key: places[""]} if "" in places else {}
         return dataclasses.replace(self, sources=sources, **whole)  # type: ignore[arg-type]
+
+    def without_validation(self) -> "DataConfig":
+        """The config without validation shards."""
+        sources = {
+            name: dataclasses.replace(source, validation_manifest=None)
+            for name, source in self.sources.items()
+        }
+        return dataclasses.replace(self, sources=sources, validation_manifest=None)
 
     def _check_manifests(self) -> None:
         if self.manifest is not None and self.sources:

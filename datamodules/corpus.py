@@ -115,6 +115,11 @@ class Corpus:
         return Corpus(self._named, [*before, *self.stages])
 
     @property
+    def each(self) -> "dict[str, Corpus]":
+        """Each source alone, by its name."""
+        return {name: Corpus(source) for name, source in self._named.items()}
+
+    @property
     def _named(self) -> dict[str, Manifest]:
         return dict(zip(self.names, self.sources, strict=True))
 
@@ -243,8 +248,9 @@ class Corpus:
             if difference := _difference(source, other, _SAME):
                 return difference
             if source.shards_sha256 != other.shards_sha256:
+                of_source = f" of {name}" if name else ""
                 return (
-                    f"found other shards in {source.location}, wanted the same ones as in "
+                    f"found other shards{of_source} in {source.location}, wanted the same ones as in "
                     f"{other.location}"
                 )
         return ""
@@ -339,8 +345,8 @@ def load_corpus(location: str | Path) -> Corpus:
     return Corpus(load_manifest(location))
 
 
-def find_corpora(location: str) -> list[Corpus]:
-    """The corpus at a path or URL, or all that are in the folders of a folder.
+def find_corpora(location: str, levels: int = 1) -> list[Corpus]:
+    """The corpus at a path or URL, or all that are in folders of a folder, so many levels deep.
 
     Raises:
         OSError: one cannot be read.
@@ -349,8 +355,9 @@ def find_corpora(location: str) -> list[Corpus]:
     location = at_home(location)
     places = [location]
     if not is_remote(location):
-        below = local_path(location).glob(f"*/{MANIFEST_NAME}")
-        places = [str(one.absolute()) for one in (local_path(location), *sorted(below))]
+        patterns = ["*/" * level + MANIFEST_NAME for level in range(1, levels + 1)]
+        below = (one for some in patterns for one in sorted(local_path(location).glob(some)))
+        places = [str(one.absolute()) for one in (local_path(location), *below)]
     found = []
     for place in places:
         try:

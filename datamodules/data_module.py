@@ -7,6 +7,7 @@ from lightning import LightningDataModule
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.loaders import HeldOut, make_loader, open_stores
+from longhaul.datamodules.mixture import MixtureOrder
 from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches
 from longhaul.datamodules.workers import start_fork_server
 
@@ -119,6 +120,18 @@ class TokenDataModule(LightningDataModule):
     def validation_corpus(self) -> Corpus | None:
         """The tokens that validation reads, None without validation."""
         return None if self._held_out is None else self._held_out.corpus
+
+    def read_by(self, samples: int) -> dict[str, tuple[int, float]]:
+        """Tokens and epochs of each source in the first samples of the run, by its name.
+
+        At the end of an update. It is empty where the one source has no name.
+        """
+        if not isinstance(self.order, MixtureOrder):
+            return {}
+        counts = self.order.counts(samples)
+        epochs = counts / self.order.samples_per_source
+        read = zip((counts * self.config.context).tolist(), epochs.tolist(), strict=True)
+        return dict(zip(self.corpus.names, read, strict=True))
 
     def check_present(self) -> None:
         """Raise ShardError if a local shard is missing that must not be replaced."""

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.config import DataConfig, key_of
 from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.mixture import Order
 from longhaul.datamodules.store import ShardStore
@@ -81,7 +81,7 @@ class HeldOut:
         self._config = config
         self.corpus = corpus_of(config, "validation_manifest")
         if difference := self.corpus.ids_differ(train):
-            raise ValueError(f"{_key_of(config)}: {difference}")
+            raise ValueError(f"{key_of(self.corpus.names[0], 'validation_manifest')}: {difference}")
         self._stores = open_stores(config, self.corpus)
 
     def check_present(self) -> None:
@@ -104,9 +104,3 @@ class HeldOut:
         return make_loader(
             self._config, self.corpus, self._stores, order, batches, pin_memory=pin_memory
         )
-
-
-def _key_of(config: DataConfig) -> str:
-    """The key that names the validation shards, for messages."""
-    is_whole = config.validation_manifest is not None
-    return "data.validation_manifest" if is_whole else "validation_manifest of data.sources"

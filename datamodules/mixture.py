@@ -85,14 +85,14 @@ class _Node(NamedTuple):
         assert self.left is not None
         return (2 * draws * self.left.weight + self.weight) // (2 * self.weight)
 
-    def count(self, draws: Indices, counts: dict[int, Indices]) -> None:
+    def add_counts(self, draws: Indices, counts: dict[int, Indices]) -> None:
         """Set how many of the first draws each source below has, by its index."""
         if self.left is None or self.right is None:
             counts[self.source] = draws
             return
         left = self.left_draws(draws)
-        self.left.count(left, counts)
-        self.right.count(draws - left, counts)
+        self.left.add_counts(left, counts)
+        self.right.add_counts(draws - left, counts)
 
     def place(self, draws: Indices, of: Indices, source: Indices, index: Indices) -> None:
         """Set source and index for the draws of this node, which are at `of` in the results."""
@@ -171,7 +171,7 @@ class MixtureOrder:
         for part in reversed(self._parts):
             if samples >= part.first:
                 counts: dict[int, Indices] = {}
-                part.tree.count(np.array(samples - part.first), counts)
+                part.tree.add_counts(np.array(samples - part.first), counts)
                 total[list(counts)] = list(counts.values())
                 return total + part.before
         return total

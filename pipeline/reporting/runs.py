@@ -314,7 +314,10 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     model = build_on_meta(config.model)
     metrics, params = run.data.metrics, run.data.params
     # Where MLflow knows no hash, only runs that read the same path are taken to share their data.
-    data = (params.get(name, config.data.manifest) for name in ("data", "data_sha256"))
+    data = (
+        params.get(name, "+".join(config.data.manifests("manifest").values()))
+        for name in ("data", "data_sha256")
+    )
     measured, unmeasured = _measured(history, metrics, config.data.context)
     speeds = [value for _, value in history("train/tokens_per_second")]
     possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
@@ -366,14 +369,17 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
 
 def _datasets(run: "MlflowRun", config: RunConfig) -> tuple[str, str]:
     """The tokenizer's name, and what identifies the validation text."""
-    tokenizer, digest = "", config.data.validation_manifest or ""
+    tokenizer = ""
+    digests = list(config.data.manifests("validation_manifest").values())
+    logged = []
     for one in run.inputs.dataset_inputs if run.inputs else ():
         try:
             tokenizer = parse_json(_Profile, one.dataset.profile or "{}", "profile").tokenizer
         except ValueError:  # It was logged by something else, or before profiles named it.
             continue
         if any(tag.value == "validation" for tag in one.tags):
-            digest = one.dataset.digest
+            logged.append(one.dataset.digest)
+    digest = "+".join(sorted(logged) or digests)
     return plain(tokenizer), plain(f"{digest} {config.data.validation_tokens}")
 
 
