@@ -250,8 +250,8 @@ class Corpus:
             if source.shards_sha256 != other.shards_sha256:
                 of_source = f" of {name}" if name else ""
                 return (
-                    f"found other shards{of_source} in {source.location}, wanted the same ones as in "
-                    f"{other.location}"
+                    f"found other shards{of_source} in {source.location}, wanted the same ones "
+                    f"as in {other.location}"
                 )
         return ""
 

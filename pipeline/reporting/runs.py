@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,11 @@ class Run:
 
     left_out: list[str]
     """A message for each table and metric that cannot be read."""
+
+    source_losses: dict[str, list[Point]] = field(default_factory=dict)
+    """Training losses of each of its sources, by their names."""
+
+    source_validation: dict[str, list[Point]] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -323,6 +328,13 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
     losses = _points(history("curves/train_loss"), config.optim.tokens_per_update)
     validation = _points(history("curves/validation_loss"), config.optim.tokens_per_update)
+    of_sources = [
+        {
+            name: _points(history(f"{group}/loss/{name}"), config.optim.tokens_per_update)
+            for name in config.data.sources
+        }
+        for group in ("train", "validation")
+    ]
     left_out += unmeasured
     tokenizer, validation_data = _datasets(run, config)
     if speeds and not possible:
@@ -349,6 +361,8 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         state_bytes=state_bytes(attention_layers(model), config.data.context),
         evaluations=evaluations | measured,
         left_out=left_out,
+        source_losses=of_sources[0],
+        source_validation=of_sources[1],
     )
 
 

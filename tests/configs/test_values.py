@@ -14,7 +14,16 @@ from omegaconf import OmegaConf
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.counts import parse_count, with_unit
-from longhaul.configs.fields import KIND, KINDS, Fields, Leaf, fields_of_kind, run_fields
+from longhaul.configs.fields import (
+    KIND,
+    KINDS,
+    Entries,
+    Fields,
+    Leaf,
+    entry_class,
+    fields_of_kind,
+    run_fields,
+)
 from longhaul.configs.loader import to_dict
 from longhaul.configs.schema import SlurmConfig, TrainerConfig
 from longhaul.configs.values import read_values
