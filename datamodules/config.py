@@ -80,7 +80,7 @@ class DataConfig:
     """manifest.json of the validation shards, or its folder; null: none, or those of sources."""
 
     validation_tokens: AtLeastOne = 524_288
-    """Tokens per validation pass, 1 or more: the first ones of each source, equally many."""
+    """Tokens per validation pass, 1 or more: the first ones, equally many of each source."""
 
     # Each one is a process.
     workers: Annotated[int, Field(ge=0, le=4096)] = 1
