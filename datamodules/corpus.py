@@ -25,7 +25,7 @@ from longhaul.datamodules.tokenizer import (
     build_tokenizer,
     read_tokenizer,
 )
-from longhaul.datamodules.urls import at_home, is_remote, local_path
+from longhaul.datamodules.urls import MissingInputError, at_home, is_remote, local_path
 
 # What two records of the same data have in common, beside the fingerprint.
 _IDS = ("tokenizer_sha256", "vocab_size", "bos_id")
@@ -109,9 +109,18 @@ class Corpus:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def continuing(self, earlier: "Corpus") -> "Corpus":
-        """This corpus, with the stages of an earlier one before the first of its own."""
+        """This corpus, with the stages of an earlier one before the first of its own.
+
+        Raises:
+            ValueError: a source of these stages is not there.
+        """
         begin = self.stages[0].at_tokens if self.stages else 0
         before = [one for one in earlier.stages if one.at_tokens < begin]
+        if missing := {name for one in before for name in one.weights} - set(self.names):
+            raise ValueError(
+                f"data.sources: found no {min(missing)}, which the run has read, wanted it; with "
+                "data.from_tokens its weight may be 0"
+            )
         return Corpus(self._named, [*before, *self.stages])
 
     @property
@@ -319,8 +328,11 @@ def corpus_of(data: DataConfig, key: ManifestKey = "manifest") -> Corpus:
     for name, place in places.items():
         try:
             manifests[name] = load_manifest(place)
-        except ValueError as error:
-            raise ValueError(f"data.sources.{name}: {error}" if name else str(error)) from error
+        except (MissingInputError, ValueError) as error:
+            if not name:
+                raise
+            kind = MissingInputError if isinstance(error, MissingInputError) else ValueError
+            raise kind(f"data.sources.{name}: {error}") from error
     stages = []
     if key == "manifest" and data.sources:
         # Without weights the sizes, in samples, which are small numbers.

@@ -43,7 +43,7 @@ def check_run(config: RunConfig) -> None:
         except ConfigError:
             raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{_keys(data, key)}: {error}") from error
+            raise ConfigError(_named(error, _keys(data, key))) from error
 
 
 def check_epochs(config: RunConfig, corpus: Corpus, order: Order) -> None:
@@ -92,6 +92,11 @@ def _present_corpus(folder: RunFolder, data: DataConfig, key: ManifestKey) -> Co
     """The corpus that a key names now, with the stages that its sources have had before."""
     corpus, recorded = corpus_of(data, key), recorded_corpus(folder, key)
     return corpus if recorded is None else corpus.continuing(recorded)
+
+
+def _named(error: Exception, key: str) -> str:
+    """The message of an error, which begins with a key: that of a source begins with its own."""
+    return str(error) if str(error).startswith("data.") else f"{key}: {error}"
 
 
 def _keys(data: DataConfig, key: ManifestKey) -> str:
@@ -147,7 +152,7 @@ def check_same_data(
         except OSError as error:
             if may_be_gone and places == before.manifests(key):
                 continue
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(_named(error, where)) from error
         if difference := found_corpus.differs(recorded):
             raise ConfigError(f"{where}: {difference}")
         if found_corpus.has_names and key == "manifest":
@@ -158,7 +163,10 @@ def _check_weights(
     data: DataConfig, found: Corpus, recorded: Corpus, trained: int, folder: RunFolder
 ) -> None:
     """Raise ConfigError if weights change other than `data.from_tokens` allows."""
-    now = found.continuing(recorded)
+    try:
+        now = found.continuing(recorded)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if data.from_tokens is None and now.stages != recorded.stages:
         have, had = (_shown_weights(one.stages[0].weights) for one in (now, recorded))
         shares = f"weights {have}, wanted {had}"
@@ -172,12 +180,6 @@ def _check_weights(
         raise ConfigError(
             f"data.from_tokens: found {data.from_tokens}, wanted {trained} or more: so many tokens "
             f"of {folder.path} are trained"
-        )
-    names = {name for stage in now.stages for name in stage.weights}
-    if missing := names - set(found.names):
-        raise ConfigError(
-            f"data.sources: found no {min(missing)}, which the run has read, wanted it; with "
-            "data.from_tokens its weight may be 0"
         )
 
 

@@ -184,7 +184,9 @@ def _open_data(config: RunConfig, folder: RunFolder, trainer: Trainer) -> TokenD
         check_epochs(config, data.corpus, data.order)
         data.check_present()
     except FileNotFoundError as error:
-        raise ConfigError(f"data: {error}") from error
+        # The message about a source begins with its key.
+        is_named = str(error).startswith("data.")
+        raise ConfigError(str(error) if is_named else f"data: {error}") from error
     vocabulary = data.corpus.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(

@@ -55,13 +55,15 @@ def test_every_prefix_of_a_million_samples_has_its_shares(count: int) -> None:
     order = order_of(weights)
     samples = np.arange(1_000_000)
     source, index = order.sources_of(samples)
-    # At every update's end, and, before the draws of an update are permuted, at every prefix.
+    # At every update's end, and, before the draws of an update are permuted, at every prefix. The
+    # bound is 2 for any weights; with these it is less than 1, and more with another tree or
+    # without rounding.
     update = samples // UPDATE
     each = np.bincount(update * count + source).reshape(-1, count)  # (updates, sources)
     ends = UPDATE * np.arange(1, len(each) + 1)[:, None]
-    assert np.abs(each.cumsum(axis=0) - ends * shares).max() < 2
+    assert np.abs(each.cumsum(axis=0) - ends * shares).max() < 1
     unpermuted, numbers = order_of(weights, update=1).sources_of(samples)
-    assert deviation(unpermuted, shares) < 2
+    assert deviation(unpermuted, shares) < 1
     # Each source's own indices count on: nothing is lost, nothing comes twice.
     starts = np.cumsum(np.bincount(source)) - np.bincount(source)
     drawn = numbers[np.argsort(unpermuted, kind="stable")]
