@@ -6,7 +6,7 @@ PACKAGES := pipeline modules kernels datamodules configs slurm
 # A user's own Python settings must not leak into the checks.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: setup demo test tests test-all check soak bench docs clean
+.PHONY: setup demo demo-sources test tests test-all check soak bench docs clean
 
 setup: $(INSTALLED)
 
@@ -23,6 +23,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo.sh
+
+demo-sources: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh demo-sources.sh
 
 # One thread per process: two processes with two OpenMP threads each, on two cores, wait for each other.
 # Three workers share two cores, since many tests mostly wait.

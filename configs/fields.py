@@ -4,13 +4,17 @@ To import the dataclasses is to import torch, for which a mistyped key should no
 """
 
 import ast
+import dataclasses
 import functools
+import re
 import sys
 import types
 import typing
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import pydantic
 
 from longhaul.datamodules.files import untrusted
 
@@ -29,6 +33,14 @@ class Leaf(NamedTuple):
         return types_of(self.hint)
 
 
+class Entries(NamedTuple):
+    """A mapping from names to objects of a dataclass, or a list of them."""
+
+    fields: "Fields"
+    """Of each entry."""
+    is_list: bool
+
+
 TEXTS = Leaf(list[str])
 """A list of text."""
 
@@ -38,6 +50,7 @@ KIND = Leaf("kind")
 KINDS = Leaf("kinds")
 """A mapping of layers to kinds of attention."""
 
+_ENTRIES = re.compile(r"(dict\[str, |list\[)(\w+)\]")
 _WRITTEN = {"AttentionConfig": KIND, "dict[str, AttentionConfig]": KINDS}
 
 
@@ -51,6 +64,39 @@ def types_of(hint: Any) -> tuple[type, ...]:
     if origin in (typing.Union, types.UnionType):
         return tuple(dict.fromkeys(one for part in parts for one in types_of(part)))
     return (origin or hint,)
+
+
+def entry_class(hint: Any) -> Any:
+    """The dataclass of the entries of a mapping or list; None for other types."""
+    part = next(reversed(typing.get_args(hint)), None)
+    is_entry = typing.get_origin(hint) in (dict, list) and dataclasses.is_dataclass(part)
+    return part if is_entry else None
+
+
+def with_entries(cls: Any, values: dict[str, Any], path: str) -> dict[str, Any]:
+    """The values of a dataclass's fields, in which mappings and lists have objects as entries.
+
+    Raises:
+        ValueError: an entry lacks a field. The message begins with its path.
+    """
+
+    def built(entry: Any, values: Any, path: str) -> Any:
+        if dataclasses.is_dataclass(values):
+            return values
+        for field in dataclasses.fields(entry):
+            if field.name not in values and field.default is dataclasses.MISSING:
+                raise ValueError(f"{path}.{field.name}: missing, and it has no default")
+        return entry(**values)
+
+    found = {}
+    for name, value in values.items():
+        entry = entry_class(typing.get_type_hints(cls).get(name))
+        if entry is not None and isinstance(value, dict):
+            value = {key: built(entry, one, f"{path}{name}.{key}") for key, one in value.items()}
+        elif entry is not None and isinstance(value, list):
+            value = [built(entry, one, f"{path}{name}.{n}") for n, one in enumerate(value)]
+        found[name] = value
+    return found
 
 
 @functools.cache
@@ -140,13 +186,26 @@ def _fields_of(file: Path, name: str) -> Fields:
     return found
 
 
-def _type(file: Path, written: str) -> Leaf | Fields:
+def _type(file: Path, written: str) -> Leaf | Fields | Entries:
     if written in _WRITTEN:
         return _WRITTEN[written]
+    entry = _ENTRIES.fullmatch(written)
+    if entry is not None and _definition(file, entry[2]) is not None:
+        return Entries(_fields_of(file, entry[2]), is_list=entry[1] == "list[")
     try:
-        return Leaf(eval(written, {**vars(typing), **vars(untrusted)}))
+        return Leaf(eval(written, {**vars(typing), **vars(untrusted), **_types_in(file)}))
     except NameError:
         return _fields_of(file, written)
+
+
+def _types_in(file: Path) -> dict[str, Any]:
+    """The types that a file gives a name to, such as `Share = Annotated[float, ...]`."""
+    found: dict[str, Any] = {}
+    for line in _tree(file).body:
+        if isinstance(line, ast.Assign) and ast.unparse(line.value).startswith("Annotated["):
+            names = {**vars(typing), "Field": pydantic.Field}
+            found[ast.unparse(line.targets[0])] = eval(ast.unparse(line.value), names)
+    return found
 
 
 def _definition(file: Path, name: str) -> tuple[Path, ast.ClassDef] | None:

@@ -11,6 +11,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from longhaul.configs.fields import with_entries
 from longhaul.configs.values import (
     MOST_BYTES,
     ConfigError,
@@ -105,12 +106,16 @@ def to_dict(config: Any) -> dict[str, Any]:
         values["kind"] = config.kind
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
-        elif isinstance(value, dict):
-            value = {key: to_dict(entry) for key, entry in value.items()}
-        values[field.name] = value
+        if isinstance(value, dict):
+            value = {key: _plain(entry) for key, entry in value.items()}
+        elif isinstance(value, list):
+            value = [_plain(entry) for entry in value]
+        values[field.name] = _plain(value)
     return values
+
+
+def _plain(value: Any) -> Any:
+    return to_dict(value) if dataclasses.is_dataclass(value) else value
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _built(cls: type[Any], values: dict[str, Any], path: str) -> Any:
         if value is not dataclasses.MISSING:
             parts[field.name] = value
     try:
-        return cls(**parts)
+        return cls(**(parts if is_kind else with_entries(cls, parts, path)))
     except ValueError as error:
         # Only kinds do not know the path of their keys.
         raise ConfigError(f"{path if is_kind else ''}{error}") from error

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from longhaul.configs.fields import types_of
+from longhaul.configs.fields import entry_class, types_of
 from longhaul.configs.run_config import RunConfig
 from longhaul.modules.attention import AttentionConfig, attention_config
 
@@ -57,6 +57,9 @@ def _sections(path: str, cls: type[Any]) -> Iterator[Section]:
         below = hints[field.name]
         if _is_section(below):
             yield from _sections(f"{path}{field.name}.", below)
+        elif (entry := entry_class(below)) is not None and _is_section(entry):
+            each = "NAME" if typing.get_origin(below) is dict else "N"
+            yield from _sections(f"{path}{field.name}.{each}.", entry)
 
 
 def _keys(path: str, cls: type[Any]) -> tuple[Key, ...]:
@@ -95,6 +98,12 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
 def _type(hint: Any) -> str:
     if hint is AttentionConfig:
         return "mapping with `kind`"
+    entry = entry_class(hint)
+    if entry is not None and _is_section(entry):
+        is_dict = typing.get_origin(hint) is dict
+        return "mapping of names to mappings" if is_dict else "list of mappings"
+    if hint == dict[str, float]:
+        return "mapping of names to numbers"
     if typing.get_origin(hint) is dict:
         return "mapping of layers to mappings with `kind`"
     if typing.get_origin(hint) is list:

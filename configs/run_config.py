@@ -64,7 +64,7 @@ class RunConfig:
             ("slurm.then evaluate", "evaluate" in self.slurm.then),
             ("evaluation.tasks", bool(self.evaluation.tasks)),
         ):
-            if is_asked and self.data.validation_manifest is None:
+            if is_asked and not self.data.manifests("validation_manifest"):
                 raise ValueError(
                     f"data.validation_manifest: missing with {asking}, wanted shards to evaluate on"
                 )

@@ -21,11 +21,13 @@ from longhaul.configs.fields import (
     KIND,
     KINDS,
     TEXTS,
+    Entries,
     Fields,
     Leaf,
     fields_of_kind,
     known_kinds,
     run_fields,
+    with_entries,
 )
 from longhaul.configs.presets import find_preset, nearest_preset, preset_name
 from longhaul.configs.run_folders import run_folder_of
@@ -58,6 +60,7 @@ _PATHS = {
     *("root", "data.manifest", "data.validation_manifest", "data.cache_dir"),
     *("trainer.start_from", "tracking.uri", "slurm.container", "slurm.container_mounts"),
 }
+_PATH_OF_SOURCE = re.compile(r"data\.sources\..*\.(validation_)?manifest")
 
 
 class ConfigError(ValueError):
@@ -118,7 +121,8 @@ def checked(raw: DictConfig) -> dict[str, Any]:
     _check(values, run_fields(), "")
     for name, build in _PARTS.items():
         try:
-            build(**{k: v for k, v in values.get(name, {}).items() if v != MISSING})
+            given = {k: v for k, v in values.get(name, {}).items() if v != MISSING}
+            build(**with_entries(build, given, f"{name}."))
         except TypeError:
             pass  # A key without a default is missing, which is found when all is built.
         except ValueError as error:
@@ -164,6 +168,8 @@ def _below_node(node: yaml.Node, wanted: Any) -> Iterator[tuple[yaml.Node, Any]]
         ]
     elif isinstance(node, yaml.SequenceNode) and _is_list(wanted):
         below = [(one, Leaf(str)) for one in node.value]
+    elif isinstance(node, yaml.SequenceNode) and isinstance(wanted, Entries):
+        below = [(one, wanted.fields) for one in node.value]
     else:
         below = []
     for one, fields in below:
@@ -172,7 +178,7 @@ def _below_node(node: yaml.Node, wanted: Any) -> Iterator[tuple[yaml.Node, Any]]
 
 
 def _is_list(wanted: Any) -> bool:
-    return isinstance(wanted, Leaf) and wanted.types == (list,)
+    return isinstance(wanted, Leaf) and wanted.hint == list[str]
 
 
 def _is_plain(node: yaml.Node) -> bool:
@@ -190,6 +196,8 @@ def _options(kind: str) -> Fields:
 
 
 def _below(fields: Any, key: Any) -> Any:
+    if isinstance(fields, Entries):
+        return None if fields.is_list else fields.fields
     is_named = isinstance(fields, dict) and isinstance(key, str)
     return fields.get(key) if is_named else None
 
@@ -419,6 +427,9 @@ def _check(values: dict[str, Any], fields: Fields, prefix: str) -> None:
         wanted = fields[key]
         if isinstance(wanted, dict):
             _check(_mapping(value, path), wanted, f"{path}.")
+        elif isinstance(wanted, Entries):
+            for name, entry in _entries(value, wanted, path):
+                _check(_mapping(entry, f"{path}.{name}"), wanted.fields, f"{path}.{name}.")
         elif wanted is KIND:
             _check_kind(value, path)
         elif wanted is KINDS:
@@ -426,6 +437,15 @@ def _check(values: dict[str, Any], fields: Fields, prefix: str) -> None:
                 _check_kind(entry, f"{path}.{name}")
         else:
             values[key] = _checked_value(value, wanted, path)
+
+
+def _entries(value: Any, wanted: Entries, path: str) -> Iterator[tuple[Any, Any]]:
+    if not wanted.is_list:
+        yield from _mapping(value, path).items()
+        return
+    if not isinstance(value, list):
+        raise ConfigError(f"{path}: expected a list of mappings, got {_json(value)}")
+    yield from enumerate(value)
 
 
 def _check_kind(options: Any, path: str) -> None:
@@ -452,7 +472,8 @@ def _checked_value(value: Any, wanted: Leaf, path: str) -> Any:
     for text in texts:
         if isinstance(text, str):
             _check_text(text, path)
-    if path in _PATHS and value is not None:
+    is_path = path in _PATHS or _PATH_OF_SOURCE.fullmatch(path) is not None
+    if is_path and value is not None:
         return [at_home(one) for one in value] if isinstance(value, list) else at_home(value)
     return value
 

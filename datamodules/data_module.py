@@ -7,6 +7,7 @@ from lightning import LightningDataModule
 from longhaul.datamodules.config import DataConfig
 from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.loaders import HeldOut, make_loader, open_stores
+from longhaul.datamodules.mixture import MixtureOrder
 from longhaul.datamodules.stream import Batch, BatchLoader, RankBatches
 from longhaul.datamodules.workers import start_fork_server
 
@@ -28,6 +29,7 @@ class TokenDataModule(LightningDataModule):
         first_sample: global index of the first sample, a multiple of `samples_per_update`.
         num_samples: samples that all ranks together consume from there on; None: endless.
         pin_memory: whether batches are in page-locked memory.
+        earlier: the corpus with the stages that the run has had so far; None: it has not begun.
 
     Raises:
         ValueError: if sizes do not fit, a corpus cannot be read, or tokenizers differ.
@@ -46,6 +48,7 @@ class TokenDataModule(LightningDataModule):
         first_sample: int = 0,
         num_samples: int | None = None,
         pin_memory: bool = False,
+        earlier: Corpus | None = None,
     ) -> None:
         super().__init__()
         if world_size is None and (first_sample or num_samples is not None):
@@ -63,10 +66,14 @@ class TokenDataModule(LightningDataModule):
         self._samples_per_update = samples_per_update
         self.start_at(first_sample, num_samples)
         self.corpus = corpus_of(config)
-        self.order = self.corpus.training_order(config.context, seed, config.shuffle_shards)
+        if earlier is not None:
+            self.corpus = self.corpus.continuing(earlier)
+        self.order = self.corpus.training_order(
+            config.context, seed, config.shuffle_shards, samples_per_update
+        )
         self._stores = open_stores(config, self.corpus)
         self._held_out: HeldOut | None = None
-        if config.validation_manifest is not None:
+        if config.manifests("validation_manifest"):
             self._held_out = HeldOut(config, self.corpus)
         if config.workers:
             # It has time to import torch until workers are started.
@@ -113,6 +120,18 @@ class TokenDataModule(LightningDataModule):
     def validation_corpus(self) -> Corpus | None:
         """The tokens that validation reads, None without validation."""
         return None if self._held_out is None else self._held_out.corpus
+
+    def read_by(self, samples: int) -> dict[str, tuple[int, float]]:
+        """Tokens and epochs of each source in the first samples of the run, by its name.
+
+        At the end of an update. It is empty where the one source has no name.
+        """
+        if not isinstance(self.order, MixtureOrder):
+            return {}
+        counts = self.order.counts(samples)
+        epochs = counts / self.order.samples_per_source
+        read = zip((counts * self.config.context).tolist(), epochs.tolist(), strict=True)
+        return dict(zip(self.corpus.names, read, strict=True))
 
     def check_present(self) -> None:
         """Raise ShardError if a local shard is missing that must not be replaced."""

@@ -6,9 +6,9 @@ from typing import cast
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from longhaul.datamodules.config import DataConfig
+from longhaul.datamodules.config import DataConfig, key_of
 from longhaul.datamodules.corpus import Corpus, corpus_of
-from longhaul.datamodules.order import Order
+from longhaul.datamodules.mixture import Order
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.stream import (
     BatchLoader,
@@ -51,10 +51,13 @@ def make_loader(
         config.context,
         batches.stride * max(1, config.workers),
         has_mask=config.document_mask and corpus.has_ends,
+        has_names=corpus.has_names,
     )
     loader: DataLoader[Windows]
     if config.workers:
-        loader = WorkerLoader(dataset, batches, config.workers, corpus.location)
+        loader = WorkerLoader(
+            dataset, batches, config.workers, corpus.location, is_remote=corpus.is_remote
+        )
     else:
         loader = DataLoader(
             dataset,
@@ -78,7 +81,7 @@ class HeldOut:
         self._config = config
         self.corpus = corpus_of(config, "validation_manifest")
         if difference := self.corpus.ids_differ(train):
-            raise ValueError(f"data.validation_manifest: {difference}")
+            raise ValueError(f"{key_of(self.corpus.names[0], 'validation_manifest')}: {difference}")
         self._stores = open_stores(config, self.corpus)
 
     def check_present(self) -> None:
@@ -90,10 +93,10 @@ class HeldOut:
         self, micro_batch: int, rank: int = 0, world_size: int = 1, *, pin_memory: bool = False
     ) -> BatchLoader:
         """Batches of this rank's share of the samples."""
-        order = self.corpus.stored_order(self._config.context)
         samples = max(1, self._config.validation_tokens // self._config.context)
+        order = self.corpus.stored_order(self._config.context, samples)
         batches = ValidationBatches(
-            num_samples=min(samples, order.samples_per_epoch),
+            num_samples=order.samples_per_epoch,
             micro_batch=micro_batch,
             rank=rank,
             world_size=world_size,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 6
+ROUNDS = 6
 
 Indices = NDArray[np.int64]
 
@@ -40,12 +40,12 @@ class SampleOrder:
     Args:
         blocks: number of blocks in each shard.
         windows_per_block: samples in each block.
-        seed: any integer. Another seed gives another order.
+        seed: an integer, or text. Another seed gives another order.
         shuffle_shards: number of shards whose windows are shuffled together.
     """
 
     def __init__(
-        self, blocks: Sequence[int], windows_per_block: int, seed: int, shuffle_shards: int
+        self, blocks: Sequence[int], windows_per_block: int, seed: int | str, shuffle_shards: int
     ) -> None:
         self.windows_per_block = windows_per_block
         self._samples = np.array(blocks, np.int64) * windows_per_block
@@ -90,24 +90,43 @@ class StoredOrder:
     """The order of validation: windows in the order in which the shards store them.
 
     Args:
-        blocks, windows_per_block: as of `SampleOrder`.
+        blocks: number of blocks in each shard of each source.
+        windows_per_block: samples in each block of each source.
+        each: the first samples of each source that are read; None: all.
     """
 
-    def __init__(self, blocks: Sequence[int], windows_per_block: int) -> None:
-        self.windows_per_block = windows_per_block
-        self._ends = np.cumsum(np.array(blocks, np.int64) * windows_per_block)
-        self.samples_per_epoch = int(self._ends[-1])
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[int]],
+        windows_per_block: Sequence[int],
+        each: int | None = None,
+    ) -> None:
+        self._windows_per_block = tuple(windows_per_block)
+        self._ends = [
+            np.cumsum(np.array(some, np.int64) * windows)
+            for some, windows in zip(blocks, windows_per_block, strict=True)
+        ]
+        self.samples_per_source = tuple(
+            min(int(ends[-1]), each or int(ends[-1])) for ends in self._ends
+        )
+        self.samples_per_epoch = sum(self.samples_per_source)
 
     def locate_many(self, indices: Indices) -> SampleLocations:
         """The locations of the samples with these indices, all below `samples_per_epoch`."""
-        shard = np.searchsorted(self._ends, indices, side="right")
-        starts = np.concatenate([np.zeros(1, np.int64), self._ends[:-1]])
-        block, window = np.divmod(indices - starts[shard], self.windows_per_block)
-        none = np.zeros_like(indices)
-        return SampleLocations(none, none, shard, block, window)
-
-
-Order = SampleOrder | StoredOrder
+        found = SampleLocations(*(np.zeros_like(indices) for _ in range(5)))
+        last = np.cumsum(self.samples_per_source)
+        found.source[:] = np.searchsorted(last, indices, side="right")
+        for number in np.unique(found.source):
+            of = found.source == number
+            own = indices[of] - (last[number] - self.samples_per_source[number])
+            ends = self._ends[number]
+            shard = np.searchsorted(ends, own, side="right")
+            starts = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+            found.shard[of] = shard
+            found.block[of], found.window[of] = np.divmod(
+                own - starts[shard], self._windows_per_block[number]
+            )
+        return found
 
 
 def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
@@ -115,6 +134,11 @@ def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
 
     A Feistel network permutes all numbers with an even number of bits. A number outside range(size)
     is permuted again until it is inside, which takes at most 3 extra rounds on average.
+
+    Args:
+        places: numbers below `size`, shape (n,).
+        keys: one for each round, shape (rounds,), or (rounds, n) where places have keys of their
+            own.
     """
     half = np.uint64(max(1, (max(size - 1, 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -122,22 +146,22 @@ def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:
     outside = np.arange(values.size)
     while outside.size:
         left, right = values[outside] >> half, values[outside] & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
+        for key in keys if keys.ndim == 1 else keys[:, outside]:
+            left, right = right, left ^ (mix(right + key) & mask)
         values[outside] = (left << half) | right
         outside = outside[values[outside] >= np.uint64(size)]
     return values.astype(np.int64)
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Make every bit of a 64-bit number depend on all its bits: the finaliser of splitmix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def _keys(seed: int, epoch: int, purpose: str) -> NDArray[np.uint64]:
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{purpose}".encode(), digest_size=8 * _ROUNDS).digest()
+def _keys(seed: int | str, epoch: int, purpose: str) -> NDArray[np.uint64]:
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{purpose}".encode(), digest_size=8 * ROUNDS).digest()
     return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
@@ -148,7 +172,8 @@ class _EpochPlan(NamedTuple):
     """Number of samples up to the end of each group."""
 
 
-@functools.lru_cache(maxsize=8)
+# Room for the present and the next epoch of many sources.
+@functools.lru_cache(maxsize=256)
 def _plan_epoch(order: SampleOrder, epoch: int) -> _EpochPlan:
     samples = order._samples
     count = samples.size

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from longhaul.datamodules.order import Order, StoredOrder
+from longhaul.datamodules.mixture import Order
+from longhaul.datamodules.order import StoredOrder
 from longhaul.datamodules.shards import Ends, Tokens
 from longhaul.datamodules.store import ShardStore
 
@@ -19,6 +20,7 @@ _MOST_LOCATED = 4096
 # From the first of these to the last: many ranks' samples lie between, and with them many groups of
 # shards and epochs, each of which costs calls of its own.
 _MOST_SPAN = 16 * _MOST_LOCATED
+_NO_ENDS: Ends = np.zeros(0, np.uint32)
 PADDING_INDEX = -1
 
 Batch = dict[str, Tensor]
@@ -33,6 +35,8 @@ class Windows(NamedTuple):
     """Indices of the b samples."""
     is_first: NDArray[np.bool_] | None = None
     """Shape (b, context): whether a token is the first of its document. None: without a mask."""
+    sources: Sequence[int] | None = None
+    """Index of the source of each of the b samples. None: the one source has no name."""
 
 
 class TokenWindows(Dataset[Windows]):
@@ -47,6 +51,7 @@ class TokenWindows(Dataset[Windows]):
         stride: distance from a sample to the one in the same place of this process's next batch.
             It affects speed only.
         has_mask: whether windows come with the documents in them.
+        has_names: whether windows come with their sources.
     """
 
     def __init__(
@@ -57,11 +62,14 @@ class TokenWindows(Dataset[Windows]):
         stride: int,
         *,
         has_mask: bool = False,
+        has_names: bool = False,
     ) -> None:
         self._has_mask = has_mask
+        self._has_names = has_names
         self._stores = stores
         self._order = order
-        self._dtype = stores[0].dtype
+        # The widest, where sources store tokens in several types.
+        self._dtype = np.result_type(*(store.dtype for store in stores))
         self._context = context
         self._stride = stride
         self._located: dict[int, tuple[int, int, int, int]] = {}
@@ -74,21 +82,30 @@ class TokenWindows(Dataset[Windows]):
         """The windows of these samples. torch's DataLoader calls this for a batch."""
         # At a context of 1,024 tokens, the cost of Python per window exceeds that of copying its
         # tokens. Joining slices of memory takes a third of the time of numpy's assignments.
-        parts = []
+        parts, sources = [], []
         is_first = np.zeros((len(indices), self._context), np.bool_) if self._has_mask else None
         for row, index in enumerate(indices):
             sample = max(index, 0)
             found = self._located.get(sample) or self._locate(indices)[sample]
             source, position, block, first = found
+            sources.append(source)
             shard = self._stores[source][position]
             # A replacement may hold fewer blocks than the shard that it replaces.
             block %= len(shard.starts)
             start = shard.starts[block] + first
             if is_first is not None:
-                _mark_first(is_first[row], shard.ends[block], first)
-            parts.append(shard.memory[start : start + self._context])
+                _mark_first(is_first[row], shard.ends[block] if shard.ends else _NO_ENDS, first)
+            part = shard.memory[start : start + self._context]
+            if self._stores[source].dtype != self._dtype:
+                part = shard.tokens[start : start + self._context].astype(self._dtype).data
+            parts.append(part)
         tokens = np.frombuffer(b"".join(parts), self._dtype)
-        return Windows(tokens.reshape(len(indices), -1), indices, is_first)  # (b, context)
+        return Windows(
+            tokens.reshape(len(indices), -1),  # (b, context)
+            indices,
+            is_first,
+            sources if self._has_names else None,
+        )
 
     def _locate(self, indices: Sequence[int]) -> dict[int, tuple[int, int, int, int]]:
         """(source, shard, block, first token in it) by sample, of this batch and later ones."""
@@ -119,7 +136,8 @@ class BatchLoader:
     A batch holds `input` (b, context), the window shifted right by one with the bos id in front;
     `target` (b, context), the window; and `index` (b,), the indices of the samples. All are int64.
     With a mask there is `is_first` (b, context), bool: whether a token is the first of its
-    document. The bos id is in front of each document then.
+    document. The bos id is in front of each document then. Where sources have names there is
+    `source` (b,), int64: the index of each sample's source.
     """
 
     def __init__(self, loader: DataLoader[Windows], bos_id: int, *, pin_memory: bool) -> None:
@@ -151,6 +169,8 @@ class BatchLoader:
             is_first = torch.empty(shape, dtype=torch.bool, pin_memory=self._pin_memory)
             is_first.numpy()[:] = windows.is_first
             batch["is_first"] = is_first
+        if windows.sources is not None:
+            batch["source"] = torch.tensor(windows.sources, dtype=torch.int64)
         return batch
 
 

@@ -33,7 +33,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from longhaul.datamodules.stream import TokenWindows, Windows
-from longhaul.datamodules.urls import is_remote
 
 _PREFETCH_BATCHES = 4
 # Until a worker begins, which takes a moment, or several seconds while the fork server imports.
@@ -80,12 +79,19 @@ class WorkerLoader(DataLoader[Windows]):
     """
 
     def __init__(
-        self, dataset: TokenWindows, batches: Sampler[Sequence[int]], workers: int, location: str
+        self,
+        dataset: TokenWindows,
+        batches: Sampler[Sequence[int]],
+        workers: int,
+        location: str,
+        *,
+        is_remote: bool = False,
     ) -> None:
         """`location` is that of the corpus, for error messages."""
         # In shared memory: each worker sets its own entry.
         self._stages = torch.zeros(workers, dtype=torch.uint8).share_memory_()
         self._location = location
+        self._is_remote = is_remote
         super().__init__(
             cast(Dataset[Windows], _Reader(dataset, self._stages)),
             # torch's annotation demands lists, but it passes on whatever the sampler yields.
@@ -157,7 +163,7 @@ class WorkerLoader(DataLoader[Windows]):
                         "whether this machine is short of memory or processors"
                     )
                 is_slow = stage < _HAS_READ and waited > _SECONDS_TO_READ
-                if is_slow and not is_remote(self._location):
+                if is_slow and not self._is_remote:
                     self.kill_workers()
                     raise RuntimeError(
                         f"{worker}: no batch {waited:.0f} s after its start, wanted the first; see "

@@ -20,11 +20,29 @@ def _rows_at_once(x: Tensor) -> int:
     return ROWS_AT_ONCE * (4 if resolve_backend("auto", x.device) == "triton" else 1)
 
 
+class RowLosses:
+    """Receives the loss of each row.
+
+    It is no tensor, because sharding strategies replace tensors that they hand to a module.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[Tensor] = []
+
+    def add(self, losses: Float[Tensor, "piece"]) -> None:
+        self._pieces.append(losses)
+
+    def all(self) -> Float[Tensor, "rows"]:
+        """The losses of all rows, in nats."""
+        return torch.cat(self._pieces)
+
+
 def linear_cross_entropy(
     hidden: Float[Tensor, "rows D"],
     weight: Float[Tensor, "vocabulary D"],
     target: Int[Tensor, "rows"],
     dtype: torch.dtype,
+    row_losses: RowLosses | None = None,
 ) -> Float[Tensor, ""]:
     """Mean of -log softmax(hidden weight^T)[target], in at least float32.
 
@@ -36,9 +54,10 @@ def linear_cross_entropy(
         weight: the matrix of the head.
         target: the token that follows each row.
         dtype: of the operands of all matrix products.
+        row_losses: receives the loss of each row.
     """
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, target, dtype, needs)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, target, dtype, needs, row_losses)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -51,6 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target: Tensor,
         dtype: torch.dtype,
         needs: list[bool],
+        row_losses: RowLosses | None,
     ) -> Tensor:
         exact = torch.promote_types(dtype, torch.float32)
         total = hidden.new_zeros((), dtype=exact)
@@ -62,7 +82,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + step)
             h = hidden[rows].to(dtype)
             logits = F.linear(h, w)
-            total += cross_entropy_(logits, target[rows], with_gradient=any(needs)).sum()
+            losses = cross_entropy_(logits, target[rows], with_gradient=any(needs))
+            total += losses.sum()
+            if row_losses is not None:
+                row_losses.add(losses)
             # From here on the logits hold their gradient.
             if dhidden is not None:
                 dhidden[rows] = logits @ w
@@ -81,5 +104,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             None if dhidden is None else (dhidden * scale).to(dhidden.dtype),
             None if dweight is None else (dweight * scale).to(ctx.weight_dtype),
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip

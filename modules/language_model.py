@@ -14,7 +14,7 @@ from longhaul.modules.attention import AttentionConfig, LayerShape, attention_co
 from longhaul.modules.attention.base import product_flops
 from longhaul.modules.block import MLP, Block
 from longhaul.modules.choices import check_bounds
-from longhaul.modules.cross_entropy import ROWS_AT_ONCE, linear_cross_entropy
+from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
@@ -166,7 +166,10 @@ class Head(nn.Module):
         self._holder = (holder,)
 
     def forward(
-        self, hidden: Float[Tensor, "rows D"], target: Int[Tensor, "rows"] | None = None
+        self,
+        hidden: Float[Tensor, "rows D"],
+        target: Int[Tensor, "rows"] | None = None,
+        row_losses: RowLosses | None = None,
     ) -> Tensor:
         """Logits (rows, vocabulary), or with a target the mean loss, computed in pieces."""
         weight = self._holder[0].weight
@@ -175,7 +178,7 @@ class Head(nn.Module):
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
-        return linear_cross_entropy(hidden, weight, target, dtype)
+        return linear_cross_entropy(hidden, weight, target, dtype, row_losses)
 
     def flops_per_token(self) -> int:
         """Forward FLOPs per token."""
@@ -300,13 +303,14 @@ class LanguageModel(nn.Module):
         *,
         cu_seqlens: Int[Tensor, "documents_plus_1"] | None = None,
         is_first: Bool[Tensor, "B T_whole"] | None = None,
+        row_losses: RowLosses | None = None,
     ) -> Float[Tensor, ""]:
         """Mean cross-entropy in nats per token. The full logits never exist, nor their gradient.
 
-        cu_seqlens and is_first are as in `activations`.
+        cu_seqlens and is_first are as in `activations`. row_losses receives the B * T losses.
         """
         hidden, _ = self.activations(tokens, cu_seqlens=cu_seqlens, is_first=is_first)
-        return self.head(hidden.flatten(0, 1), target.flatten())  # type: ignore[no-any-return]
+        return self.head(hidden.flatten(0, 1), target.flatten(), row_losses)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def token_losses(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from longhaul.modules.cross_entropy import RowLosses
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.optim import (
     OptimConfig,
@@ -42,6 +43,7 @@ class Update:
     gradient_norm: float  # before clipping
     learning_rate: float
     skip: Skip | None  # set if the update was skipped
+    source_losses: tuple[float, ...] = ()  # the mean of each source; NaN where it has no sample
 
 
 class Outcome(NamedTuple):
@@ -132,8 +134,18 @@ class Pretraining(LightningModule):
         samples_per_update: int,
         max_tokens: int,
         train_only: str | None = None,
+        num_sources: int = 0,
     ) -> None:
-        """`train_only` freezes all parameters outside submodules of that name."""
+        """Build the model.
+
+        Args:
+            model, optim: what is trained, and how.
+            accumulation: micro-batches of a rank per update.
+            samples_per_update: samples that all ranks together consume per update.
+            max_tokens: budget, at which the schedule of the learning rate ends.
+            train_only: freezes all parameters outside submodules of that name.
+            num_sources: number of sources whose losses are told apart; batches then hold `source`.
+        """
         super().__init__()
         self.automatic_optimization = False
         self.model = LanguageModel(model)
@@ -147,6 +159,8 @@ class Pretraining(LightningModule):
         self.last_update: Update | None = None
         self._micro_step = 0
         self._loss_sum: Tensor | None = None
+        self._num_sources = num_sources
+        self._source_sums: Tensor | None = None  # (2, sources): losses, and tokens
         self._parallelism: Parallelism
         self._is_stock = False
 
@@ -155,7 +169,7 @@ class Pretraining(LightningModule):
         own = strategy if isinstance(strategy, Parallelism) else None
         self._is_stock = own is None
         # An interrupted fit may have left half an update.
-        self._micro_step, self._loss_sum = 0, None
+        self._micro_step, self._loss_sum, self._source_sums = 0, None, None
         if self._is_stock:
             self.zero_grad()
         self._parallelism = own or _Stock(strategy)
@@ -170,25 +184,30 @@ class Pretraining(LightningModule):
 
         Args:
             batch: `input` and `target` (B, T), and optionally `is_first` (B, T): which tokens begin
-                a document, where rows hold several. All three are of whole sequences.
+                a document, where rows hold several. All three are of whole sequences. With
+                `num_sources`, `source` (B,) is the index of each row's source.
             batch_idx: not read.
         """
         self.last_update = None
         is_last = self._micro_step == self.accumulation - 1
         tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
+        row_losses = RowLosses() if self._num_sources else None
         with self._parallelism.accumulating(is_last):
-            loss = self.model.loss(tokens, target, is_first=batch.get("is_first"))
+            loss = self.model.loss(
+                tokens, target, is_first=batch.get("is_first"), row_losses=row_losses
+            )
             loss = loss / self.accumulation
             self.manual_backward(loss)
         # No zero to begin with: it would have to be copied to the device, which first finishes the
         # whole backward pass.
         own = loss.detach()
         self._loss_sum = own if self._loss_sum is None else self._loss_sum + own
+        if row_losses is not None:
+            self._add_by_source(row_losses.all().view_as(target), batch["source"])
         self._micro_step += 1
         if is_last:
             self.last_update = self._update(self._loss_sum, context=batch["target"].shape[1])
-            self._micro_step = 0
-            self._loss_sum = None
+            self._micro_step, self._loss_sum, self._source_sums = 0, None, None
             if self._is_stock:
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
@@ -225,7 +244,26 @@ class Pretraining(LightningModule):
             progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update
         progress.tokens += self.samples_per_update * context
-        return Update(loss, norm, learning_rate, skip)
+        return Update(loss, norm, learning_rate, skip, self._source_losses())
+
+    def _add_by_source(self, losses: Float[Tensor, "b T"], source: Int[Tensor, "b"]) -> None:
+        """Add losses and tokens of each source, without a wait for the device."""
+        numbers = torch.arange(self._num_sources, device=source.device)
+        # A product: sums by index are not the same twice on GPUs.
+        is_own = (source == numbers[:, None]).double()  # (sources, b)
+        own = losses.sum(1, dtype=torch.float64)  # (b,)
+        tokens = torch.full_like(own, losses.shape[1])
+        sums = torch.stack([own, tokens]) @ is_own.T  # (2, sources)
+        self._source_sums = sums if self._source_sums is None else self._source_sums + sums
+
+    def _source_losses(self) -> tuple[float, ...]:
+        """The mean loss of each source in this update, over all ranks."""
+        sums = self._source_sums
+        if sums is None:
+            return ()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return tuple((sums[0] / sums[1]).tolist())
 
     def _own_part(self, tokens: Int[Tensor, "b T"]) -> Int[Tensor, "b part"]:
         """This rank's part of sequences that are split over ranks, else the whole sequences."""

@@ -50,7 +50,7 @@ def _only_updates(config: RunConfig, folder: Path) -> RunConfig:
     return dataclasses.replace(
         config,
         root=str(folder),
-        data=dataclasses.replace(config.data, validation_manifest=None),
+        data=config.data.without_validation(),
         trainer=dataclasses.replace(config.trainer, max_tokens=tokens, start_from=None),
         checkpoint=dataclasses.replace(config.checkpoint, every_tokens=_NEVER),
         tracking=dataclasses.replace(config.tracking, uri=f"sqlite:///{folder}/mlflow.db"),

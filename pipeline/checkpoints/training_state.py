@@ -25,4 +25,4 @@ class TrainingState:
 
     progress: SavedProgress
     shards_sha256: str
-    """Digest of the hashes of all training shards."""
+    """Digest of the hashes of all training shards, and of the sources' names and weights so far."""

@@ -38,6 +38,7 @@ _COLUMNS = (
     "restarts",
     "checkpoint",
 )
+_SOURCE_COLUMNS = ("name", "source", "loss", "validation", "tokens", "epochs")
 _UNREADABLE = (
     OSError,
     ValueError,
@@ -84,6 +85,10 @@ def print_status(roots: Sequence[str], experiment: str | None) -> None:
         print(text, file=sys.stderr)
     rows = [_row(name, folder, ids[name], jobs or {}) for name, folder in folders.items()]
     print_table([_COLUMNS, *rows])
+    sources = [row for name, folder in folders.items() for row in _source_rows(name, folder)]
+    if sources:
+        print()
+        print_table([_SOURCE_COLUMNS, *sources])
 
 
 def _is_run(folder: Path) -> bool:
@@ -103,6 +108,31 @@ def _row(
     except _UNREADABLE as error:
         text = f"cannot be read: {type(error).__name__}"
         return [name, job_id, text, *["-"] * (len(_COLUMNS) - 3)]
+
+
+def _source_rows(name: str, folder: Path) -> list[Sequence[str]]:
+    """A row for each source of a run that has several."""
+    try:
+        config = _config(folder)
+        sources = list(config["data"].get("sources") or ()) if config is not None else []
+        # An update may have had no sample of a source: its last loss counts.
+        values: dict[str, Any] = {}
+        for line in _tail(folder / "logs" / "metrics.jsonl") if sources else ():
+            if line["kind"] in ("train", "validation"):
+                values |= line["values"]
+        return [
+            [
+                name,
+                one_line(source),
+                _loss(values, f"train/loss/{source}"),
+                _loss(values, f"validation/loss/{source}"),
+                f"{int(values.get(f'train/tokens/{source}', 0)):,}",
+                f"{float(values.get(f'train/epochs/{source}', 0)):.3g}",
+            ]
+            for source in sources
+        ]
+    except _UNREADABLE:
+        return []
 
 
 def _describe(folder: Path, job: SlurmJob | None) -> Sequence[str]:

@@ -8,8 +8,9 @@ import urllib.request
 from pathlib import Path
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.config import ManifestKey, key_of
 from longhaul.datamodules.corpus import Corpus, corpus_of
-from longhaul.datamodules.urls import SQLITE, is_remote, local_path
+from longhaul.datamodules.urls import SQLITE, local_path
 from longhaul.modules.optim import num_moments, parameter_groups
 from longhaul.pipeline.doctor.finding import Fault, Finding
 from longhaul.pipeline.doctor.machine_checks import nearest_existing
@@ -62,9 +63,13 @@ def check_shards(config: RunConfig, first: int) -> Finding:
     """
     end = time.monotonic() + READING_S
     texts = []
-    for name, key in (("training", "manifest"), ("validation", "validation_manifest")):
-        location = getattr(config.data, key)
-        if location is None:
+    names: tuple[tuple[str, ManifestKey], ...] = (
+        ("training", "manifest"),
+        ("validation", "validation_manifest"),
+    )
+    for name, key in names:
+        places = config.data.manifests(key)
+        if not places:
             continue
         fault: Fault
         try:
@@ -72,13 +77,13 @@ def check_shards(config: RunConfig, first: int) -> Finding:
         except (FileNotFoundError, ValueError) as error:
             # A missing corpus may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"
-            remedy = f"set data.{key}, or prepare it"
+            remedy = f"set {key_of(next(iter(places)), key)}, or prepare it"
             return Finding("FAILURE", "shards", str(error), remedy, fault)
         if corpus.vocab_size > config.model.vocabulary:
-            text = f"{location} has {corpus.vocab_size} ids"
+            text = f"{', '.join(places.values())} has {corpus.vocab_size} ids"
             remedy = f"set model.vocabulary, {config.model.vocabulary} now"
             return Finding("FAILURE", "shards", text, remedy, "input")
-        if is_remote(corpus.location):
+        if corpus.is_remote:
             texts.append(f"{name}: {len(corpus.files)} remote shards, none read")
             continue
         unfit, damaged, sized, hashed = _bad_shards(corpus, first, end)

@@ -184,7 +184,7 @@ def _check_can_be_measured(
 def _validation_text_id(trained: TrainedModel) -> str:
     """What identifies the validation text: its shards, and how much of them is read."""
     data = trained.config.data
-    if data.validation_manifest is None:
+    if not data.manifests("validation_manifest"):
         return ""
     recorded = recorded_corpus(trained.folder, "validation_manifest")
     corpus = recorded or corpus_of(data, "validation_manifest")

@@ -110,11 +110,11 @@ def validation_batches(
         ValueError: there are none, or they are not where the config says.
     """
     data = config.data
-    if data.validation_manifest is None:
+    if not data.manifests("validation_manifest"):
         raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
     with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train)
-    read.corpus.windows_per_block(data.context, context_key)
+    read.corpus.check_context(data.context, context_key)
     # The first of so many ranks has these samples.
     return read.loader(config.trainer.micro_batch, rank=0, world_size=every)
 

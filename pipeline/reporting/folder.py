@@ -64,6 +64,7 @@ def _charts(are_losses: bool) -> dict[str, _Maker[Figure]]:
 
 _FIGURES: dict[str, _Maker[Figure]] = {
     "Loss against tokens": (training.loss_against_tokens, "no run logged an update"),
+    "Loss of each source": (training.loss_of_sources, "no run has data.sources"),
     **_charts(are_losses=True),
     "Training loss at equal sequences": (
         comparison.loss_at_sequences,

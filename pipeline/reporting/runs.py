@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +113,11 @@ class Run:
 
     left_out: list[str]
     """A message for each table and metric that cannot be read."""
+
+    source_losses: dict[str, list[Point]] = field(default_factory=dict)
+    """Training losses of each of its sources, by their names."""
+
+    source_validation: dict[str, list[Point]] = field(default_factory=dict)
 
     @property
     def is_finished(self) -> bool:
@@ -314,12 +319,22 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
     model = build_on_meta(config.model)
     metrics, params = run.data.metrics, run.data.params
     # Where MLflow knows no hash, only runs that read the same path are taken to share their data.
-    data = (params.get(name, config.data.manifest) for name in ("data", "data_sha256"))
+    data = (
+        params.get(name, "+".join(config.data.manifests("manifest").values()))
+        for name in ("data", "data_sha256")
+    )
     measured, unmeasured = _measured(history, metrics, config.data.context)
     speeds = [value for _, value in history("train/tokens_per_second")]
     possible = [speed for speed in speeds if 0 < speed <= _MOST_SPEED]
     losses = _points(history("curves/train_loss"), config.optim.tokens_per_update)
     validation = _points(history("curves/validation_loss"), config.optim.tokens_per_update)
+    of_sources = [
+        {
+            name: _points(history(f"{group}/loss/{name}"), config.optim.tokens_per_update)
+            for name in config.data.sources
+        }
+        for group in ("train", "validation")
+    ]
     left_out += unmeasured
     tokenizer, validation_data = _datasets(run, config)
     if speeds and not possible:
@@ -346,6 +361,8 @@ def _read(client: "MlflowClient", run: "MlflowRun") -> Run:
         state_bytes=state_bytes(attention_layers(model), config.data.context),
         evaluations=evaluations | measured,
         left_out=left_out,
+        source_losses=of_sources[0],
+        source_validation=of_sources[1],
     )
 
 
@@ -366,14 +383,17 @@ def _config(fetch: Callable[[str], str], folder: Path) -> tuple[RunConfig, str]:
 
 def _datasets(run: "MlflowRun", config: RunConfig) -> tuple[str, str]:
     """The tokenizer's name, and what identifies the validation text."""
-    tokenizer, digest = "", config.data.validation_manifest or ""
+    tokenizer = ""
+    digests = list(config.data.manifests("validation_manifest").values())
+    logged = []
     for one in run.inputs.dataset_inputs if run.inputs else ():
         try:
             tokenizer = parse_json(_Profile, one.dataset.profile or "{}", "profile").tokenizer
         except ValueError:  # It was logged by something else, or before profiles named it.
             continue
         if any(tag.value == "validation" for tag in one.tags):
-            digest = one.dataset.digest
+            logged.append(one.dataset.digest)
+    digest = "+".join(sorted(logged) or digests)
     return plain(tokenizer), plain(f"{digest} {config.data.validation_tokens}")
 
 

@@ -6,9 +6,12 @@ from statistics import fmean
 
 from longhaul.pipeline.reporting.caveats import caveats, seeds_of
 from longhaul.pipeline.reporting.comparison import BANDS, at_the_end, budgets, lines, training_loss
-from longhaul.pipeline.reporting.drawing import Figure, Row, series_of
+from longhaul.pipeline.reporting.drawing import Figure, Row, Series, series_of
 from longhaul.pipeline.reporting.runs import Point, Run
-from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns
+from longhaul.pipeline.reporting.variants import LEADING_COLUMNS, NamedRuns, looks
+
+_Mean = tuple[Point, int]
+"""The mean of some updates, at the last one, and their number."""
 
 _MOST_POINTS = 400
 """Most points of one curve; a column has no room for more."""
@@ -59,6 +62,63 @@ def loss_against_tokens(named: NamedRuns) -> Iterator[Figure]:
                 [points for _, points in curves], [reference[1]] if reference else []
             ),
         )
+
+
+def loss_of_sources(named: NamedRuns) -> Iterator[Figure]:
+    """Two figures per training context, of training and validation: a line for each source."""
+    for context in named.contexts:
+        for what in ("training", "validation"):
+            curves = [
+                (run, source, _thinned(points))
+                for run in named.at(context)
+                for source, points in (
+                    run.source_losses if what == "training" else run.source_validation
+                ).items()
+                if points
+            ]
+            if curves:
+                yield _loss_of_sources(named, context, what, curves)
+
+
+def _loss_of_sources(
+    named: NamedRuns, context: int, what: str, curves: Sequence[tuple[Run, str, list[_Mean]]]
+) -> Figure:
+    runs = list({run.run_id: run for run, _, _ in curves}.values())
+    is_one = len({named.label(run) for run in runs}) == 1
+
+    def label(run: Run, source: str) -> str:
+        return source if is_one else f"{source}: {named.label(run)}"
+
+    # A colour for each source.
+    found = looks({label(run, source): source for run, source, _ in curves})
+    return Figure(
+        name=f"{what}_loss_of_sources_{context:06d}{named.suffix}",
+        title=f"{what.capitalize()} loss of each source, context {context:,}{named.where}",
+        caption="The mean over the tokens of each source. Losses of two sources are of different "
+        f"text: only each one's own course says something. {seeds_of(named, runs)}",
+        caveats=caveats(named, runs),
+        bytes_per_token=named.bytes_per_token,
+        x_label="tokens trained on, of all sources",
+        y_label=f"{what} loss (nats per token)",
+        series=[
+            Series(
+                label(run, source),
+                found[label(run, source)],
+                [point.tokens for point, _ in points],
+                [point.value for point, _ in points],
+                run.is_finished,
+            )
+            for run, source, points in curves
+        ],
+        columns=[*LEADING_COLUMNS, "source", "step", "tokens", "updates", "loss_nats"],
+        rows=[
+            [*named.leading_cells(run), source, point.step, point.tokens, count, point.value]
+            for run, source, points in curves
+            for point, count in points
+        ],
+        x_axis="tokens",
+        y_range=_settled_range([points for _, _, points in curves], []),
+    )
 
 
 def speed_against_context(named: NamedRuns) -> Iterator[Figure]:
@@ -126,7 +186,7 @@ def _loss_against_state(named: NamedRuns, context: int, runs: Sequence[Run]) -> 
     )
 
 
-def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:
+def _thinned(points: Sequence[Point]) -> list[_Mean]:
     """Means over groups of successive points, placed at a group's last point, and finite counts."""
     size = -(-len(points) // _MOST_POINTS)
     thinned = []
@@ -139,7 +199,7 @@ def _thinned(points: Sequence[Point]) -> list[tuple[Point, int]]:
 
 
 def _settled_range(
-    curves: Sequence[Sequence[tuple[Point, int]]], also: Sequence[float]
+    curves: Sequence[Sequence[_Mean]], also: Sequence[float]
 ) -> tuple[float, float] | None:
     """The range of losses without the first updates, whose high losses would flatten the rest.
 

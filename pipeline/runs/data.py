@@ -1,22 +1,25 @@
 """What a run folder keeps of its data, so that they are known again wherever they are.
 
 `RUN/data/train` and `RUN/data/validation` hold records of the corpora, without tokens; the first
-one holds the tokenizer too, if that is a file.
+one holds the tokenizer too, if that is a file, and the weights of several sources.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from longhaul.configs import ConfigError, RunConfig
-from longhaul.datamodules.config import DataConfig
-from longhaul.datamodules.corpus import Corpus, corpus_of, find_corpora, load_corpus
+from longhaul.datamodules.config import DataConfig, ManifestKey, key_of
+from longhaul.datamodules.corpus import Corpus, corpus_of, find_corpora, load_record
+from longhaul.datamodules.mixture import MixtureOrder, Order
 from longhaul.datamodules.urls import at_home, is_remote
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.runs.named_keys import check_named
 
 # The folder in RUN/data of each key of the config that names a corpus.
-_RECORDS = {"manifest": "train", "validation_manifest": "validation"}
+_RECORDS: dict[ManifestKey, str] = {"manifest": "train", "validation_manifest": "validation"}
 
 
 def check_run(config: RunConfig) -> None:
@@ -24,14 +27,54 @@ def check_run(config: RunConfig) -> None:
 
     For a run that another process will begin, to which remote data are left.
     """
-    RunFolder.of(config).check_same_run(config)
+    folder, data = RunFolder.of(config), config.data
+    folder.check_same_run(config)
     for key in _RECORDS:
-        location = getattr(config.data, key)
-        if location is not None and not is_remote(location):
-            try:
-                corpus_of(config.data, key)
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"data.{key}: {error}") from error
+        places = data.manifests(key)
+        if not places or any(map(is_remote, places.values())):
+            continue
+        try:
+            corpus = _present_corpus(folder, data, key)
+            if key == "manifest":
+                order = corpus.training_order(
+                    data.context, 0, data.shuffle_shards, config.samples_per_update
+                )
+                check_epochs(config, corpus, order)
+        except ConfigError:
+            raise
+        except (OSError, ValueError) as error:
+            raise ConfigError(_named(error, _keys(data, key))) from error
+
+
+def check_epochs(config: RunConfig, corpus: Corpus, order: Order) -> None:
+    """Raise ConfigError if the budget needs more epochs of a source than its `max_epochs`."""
+    if not isinstance(order, MixtureOrder):
+        return
+    sources, context = config.data.sources, config.data.context
+    there = order.samples_per_source.tolist()
+    most = [
+        math.inf if (limit := sources[name].max_epochs) is None else math.floor(limit * samples)
+        for name, samples in zip(corpus.names, there, strict=True)
+    ]
+
+    def too_many(updates: int) -> int | None:
+        """The first source of which so many updates need more than there is."""
+        counts = order.counts(updates * config.samples_per_update).tolist()
+        return next((i for i, count in enumerate(counts) if count > most[i]), None)
+
+    found = too_many(config.num_updates)
+    if found is None:
+        return
+    fitting = bisect.bisect_left(
+        range(config.num_updates), True, key=lambda n: too_many(n + 1) is not None
+    )
+    needed = order.counts(config.num_updates * config.samples_per_update).tolist()[found] * context
+    name = corpus.names[found]
+    raise ConfigError(
+        f"data.sources.{name}: {needed:,} of its tokens are needed for trainer.max_tokens, there "
+        f"are {there[found] * context:,} x max_epochs {sources[name].max_epochs:g}; "
+        f"trainer.max_tokens={fitting * config.optim.tokens_per_update} trains at most"
+    )
 
 
 def record_data(folder: RunFolder, data: DataConfig) -> None:
@@ -40,8 +83,25 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
     Raises OSError if a file cannot be written.
     """
     for key, name in _RECORDS.items():
-        if getattr(data, key) is not None:
-            corpus_of(data, key).record(folder.data / name, with_tokenizer=key == "manifest")
+        if data.manifests(key):
+            corpus = _present_corpus(folder, data, key)
+            corpus.record(folder.data / name, with_tokenizer=key == "manifest")
+
+
+def _present_corpus(folder: RunFolder, data: DataConfig, key: ManifestKey) -> Corpus:
+    """The corpus that a key names now, with the stages that its sources have had before."""
+    corpus, recorded = corpus_of(data, key), recorded_corpus(folder, key)
+    return corpus if recorded is None else corpus.continuing(recorded)
+
+
+def _named(error: Exception, key: str) -> str:
+    """The message of an error, which begins with a key: that of a source begins with its own."""
+    return str(error) if str(error).startswith("data.") else f"{key}: {error}"
+
+
+def _keys(data: DataConfig, key: ManifestKey) -> str:
+    """What the message about a corpus begins with."""
+    return "data.sources" if "" not in data.manifests(key) and data.sources else f"data.{key}"
 
 
 def training_corpus(folder: RunFolder, config: RunConfig) -> Corpus:
@@ -49,13 +109,18 @@ def training_corpus(folder: RunFolder, config: RunConfig) -> Corpus:
     recorded = recorded_corpus(folder, "manifest")
     if recorded is None:
         help_ = f"put the manifest and its tokenizer into {folder.data / 'train'}"
-        check_named(config, folder.path, ["data.manifest"], help_)
+        check_named(config, folder.path, ["data.manifest", "data.sources."], help_)
         return corpus_of(config.data)
     return recorded
 
 
 def check_same_data(
-    folder: RunFolder, data: DataConfig, before: DataConfig, *, may_be_gone: bool
+    folder: RunFolder,
+    data: DataConfig,
+    before: DataConfig,
+    trained: int = 0,
+    *,
+    may_be_gone: bool,
 ) -> None:
     """Raise ConfigError if these are not the data that a run has begun with.
 
@@ -65,27 +130,61 @@ def check_same_data(
         folder: of the run. One that holds no records of corpora is not checked.
         data: to be read now.
         before: as the folder's config has it.
+        trained: tokens of the newest checkpoint, until which weights stay what they were.
         may_be_gone: accept that data can no longer be read where `before` says they are.
     """
     if recorded_corpus(folder, "manifest") is None:
         return
     for key in _RECORDS:
-        recorded, location = recorded_corpus(folder, key), getattr(data, key)
-        if recorded is None or location is None:
-            if (recorded is None) != (location is None):
+        recorded, places = recorded_corpus(folder, key), data.manifests(key)
+        where = _keys(data, key)
+        if recorded is None or not places:
+            if (recorded is None) != (not places):
+                found, wanted = (
+                    ", ".join(one.manifests(key).values()) or "null" for one in (data, before)
+                )
                 raise ConfigError(
-                    f"data.{key}: found {location or 'null'}, wanted "
-                    f"{getattr(before, key) or 'null'} as in {folder.config_file}"
+                    f"{where}: found {found}, wanted {wanted} as in {folder.config_file}"
                 )
             continue
         try:
-            found = corpus_of(data, key)
+            found_corpus = corpus_of(data, key)
         except OSError as error:
-            if may_be_gone and location == getattr(before, key):
+            if may_be_gone and places == before.manifests(key):
                 continue
-            raise ConfigError(f"data.{key}: {error}") from error
-        if difference := found.differs(recorded):
-            raise ConfigError(f"data.{key}: {difference}")
+            raise ConfigError(_named(error, where)) from error
+        if difference := found_corpus.differs(recorded):
+            raise ConfigError(f"{where}: {difference}")
+        if found_corpus.has_names and key == "manifest":
+            _check_weights(data, found_corpus, recorded, trained, folder)
+
+
+def _check_weights(
+    data: DataConfig, found: Corpus, recorded: Corpus, trained: int, folder: RunFolder
+) -> None:
+    """Raise ConfigError if weights change other than `data.from_tokens` allows."""
+    try:
+        now = found.continuing(recorded)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if data.from_tokens is None and now.stages != recorded.stages:
+        have, had = (_shown_weights(one.stages[0].weights) for one in (now, recorded))
+        shares = f"weights {have}, wanted {had}"
+        if have == had:
+            shares = "another data.schedule, wanted the one"
+        raise ConfigError(
+            f"data.sources: found {shares} as in {folder.data / _RECORDS['manifest']}; "
+            f"data.from_tokens={max(trained, 1)} lets others hold from there on"
+        )
+    if now.fingerprint_at(trained) != recorded.fingerprint_at(trained):
+        raise ConfigError(
+            f"data.from_tokens: found {data.from_tokens}, wanted {trained} or more: so many tokens "
+            f"of {folder.path} are trained"
+        )
+
+
+def _shown_weights(weights: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {weight}" for name, weight in weights.items())
 
 
 def with_moved_data(
@@ -101,24 +200,26 @@ def with_moved_data(
     Raises:
         ValueError: it has none of the run's data.
     """
-    found = find_corpora(location)
-    moved: dict[str, str] = {}
-    differences = []
+    data, keys, differences = config.data, set[str](), list[str]()
     for key in _RECORDS:
         recorded = recorded_corpus(folder, key)
         if recorded is None:
             continue
-        for corpus in found:
-            if difference := corpus.differs(recorded):
-                differences.append(difference)
-            else:
-                moved[key] = corpus.location
-                break
-    if not moved:
+        found = find_corpora(location, levels=2 if recorded.has_names else 1)
+        moved = {}
+        for name, source in recorded.each.items():
+            for corpus in found:
+                if difference := corpus.differs(source):
+                    differences.append(difference)
+                else:
+                    moved[name] = corpus.location
+                    break
+        data = data.with_manifests(key, moved)
+        keys |= {key_of(name, key) for name in moved}
+    if not keys:
         cause = f"found no manifest.json in {at_home(location)}, wanted the shards of {folder.path}"
         raise ValueError(f"--data: {differences[-1] if differences else cause}")
-    data = dataclasses.replace(config.data, **moved)  # type: ignore[arg-type]
-    return dataclasses.replace(config, data=data), {f"data.{key}" for key in moved}
+    return dataclasses.replace(config, data=data), keys
 
 
 @contextmanager
@@ -132,9 +233,9 @@ def moved_data_are_explained(key: str) -> Iterator[None]:
         ) from error
 
 
-def recorded_corpus(folder: RunFolder, key: str) -> Corpus | None:
+def recorded_corpus(folder: RunFolder, key: ManifestKey) -> Corpus | None:
     """The record of the corpus that a key of DataConfig names, None if the folder has none."""
     try:
-        return load_corpus(folder.data / _RECORDS[key])
+        return load_record(folder.data / _RECORDS[key])
     except FileNotFoundError:
         return None

@@ -11,6 +11,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.configs.run_folders import has_run, run_folder_of
 from longhaul.configs.schema import TrackingConfig
 from longhaul.configs.values import typed_keys
+from longhaul.datamodules.config import MANIFEST_KEYS, key_of
 from longhaul.datamodules.files.atomic import write_atomically
 from longhaul.datamodules.files.untrusted import check_no_links, parse_json, read_regular, shown
 from longhaul.datamodules.named import remember
@@ -255,8 +256,15 @@ def _run_of(path: str | Path) -> tuple[RunFolder | None, list[str]]:
     elif file == folder.config_file and has_run(folder.path):
         if "${" in str(file):  # which a value of a config would have replaced
             raise ConfigError(f"{file}: found '${{' in the path of a run, wanted a path without it")
-        values = flatten(to_dict(stored_config(folder)))
-        return folder, [f"{key}={json.dumps(values[key], ensure_ascii=False)}" for key in _PLACES]
+        stored = stored_config(folder)
+        values, data = flatten(to_dict(stored)), stored.data
+        of_sources = [
+            key_of(name, key) for key in MANIFEST_KEYS for name in data.manifests(key) if name
+        ]
+        return folder, [
+            f"{key}={json.dumps(values[key], ensure_ascii=False)}"
+            for key in (*_PLACES, *of_sources)
+        ]
     return folder, []
 
 
@@ -281,17 +289,16 @@ def _with_paths(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
     def changed(location: str) -> str:
         return location if is_remote(location) else change(str(local_path(location)))
 
-    validation, start_from = data.validation_manifest, config.trainer.start_from
+    for key in MANIFEST_KEYS:
+        places = {name: changed(place) for name, place in data.manifests(key).items()}
+        data = data.with_manifests(key, places)
+    start_from = config.trainer.start_from
     uri = tracking.uri
     if uri.startswith(SQLITE):
         uri = SQLITE + change(uri.removeprefix(SQLITE))
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(
-            data,
-            manifest=changed(data.manifest),
-            validation_manifest=None if validation is None else changed(validation),
-        ),
+        data=data,
         trainer=dataclasses.replace(
             config.trainer, start_from=None if start_from is None else changed(start_from)
         ),

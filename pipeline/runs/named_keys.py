@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from longhaul.configs import ConfigError, RunConfig
+from longhaul.datamodules.config import MANIFEST_KEYS, key_of
 from longhaul.datamodules.files.untrusted import shown
 from longhaul.datamodules.named import Place, is_named, is_named_store, list_file
 from longhaul.datamodules.urls import is_remote
@@ -38,7 +39,9 @@ def check_named(
         typed: keys whose values do not come from the run folder.
     """
     data = config.data
-    is_cache_used = any(is_remote(one or "") for one in (data.manifest, data.validation_manifest))
+    is_cache_used = any(
+        is_remote(one) for key in MANIFEST_KEYS for one in data.manifests(key).values()
+    )
     for key, places in places_to_name(config, sections).items():
         if key in typed or (key == "data.cache_dir" and not is_cache_used):
             continue
@@ -57,8 +60,11 @@ def places_to_name(config: RunConfig, sections: Sequence[str]) -> dict[str, list
     """By key, what a config has that the config of someone else's run may not bring in."""
     data = config.data
     places: dict[str, list[Place]] = {
-        "data.manifest": [data.manifest],
-        "data.validation_manifest": [data.validation_manifest] if data.validation_manifest else [],
+        **{
+            key_of(name, key): [place]
+            for key in MANIFEST_KEYS
+            for name, place in data.manifests(key).items()
+        },
         "data.cache_dir": (
             [("data.cache_dir", os.path.realpath(data.cache_dir))] if data.cache_dir else []
         ),

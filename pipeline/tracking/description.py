@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from longhaul.configs import RunConfig
 from longhaul.datamodules.corpus import Corpus
+from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.urls import is_remote, local_path
 from longhaul.pipeline.system.environment import main_device, source_commit, source_hashes
 from longhaul.pipeline.terminal.numbers import amount
@@ -60,31 +61,37 @@ def describe(
     if commit is not None:
         tags["mlflow.source.git.commit"] = commit.removesuffix(DIRTY)
         tags["mlflow.source.git.dirty"] = str(commit.endswith(DIRTY)).lower()
-    datasets = [_dataset(train, "training")]
-    if validation is not None:
-        datasets.append(_dataset(validation, "validation"))
+    datasets = [
+        _dataset(name, source, corpus, context)
+        for corpus, context in ((train, "training"), (validation, "validation"))
+        if corpus is not None
+        for name, source in zip(corpus.names, corpus.sources, strict=True)
+    ]
     return Description(params, tags, tuple(datasets))
 
 
-def _dataset(corpus: Corpus, context: str) -> Dataset:
-    location = corpus.location
+def _dataset(name: str, source: Manifest, corpus: Corpus, context: str) -> Dataset:
+    """A source of a corpus, which has a name where there may be several."""
+    location = source.location
     if is_remote(location):
-        source_type, source = location.partition(":")[0], without_secrets(location)
+        source_type, place = location.partition(":")[0], without_secrets(location)
     else:
-        source_type, source = "local", os.fspath(local_path(location).absolute())
+        source_type, place = "local", os.fspath(local_path(location).absolute())
     # MLflow's pages look for the address of a web page under another name.
     key = "url" if source_type in ("http", "https") else "uri"
-    profile = {
-        "num_tokens": corpus.num_tokens,
-        "num_documents": corpus.num_blocks,
-        "num_shards": len(corpus.files),
-        "tokenizer": corpus.tokenizer_name,
+    profile: dict[str, object] = {
+        "num_tokens": source.num_tokens,
+        "num_documents": source.num_blocks,
+        "num_shards": len(source.shards),
+        "tokenizer": source.tokenizer,
     }
+    if weights := {one.at_tokens: one.weights.get(name, 0) for one in corpus.stages}:
+        profile["weight_from_tokens"] = weights
     return Dataset(
-        corpus.name,
-        corpus.fingerprint[:_DIGEST_CHARACTERS],
+        name or corpus.name,
+        source.shards_sha256[:_DIGEST_CHARACTERS],
         source_type.replace("https", "http"),
-        json.dumps({key: source}),
+        json.dumps({key: place}),
         json.dumps(profile),
         context,
     )

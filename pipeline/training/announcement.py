@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from longhaul.configs import RunConfig
+from longhaul.datamodules.config import key_of
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.modules.optim import learning_rate_factor
@@ -13,31 +14,51 @@ from longhaul.pipeline.tracking.mlflow_limits import without_secrets
 
 
 def summary(
-    config: RunConfig, folder: RunFolder, train: Corpus, parameters: int, device: torch.device
+    config: RunConfig,
+    folder: RunFolder,
+    data: TokenDataModule,
+    parameters: int,
+    device: torch.device,
 ) -> tuple[str, str]:
     """Two lines: the model and its budget; the devices, and where results go.
 
     Args:
         config, folder: of the run.
-        train: the training corpus.
+        data: that is trained on.
         parameters: number of elements in all weights.
         device: of this rank.
     """
     trainer, tracking = config.trainer, config.tracking
     tokens = _budget(config)
     updates = f"{config.num_updates:,} update{'s' if config.num_updates > 1 else ''}"
-    dropped = train.dropped_tokens
-    unused = f", {dropped:,} more did not fill a block" if dropped else ""
     name = f"CPU, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     ranks = f"{trainer.world_size} rank{'s' if trainer.world_size > 1 else ''}"
     return (
         f"{parameters:,} parameters, {', '.join(config.model.kinds)}; {tokens:,} tokens in "
-        f"{updates} are {tokens / train.num_tokens:.3g} epochs of "
-        f"{config.data.manifest} ({train.num_tokens:,} tokens{unused})",
+        f"{updates} are {_epochs(config, data)}",
         f"{name}, {trainer.strategy}, {ranks}, {trainer.precision}; run folder {folder.path}; "
         f"MLflow {without_secrets(tracking.uri)}, experiment {tracking.experiment}",
+    )
+
+
+def _epochs(config: RunConfig, data: TokenDataModule) -> str:
+    """How often the run reads its data."""
+
+    def there(corpus: Corpus) -> str:
+        dropped = corpus.dropped_tokens
+        unused = f", {dropped:,} more did not fill a block" if dropped else ""
+        return f"({corpus.num_tokens:,} tokens{unused})"
+
+    whole = data.corpus
+    if not whole.has_names:
+        epochs = _budget(config) / whole.num_tokens
+        return f"{epochs:.3g} epochs of {config.data.manifest} {there(whole)}"
+    read = data.read_by(config.num_updates * config.samples_per_update)
+    return ", ".join(
+        f"{tokens:,} of {name}, {epochs:.3g} epochs {there(whole.each[name])}"
+        for name, (tokens, epochs) in read.items()
     )
 
 
@@ -85,22 +106,37 @@ def config_warnings(
             f"{config.trainer.max_tokens:,} tokens begins within the warm-up of "
             f"{schedule.warmup_tokens:,}; the learning rate never reaches its peak"
         )
+    yield from _stage_warnings(config, data)
     validation = data.validation_corpus
     if validation is None:
         return
-    context = config.data.context
-    asked = config.data.validation_tokens // context * context
-    there = validation.num_tokens // context * context
-    if there < asked:
-        yield (
-            f"data.validation_tokens: {validation.location} has {there:,} of the "
-            f"{config.data.validation_tokens:,} tokens asked for"
-        )
-    if _is_other_corpus(data.corpus, validation):
-        yield (
-            f"data.validation_manifest: {validation.location} is of another corpus than "
-            f"data.manifest, {data.corpus.location}"
-        )
+    context, trained_on = config.data.context, data.corpus.each
+    wanted = config.data.validation_tokens // len(validation.names)
+    for name, corpus in validation.each.items():
+        there = corpus.num_tokens // context * context
+        if there < wanted // context * context:
+            yield (
+                f"data.validation_tokens: {corpus.location} has {there:,} of the {wanted:,} tokens "
+                "asked for"
+            )
+        train = trained_on.get(name)
+        if train is not None and _is_other_corpus(train, corpus):
+            yield (
+                f"{key_of(name, 'validation_manifest')}: {corpus.location} is of another corpus "
+                f"than {key_of(name, 'manifest')}, {train.location}"
+            )
+
+
+def _stage_warnings(config: RunConfig, data: TokenDataModule) -> Iterator[str]:
+    """A line for each change of weights that waits for the end of an update."""
+    update = config.optim.tokens_per_update
+    for stage in data.corpus.stages:
+        if stage.at_tokens % update:
+            begins = -(-stage.at_tokens // update) * update
+            yield (
+                f"data.schedule: {stage.at_tokens:,} are no whole number of updates of {update:,} "
+                f"tokens, so those weights hold from {begins:,} on"
+            )
 
 
 def _budget(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ import torch
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.run import evaluate
-from longhaul.pipeline.evaluation.tasks.positions import measure_positions, summarise
+from longhaul.pipeline.evaluation.tasks.positions import SourceLoss, measure_positions, summarise
 from longhaul.pipeline.runs.ranks import Ranks
 from longhaul.pipeline.runs.trained_model import load_trained_model
 from longhaul.pipeline.training.after_update import AfterUpdate
@@ -24,6 +24,8 @@ class Validation:
 
     def __init__(self, data: TokenDataModule, recorder: Recorder | None) -> None:
         self._batches = data.val_dataloader()
+        corpus = data.validation_corpus
+        self._names = corpus.names if corpus is not None and corpus.has_names else ()
         self._recorder = recorder
 
     def validate_if_due(self, after: AfterUpdate) -> None:
@@ -36,17 +38,24 @@ class Validation:
         # Without context parallelism: each rank has validation samples of its own.
         part = model.sequence_part
         model.split_sequence(None)
+        by_source = None
+        if self._names:
+            by_source = SourceLoss(len(self._names)).to(after.module.device)
         metric = measure_positions(
             model,
             self._batches,
             config.data.context,
             after.module.device,
             config.trainer.precision,
+            by_source=by_source,
         )
         model.split_sequence(part)
         values = summarise(metric.by_position()[0], "validation")
         # As the training loss: MLflow's pages order charts by name, and losses are looked at first.
         values["curves/validation_loss"] = values.pop("validation/loss")
+        if by_source is not None:
+            losses = zip(self._names, by_source.compute().tolist(), strict=True)
+            values |= {f"validation/loss/{name}": loss for name, loss in losses}
         if self._recorder is not None:
             self._recorder.record_validation(after.progress, values)
 

@@ -109,7 +109,7 @@ class Recorder:
         folder.record_start(config)
         self.tracker.start()
         self.has_begun = True
-        for line in summary(config, folder, self._data.corpus, self._parameters, device):
+        for line in summary(config, folder, self._data, self._parameters, device):
             self._progress_line.say(line)
         for line in (*changed, *config_warnings(config, self._data, before, progress.tokens)):
             logger.warning("%s", line)
@@ -162,6 +162,11 @@ class Recorder:
             "train/replaced_shards": replaced_shards,
             **self._pending,
         }
+        read = self._data.read_by(progress.samples)
+        for (name, (tokens, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
+            values |= {f"train/tokens/{name}": tokens, f"train/epochs/{name}": epochs}
+            if not math.isnan(loss):  # which it is where the update had no sample of it
+                values[f"train/loss/{name}"] = loss
         self._pending = {}
         if reserved := max(rank.reserved_bytes for rank in ranks):
             values["train/reserved_memory_bytes"] = reserved

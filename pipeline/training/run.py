@@ -35,7 +35,7 @@ from longhaul.pipeline.distributed.launch import (
 from longhaul.pipeline.distributed.strategies import build_strategy
 from longhaul.pipeline.distributed.strategy import end_ranks
 from longhaul.pipeline.evaluation.registry import check_tasks
-from longhaul.pipeline.runs.data import check_same_data
+from longhaul.pipeline.runs.data import check_epochs, check_same_data, recorded_corpus
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.folder import RunFolder, stored_config
 from longhaul.pipeline.runs.initial_weights import load_initial_weights
@@ -85,13 +85,14 @@ def train(config: RunConfig, *callbacks: Callback) -> int:
     finished = _finished(config, folder, is_first=trainer.is_global_zero)
     if folder.config_file.exists():
         stored = stored_config(folder).data
-        check_same_data(folder, config.data, stored, may_be_gone=finished is not None)
+        trained = newest_step(folder.checkpoints) * config.optim.tokens_per_update
+        check_same_data(folder, config.data, stored, trained, may_be_gone=finished is not None)
     if finished is not None:
         if trainer.is_global_zero:
             _show_finished(config, folder, finished)
         return 0
     with StopRequests(folder.path, config.trainer.stop_seconds) as requests:
-        data = _open_data(config, trainer)
+        data = _open_data(config, folder, trainer)
         module, source = _build_initial_module(config, folder)
         if trainer.is_global_zero:
             return _train_on_rank_0(config, folder, trainer, module, source, data, requests)
@@ -166,7 +167,7 @@ def _train_on_rank_0(
     return 0
 
 
-def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
+def _open_data(config: RunConfig, folder: RunFolder, trainer: Trainer) -> TokenDataModule:
     """This rank's data, checked against the model's vocabulary before anything is written."""
     try:
         data = TokenDataModule(
@@ -178,15 +179,19 @@ def _open_data(config: RunConfig, trainer: Trainer) -> TokenDataModule:
             world_size=config.trainer.world_size,
             ranks_per_sample=config.trainer.context_parallel,
             pin_memory=trainer.strategy.root_device.type == "cuda",
+            earlier=recorded_corpus(folder, "manifest"),
         )
+        check_epochs(config, data.corpus, data.order)
         data.check_present()
     except FileNotFoundError as error:
-        raise ConfigError(f"data: {error}") from error
+        # The message about a source begins with its key.
+        is_named = str(error).startswith("data.")
+        raise ConfigError(str(error) if is_named else f"data: {error}") from error
     vocabulary = data.corpus.vocab_size
     if vocabulary > config.model.vocabulary:
         raise ConfigError(
             f"model.vocabulary: found {config.model.vocabulary}, wanted at least {vocabulary}, the "
-            f"ids of {config.data.manifest}"
+            f"ids of {data.corpus.location}"
         )
     return data
 
@@ -200,6 +205,7 @@ def build_module(config: RunConfig) -> Pretraining:
         samples_per_update=config.samples_per_update,
         max_tokens=config.trainer.max_tokens,
         train_only=config.trainer.train_only,
+        num_sources=len(config.data.sources),
     )
     if config.trainer.context_parallel > 1:
         module.model.check_context_parallel()

@@ -52,10 +52,14 @@ class Saving:
             return None
         state = saved.state(TrainingState)
         # The run folder's own record was compared before; this is a checkpoint from elsewhere.
-        if state.shards_sha256 != self._data.corpus.fingerprint:
+        corpus = self._data.corpus
+        if state.shards_sha256 != corpus.fingerprint_at(state.progress.tokens):
+            key, what = "data.manifest", "shards"
+            if corpus.has_names:
+                key, what = "data.sources", "shards or weights"
             raise ValueError(
-                f"data.manifest: found other shards in {self._config.data.manifest} than this run "
-                "was trained on, wanted the same ones"
+                f"{key}: found other {what} in {corpus.location} than this run was trained on, "
+                "wanted the same ones"
             )
         resumable(trainer).restore(module.model, trainer.optimizers[0], saved)
         restore_rng(saved.read_group("rng"))
@@ -130,7 +134,7 @@ class Saving:
             tensors,
             {
                 "progress": dataclasses.asdict(module.progress),
-                "shards_sha256": self._data.corpus.fingerprint,
+                "shards_sha256": self._data.corpus.fingerprint_at(module.progress.tokens),
                 "mlflow_run_id": self._recorder.tracker.run_id if self._recorder else None,
             },
         )

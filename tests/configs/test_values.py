@@ -14,7 +14,16 @@ from omegaconf import OmegaConf
 
 from longhaul.configs import ConfigError, RunConfig, load_run_config, load_stored_config, to_yaml
 from longhaul.configs.counts import parse_count, with_unit
-from longhaul.configs.fields import KIND, KINDS, Fields, Leaf, fields_of_kind, run_fields
+from longhaul.configs.fields import (
+    KIND,
+    KINDS,
+    Entries,
+    Fields,
+    Leaf,
+    entry_class,
+    fields_of_kind,
+    run_fields,
+)
 from longhaul.configs.loader import to_dict
 from longhaul.configs.schema import SlurmConfig, TrainerConfig
 from longhaul.configs.values import read_values
@@ -181,8 +190,10 @@ def hints_of(cls: typing.Any) -> Fields:
             continue
         if hint is AttentionConfig:
             fields[name] = KIND
-        elif typing.get_origin(hint) is dict:
+        elif hint == dict[str, AttentionConfig]:
             fields[name] = KINDS
+        elif (entry := entry_class(hint)) is not None:
+            fields[name] = Entries(hints_of(entry), is_list=typing.get_origin(hint) is list)
         elif hasattr(hint, "__dataclass_fields__"):
             fields[name] = hints_of(hint)
         else:

@@ -34,11 +34,16 @@ CONTEXT, SAMPLES = 16, 8
 
 def batches(num_updates: int, micro_batch: int) -> DataLoader[dict[str, Tensor]]:
     tokens = torch.randint(64, (num_updates * SAMPLES, CONTEXT), generator=torch.Generator())
-    rows = [{"input": row.roll(1), "target": row} for row in tokens]
+    rows = [
+        {"input": row.roll(1), "target": row, "source": torch.tensor(number % 3)}
+        for number, row in enumerate(tokens)
+    ]
     return DataLoader(rows, batch_size=micro_batch)  # type: ignore[arg-type]
 
 
-def build(micro_batch: int, train_only: str | None = None, **optim: object) -> Pretraining:
+def build(
+    micro_batch: int, train_only: str | None = None, num_sources: int = 0, **optim: object
+) -> Pretraining:
     torch.manual_seed(0)
     attention = attention_config("sympow_gated")(
         initial_state="zero" if train_only is None else "learned"  # type: ignore[call-arg]
@@ -51,6 +56,7 @@ def build(micro_batch: int, train_only: str | None = None, **optim: object) -> P
         samples_per_update=SAMPLES,
         max_tokens=10_000,
         train_only=train_only,
+        num_sources=num_sources,
     )
 
 
@@ -108,6 +114,30 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update is not None
     assert whole.last_update is not None
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
+
+
+def test_losses_of_sources_change_no_bit_of_the_training() -> None:
+    plain, told = build(2), build(2, num_sources=4)
+    assert fit(plain, 3, 2) == fit(told, 3, 2)
+    for one, other in zip(plain.parameters(), told.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert plain.last_update is not None
+    assert told.last_update is not None
+    assert plain.last_update.source_losses == ()
+    losses = torch.tensor(told.last_update.source_losses)
+    assert losses.isnan().tolist() == [False, False, False, True]
+    counts = torch.bincount(torch.arange(2 * SAMPLES, 3 * SAMPLES) % 3)
+    mean = (losses[:3] * counts).sum() / SAMPLES
+    assert mean.item() == pytest.approx(told.last_update.loss, rel=1e-6)
+    # Each is the mean over the source's own samples.
+    first = build(2, num_sources=4)
+    rows = next(iter(batches(1, SAMPLES)))
+    wanted, _ = first.model.token_losses(rows["input"], rows["target"])
+    fit(first, 1, 2)
+    assert first.last_update is not None
+    for number, loss in enumerate(first.last_update.source_losses[:3]):
+        own = wanted[rows["source"] == number].mean().item()
+        assert loss == pytest.approx(own, rel=1e-6)
 
 
 def test_a_batch_says_which_tokens_begin_documents() -> None:

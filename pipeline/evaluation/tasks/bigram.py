@@ -42,11 +42,11 @@ def count_bigrams(data: DataConfig) -> np.ndarray:
     """`pair_counts` of all training blocks together."""
     corpus = corpus_of(data)
     counts = np.zeros((corpus.vocab_size, corpus.vocab_size), dtype=np.int64)
-    for store in open_stores(data, corpus):
+    for source, store in zip(corpus.sources, open_stores(data, corpus), strict=True):
         for position in range(len(store)):
             shard = store[position]
             for start in shard.starts:
-                block = shard.tokens[start : start + corpus.block_tokens]
+                block = shard.tokens[start : start + source.document_tokens]
                 counts += pair_counts(block, corpus.vocab_size)
     return counts
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -211,6 +211,28 @@ class PositionLoss(Metric):
         return mean[first:end].cpu(), error[first:end].cpu()
 
 
+class SourceLoss(Metric):
+    """Mean cross-entropy of the samples of each source, in nats; sums are float64."""
+
+    full_state_update = False
+    sums: Float64[Tensor, "2 sources"]
+
+    def __init__(self, num_sources: int, **metric_options: Any) -> None:
+        super().__init__(**metric_options)
+        zeros = torch.zeros(2, num_sources, dtype=torch.float64)
+        self.add_state("sums", zeros, dist_reduce_fx="sum")
+
+    def update(self, losses: Float[Tensor, "B T"], source: Int[Tensor, "B"]) -> None:
+        """Add the losses of B samples, and the index of each one's source."""
+        is_own = torch.nn.functional.one_hot(source, self.sums.shape[1]).double()  # (B, sources)
+        means = losses.double().mean(1)
+        self.sums += torch.stack([means, torch.ones_like(means)]) @ is_own
+
+    def compute(self) -> Float64[Tensor, "sources"]:
+        """The mean of each source over all ranks' samples."""
+        return self.sums[0] / self.sums[1]
+
+
 def measure_positions(
     model: LanguageModel,
     batches: Iterable[dict[str, Tensor]],
@@ -221,11 +243,13 @@ def measure_positions(
     progress: Callable[[int], None] = lambda tokens: None,
     *,
     is_shared: bool = True,
+    by_source: SourceLoss | None = None,
 ) -> PositionLoss:
     """Loss at each position over validation batches; padding samples (index -1) do not count.
 
     `at_once` and `progress` are those of `read_losses`. With `is_shared` the metric's `compute` is
-    over the samples of all ranks, otherwise over those of this rank.
+    over the samples of all ranks, otherwise over those of this rank. Where batches tell their
+    sources, `by_source` gets the losses too.
     """
     metric = PositionLoss(context, sync_on_compute=is_shared).to(device)
     was_training = model.training
@@ -238,7 +262,10 @@ def measure_positions(
         if "is_first" in batch:
             is_first = batch["is_first"].to(device, non_blocking=True)
         losses = read_losses(model, tokens, target, precision, at_once, progress, is_first)
-        metric.update(losses[batch["index"].to(device) >= 0])
+        is_real = batch["index"].to(device) >= 0
+        metric.update(losses[is_real])
+        if by_source is not None:
+            by_source.update(losses[is_real], batch["source"].to(device)[is_real])
     model.train(was_training)
     return metric
 

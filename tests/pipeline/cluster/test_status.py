@@ -68,6 +68,27 @@ def test_a_finished_run_shows_its_end(uninterrupted: Any, status: Any) -> None:
     assert status(uninterrupted.path / "small")["small"] == row
 
 
+def test_sources_have_rows_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {"train/loss/web": 2.0, "train/tokens/web": 9000, "train/epochs/web": 0.25}
+    update = _update(2)
+    update["values"] |= values | {"train/tokens/code": 1000, "train/epochs/code": 1.5}
+    first = _update(1)
+    first["values"] |= {"train/loss/web": 3.0, "train/loss/code": 2.5}  # code has none later
+    validation = {"kind": "validation", "step": 2, "time_ms": 2, "values": {}}
+    validation["values"] = {"validation/loss/code": 1.25}
+    folder = _make(tmp_path / "a", first, update, validation)
+    text = (folder / "config.yaml").read_text().strip()
+    sources = "data: {sources: {web: {weight: 1}, code: {weight: 2}}}"
+    (folder / "config.yaml").write_text(f"{text[:-1]}, {sources}}}\n")
+    assert main(["status", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.partition("\n\n")[2].splitlines()
+    assert [row.split() for row in rows] == [
+        ["name", "source", "loss", "validation", "tokens", "epochs"],
+        ["a", "web", "2.0000", "-", "9,000", "0.25"],
+        ["a", "code", "2.5000", "1.2500", "1,000", "1.5"],
+    ]
+
+
 def test_running_stopped_and_killed_are_told_apart(make_run: Any, status: Any) -> None:
     run = make_run(2000)
     running = run.start("train", "small.yaml")

@@ -27,11 +27,40 @@ from longhaul.pipeline.reporting.comparison import (
     training_loss,
 )
 from longhaul.pipeline.reporting.drawing import Figure
-from longhaul.pipeline.reporting.runs import Data, metric_rows
+from longhaul.pipeline.reporting.runs import Data, Point, metric_rows
 from longhaul.pipeline.reporting.tables import TABLES, Evaluated
-from longhaul.pipeline.reporting.training import loss_against_state, loss_against_tokens
+from longhaul.pipeline.reporting.training import (
+    loss_against_state,
+    loss_against_tokens,
+    loss_of_sources,
+)
 from longhaul.pipeline.reporting.variants import NamedRuns
 from longhaul.pipeline.reporting.verdicts import verdict_tables
+
+
+def test_each_source_has_a_line_in_a_colour_of_its_own() -> None:
+    points = {
+        name: [Point(step, step * 512, 5.0 - step / 10 + at) for step in range(1, 5)]
+        for at, name in enumerate(("web", "code"))
+    }
+    plain = run("softmax", [4.0, 3.0])
+    one = dataclasses.replace(
+        plain, source_losses=points, source_validation={"web": points["web"], "code": []}
+    )
+    training, validation = loss_of_sources(NamedRuns([one]))
+    assert training.name == "training_loss_of_sources_000064"
+    assert [series.label for series in training.series] == ["web", "code"]
+    assert training.series[0].y == pytest.approx([4.9, 4.8, 4.7, 4.6])
+    assert len({series.look.colour for series in training.series}) == 2
+    assert len(training.rows) == 8
+    assert [series.label for series in validation.series] == ["web"]
+    # Two variants have lines of their own, in the source's colour.
+    other = dataclasses.replace(run("sympow", [4.0, 3.0]), source_losses=points)
+    training, _ = loss_of_sources(NamedRuns([one, other]))
+    looks = {(one.label.partition(": ")[0], one.look.colour) for one in training.series}
+    assert len({series.label for series in training.series}) == 4
+    assert len(looks) == 2
+    assert list(loss_of_sources(NamedRuns([plain]))) == []
 
 
 def test_a_longer_context_has_read_more_tokens_at_as_many_sequences() -> None:

@@ -10,6 +10,7 @@ import pytest
 from longhaul.configs import load_run_config
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.manifest import Manifest, ShardEntry
+from longhaul.datamodules.mixture import Stage
 from longhaul.pipeline.tracking import description
 from longhaul.pipeline.tracking.description import describe
 
@@ -49,6 +50,25 @@ def test_a_relative_path_is_named_by_where_it_is(
     (tmp_path / "gpt2").mkdir()
     monkeypatch.chdir(tmp_path / "gpt2")
     assert corpus("train/manifest.json").name == "gpt2/train"
+
+
+def test_each_source_is_a_dataset_with_its_weights() -> None:
+    places = {name: corpus(f"/data/{name}/train/manifest.json").sources[0] for name in ("web", "c")}
+    stages = [Stage(0, {"web": 7, "c": 3}), Stage(5000, {"web": 1})]
+    config = load_run_config("run/demo.yaml")
+    found = describe(config, 1, Corpus(places, stages), None)
+    assert found.params["data"] == "web+c"
+    # Names, weights and shards, all of which identify the data.
+    for other in (
+        Corpus(places, stages[:1]),
+        Corpus(places, [Stage(0, {"web": 7, "c": 4}), stages[1]]),
+        Corpus({"web": places["web"], "d": places["c"]}, [Stage(0, {"web": 7, "d": 3}), stages[1]]),
+    ):
+        assert describe(config, 1, other, None).params["data_sha256"] != found.params["data_sha256"]
+    first, second = found.datasets
+    assert (first.name, second.name) == ("web", "c")
+    assert json.loads(first.source) == {"uri": "/data/web/train/manifest.json"}
+    assert json.loads(second.profile)["weight_from_tokens"] == {"0": 3, "5000": 0}
 
 
 def test_a_run_is_described_in_mlflows_words(monkeypatch: pytest.MonkeyPatch) -> None:

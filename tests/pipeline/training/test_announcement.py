@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,8 +117,9 @@ def test_a_validation_set_of_another_corpus_is_told(
 def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> None:
     config = load_run_config(run.path / "small.yaml")
     train = load_corpus(corpus / "train")
+    data: Any = SimpleNamespace(corpus=train)
     cpu = torch.device("cpu")
-    budget, places = summary(config, RunFolder.of(config), train, 1234, cpu)
+    budget, places = summary(config, RunFolder.of(config), data, 1234, cpu)
     epochs = 15360 / train.num_tokens
     assert budget.startswith(
         f"1,234 parameters, conformal_sympow; 15,360 tokens in 30 updates are {epochs:.3g} epochs"
@@ -125,7 +127,7 @@ def test_the_summary_names_budget_devices_and_places(run: Run, corpus: Path) -> 
     assert f"{train.dropped_tokens:,} more did not fill a block" in budget
     assert "single, 1 rank, 32-true" in places
     brief = load_run_config(run.path / "small.yaml", ["trainer.max_tokens=512"])
-    said = summary(brief, RunFolder.of(brief), train, 1, cpu)[0]
+    said = summary(brief, RunFolder.of(brief), data, 1, cpu)[0]
     assert "; 512 tokens in 1 update are " in said
     assert places.endswith(
         f"run folder {run.path}/small; MLflow sqlite:///{run.path}/mlflow.db, experiment tests"

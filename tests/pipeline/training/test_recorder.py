@@ -28,6 +28,7 @@ def test_what_torch_keeps_of_a_gpu_is_recorded_beside_what_tensors_took(
         _progress_line=SimpleNamespace(update=lambda *_: None),
         _record_ranks=lambda *_: None,
         _pending={},
+        _data=SimpleNamespace(read_by=lambda samples: {}),
         _peak_tokens_per_second=None,
         tracker=SimpleNamespace(log=lambda group, step, values: logged.update(values)),
     )
