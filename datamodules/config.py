@@ -13,7 +13,7 @@ class DataConfig:
     """Which shards are read, and how."""
 
     manifest: str
-    """manifest.json of the training shards, or its folder: a path, or a URL webdataset can open."""
+    """manifest.json of the training shards, or its folder: a path, or a URL."""
 
     # No block of a manifest is longer. `longhaul evaluate --context` may ask for any number.
     context: Annotated[int, Field(ge=1, le=1 << 40)]
@@ -42,7 +42,10 @@ class DataConfig:
     """Fraction of the shards, 0 to 1, that may be replaced; the run stops when it is exceeded."""
 
     cache_dir: str | None = None
-    """Folder for copies of remote shards, never emptied; required for a remote manifest."""
+    """Folder on each node for copies of remote shards; required for a remote manifest."""
+
+    cache_bytes: AtLeastOne | None = None
+    """Bytes of the copies in it, such as 200GB: the least recently used ones go; null: all stay."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")

@@ -22,7 +22,8 @@ from longhaul.datamodules.decoding import (
 )
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.urls import is_remote, local_path, read_remote
+from longhaul.datamodules.remote.reading import read_remote
+from longhaul.datamodules.urls import is_remote, local_path
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")
 END_OF_TEXT = "<|endoftext|>"
