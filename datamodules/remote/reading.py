@@ -130,7 +130,9 @@ def _cause(error: Exception) -> str:
         return one_line(f"HTTP {status} {getattr(error, 'message', '')}")
     if isinstance(error, TimeoutError):
         return one_line(f"stalled: {str(error) or 'nothing came'}")
-    return one_line(error)
+    if isinstance(error, OSError | ContentError):
+        return one_line(error)
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 def _store_of(url: str) -> Any:

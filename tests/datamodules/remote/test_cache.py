@@ -135,6 +135,19 @@ def test_a_copy_is_hashed_once_a_node_and_again_when_it_has_changed(
     assert len(server.asked) == 2
 
 
+@pytest.mark.parametrize("damage", ["", "{", '{"inode": -1}', "FIFO"])
+def test_a_damaged_record_is_none(files, server, tmp_path, damage) -> None:
+    folder = tmp_path / "cache"
+    use(Cache(folder, None), files[0])
+    (record,) = folder.glob("*.json")
+    record.unlink()
+    os.mkfifo(record) if damage == "FIFO" else record.write_text(damage)
+    use(Cache(folder, None), files[0])
+    assert len(server.asked) == 1  # the copy has been hashed
+    with pytest.raises(OSError, match="wanted 2,000 or more"):
+        Cache(folder, SIZE)._make_room(SIZE)
+
+
 def test_all_wait_for_one_fetch_and_none_for_another_file(files, server, tmp_path) -> None:
     threads = [
         threading.Thread(target=use, args=(Cache(tmp_path / "cache", None), files[0]))
