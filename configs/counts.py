@@ -22,14 +22,17 @@ def with_unit(text: str, name: str) -> int | None:
     """The whole number in text such as 10B; None if it is none with a unit.
 
     k, M, B (or G) and T are powers of 1,000, and Ki, Mi, Gi and Ti powers of 1,024. Only in the
-    length of a sequence k, M and B are powers of 1,024 too: people say 4k and mean 4,096. What was
-    understood goes to the log.
+    length of a sequence k, M and B are powers of 1,024 too: people say 4k and mean 4,096. Bytes may
+    be written as 200GB or 64GiB. What was understood goes to the log.
 
     Args:
         text: what was typed.
         name: the key or the option, which tells what is counted.
     """
-    match = _WITH_UNIT.fullmatch(text.strip())
+    text = text.strip()
+    if name.endswith("bytes"):
+        text = re.sub("(?<=[kmgti])b$", "", text, flags=re.IGNORECASE)
+    match = _WITH_UNIT.fullmatch(text)
     if match is None:
         return None
     digits, unit, binary = match.groups()
@@ -38,7 +41,7 @@ def with_unit(text: str, name: str) -> int | None:
     value = Fraction(digits.replace("_", "")) * (1024 if binary or is_length else 1000) ** power
     if value.denominator != 1:
         return None
-    warning = f"{name}: {text.strip()} is {int(value):,}"
+    warning = f"{name}: {text} is {int(value):,}"
     if warning not in _warned:  # a config is read more than once
         _warned.add(warning)
         logger.info("%s", warning)

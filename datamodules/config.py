@@ -96,7 +96,10 @@ class DataConfig:
     """Fraction of the shards, 0 to 1, that may be replaced; the run stops when it is exceeded."""
 
     cache_dir: str | None = None
-    """Folder for copies of remote shards, never emptied; required for a remote manifest."""
+    """Folder on each node for copies of remote shards; required for a remote manifest."""
+
+    cache_bytes: AtLeastOne | None = None
+    """Bytes of the copies in it, such as 200GB: the least recently used ones go; null: all stay."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")

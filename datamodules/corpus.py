@@ -145,9 +145,7 @@ class Corpus:
         location = self.location
         if not is_remote(location):
             location = os.fspath(local_path(location).absolute())
-        # The URL may be one argument of a command.
-        words = [word for word in location.split() if MANIFEST_NAME in word] or [location]
-        path = re.sub(r"^[\w+.-]+://([^/@]*@)?", "", words[0]).partition(MANIFEST_NAME)[0]
+        path = re.sub(r"^[\w+.-]+://([^/@]*@)?", "", location).partition(MANIFEST_NAME)[0]
         return "/".join([part for part in path.split("/") if part][-2:]) or "unknown"
 
     def load_tokenizer(self) -> Tokenizer:

@@ -17,15 +17,21 @@ from longhaul.datamodules.stream import (
     ValidationBatches,
     Windows,
 )
+from longhaul.datamodules.urls import is_remote
 from longhaul.datamodules.workers import WorkerLoader, unchanged
 
 
 def open_stores(config: DataConfig, corpus: Corpus) -> tuple[ShardStore, ...]:
-    """The shards of each source of a corpus, with as many kept open as training needs."""
+    """The shards of each source of a corpus, with as many kept open as training needs.
+
+    Raises ValueError if `cache_bytes` does not hold the shards that one rank reads at a time.
+    """
+    _check_cache(config, corpus)
     return tuple(
         ShardStore(
             source,
             cache_dir=config.cache_dir,
+            cache_bytes=config.cache_bytes,
             replaces_bad=config.on_bad_shard == "replace",
             max_bad_fraction=config.max_bad_fraction,
             # At the end of a shuffled group of shards, the next group is read too.
@@ -33,6 +39,24 @@ def open_stores(config: DataConfig, corpus: Corpus) -> tuple[ShardStore, ...]:
         )
         for source in corpus.sources
     )
+
+
+def _check_cache(config: DataConfig, corpus: Corpus) -> None:
+    # A group that is read and the one that is fetched, and one shard read and one fetched more by
+    # each worker that is ahead of the others.
+    count = 2 * config.shuffle_shards + 2 * config.workers
+    sizes = [
+        sorted((shard.bytes for shard in source.shards), reverse=True)[:count]
+        for source in corpus.sources
+        if is_remote(source.location)
+    ]
+    needed = sum(map(sum, sizes))
+    if config.cache_bytes is not None and config.cache_bytes < needed:
+        raise ValueError(
+            f"data.cache_bytes: found {config.cache_bytes:,}, wanted {needed:,} or more for each "
+            f"rank of a node, for {sum(map(len, sizes))} shards: 2 * data.shuffle_shards + "
+            "2 * data.workers of each source, the largest ones"
+        )
 
 
 def make_loader(

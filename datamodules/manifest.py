@@ -18,14 +18,8 @@ from longhaul.datamodules.files.untrusted import (
     parse_json,
     read_regular,
 )
-from longhaul.datamodules.urls import (
-    MissingInputError,
-    inside,
-    is_remote,
-    local_path,
-    read_remote,
-    sibling,
-)
+from longhaul.datamodules.remote.reading import read_remote
+from longhaul.datamodules.urls import MissingInputError, inside, is_remote, local_path, sibling
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -146,8 +140,7 @@ def load_manifest(location: str | Path) -> Manifest:
     """Read the manifest at a path or URL, which may also be that of its folder.
 
     The URL of a shard is the URL of the manifest with the name of the shard in place of
-    `manifest.json`, at the end of its path, or in a command where it ends a word. So
-    `pipe:aws s3 cp s3://bucket/train/manifest.json -` works as well as https.
+    `manifest.json`, at the end of its path or in its query.
     """
     location = str(location)
     if is_remote(location):

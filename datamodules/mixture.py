@@ -202,5 +202,14 @@ class MixtureOrder:
                 whole[of] = part
         return found
 
+    def upcoming(self, index: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Each source, with those of its shards that samples from `index` on soon need."""
+        begun = self.counts(index // self._size * self._size)
+        return [
+            (number, shards)
+            for number, order in enumerate(self._orders)
+            for _, shards in order.upcoming(int(begun[number]))
+        ]
+
 
 Order = SampleOrder | MixtureOrder | StoredOrder

@@ -35,7 +35,7 @@ VARIABLE = "LONGHAUL_NAMED"
 _MOST_BYTES = 4 << 20
 _LINE: TypeAdapter[Place] = TypeAdapter(Place)
 _DATABASES = (".db", ".sqlite", ".sqlite3")
-# webdataset puts a URL into a shell command, between apostrophes.
+# Stricter than the libraries that open URLs, so that all find the same host in one.
 _URL = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?:[\w.~%!$&*+,;=:-]*@)?"
     r"(?P<host>[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(?P<port>:[0-9]{1,5})?"

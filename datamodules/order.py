@@ -72,6 +72,19 @@ class SampleOrder:
         block, window = np.divmod(sample, self.windows_per_block)
         return SampleLocations(np.zeros_like(indices), epochs, shard, block, window)
 
+    def upcoming(self, index: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Each source, with those of its shards that samples from `index` on soon need.
+
+        They are the shards of the sample's group and of the next one.
+        """
+        epoch, offset = divmod(index, self.samples_per_epoch)
+        plan = _plan_epoch(self, epoch)
+        first = int(np.searchsorted(plan.group_ends, offset, side="right")) * self.shuffle_shards
+        shards = plan.shards[first : first + 2 * self.shuffle_shards].tolist()
+        if first + self.shuffle_shards >= plan.shards.size:
+            shards += _plan_epoch(self, epoch + 1).shards[: self.shuffle_shards].tolist()
+        return [(0, tuple(dict.fromkeys(shards)))]
+
     def _in_group(
         self, plan: "_EpochPlan", epoch: int, group: int, offsets: Indices
     ) -> tuple[Indices, Indices]:
@@ -127,6 +140,14 @@ class StoredOrder:
                 own - starts[shard], self._windows_per_block[number]
             )
         return found
+
+    def upcoming(self, index: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The shard of the sample with this index, as `SampleOrder.upcoming` does.
+
+        Not the next one: validation mostly ends before that.
+        """
+        found = self.locate_many(np.array([index]))
+        return [(int(found.source[0]), (int(found.shard[0]),))]
 
 
 def permute(places: Indices, size: int, keys: NDArray[np.uint64]) -> Indices:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.files.atomic import whole_file
+from longhaul.datamodules.files.locks import hold
 from longhaul.datamodules.files.untrusted import one_line, open_regular, sha256_of, shown
 from longhaul.datamodules.manifest import ShardEntry
 
@@ -156,9 +157,14 @@ class Shard:
         dtype: np.dtype[Any],
         *,
         has_ends: bool = False,
+        is_held: bool = False,
     ) -> None:
+        """`is_held`: whether the file is held while it is mapped, so that a cache keeps it."""
         with reading(path):
             with open_regular(path) as file:
+                if is_held:
+                    # The map has a copy of the handle, and with it the lock.
+                    hold(file.fileno(), alone=False)
                 size = os.fstat(file.fileno()).st_size
                 if size != entry.bytes:
                     raise ShardError(f"shard {path}: {size} bytes, wanted {entry.bytes}")

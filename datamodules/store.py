@@ -2,15 +2,22 @@
 
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import Manifest, ShardEntry
+from longhaul.datamodules.remote.cache import Cache, RemoteFile
+from longhaul.datamodules.remote.reading import ContentError
 from longhaul.datamodules.shards import Shard, ShardError, UnreadShardError, check_file, reading
-from longhaul.datamodules.urls import fetch, is_remote, local_path
+from longhaul.datamodules.urls import MissingInputError, is_remote, local_path
 
 _log = logging.getLogger(__name__)
 
@@ -22,11 +29,13 @@ class ShardStore:
     `replaces_bad` is replaced by the next good shard in the manifest. The replacement depends only
     on which shards are bad, so ranks and workers agree without communication. The processes of a
     rank share the records of bad shards, which `bad_shards` returns, and of checked files.
-    A failing file system raises OSError instead: other ranks may still be able to read the shard.
+    A failing file system, network or server raises OSError instead: other ranks may still be able
+    to read the shard.
 
     Args:
         manifest: a loaded manifest, whose location tells where the shards are.
         cache_dir: folder for copies of remote shards; only needed for a remote manifest.
+        cache_bytes: bytes that all copies in it may have; None: any number.
         replaces_bad: whether to replace a bad shard instead of raising ShardError.
         max_bad_fraction: the fraction of the shards that may be replaced; more raises ShardError.
         keep_open: number of shards mapped at a time; the one opened first is closed first.
@@ -37,18 +46,21 @@ class ShardStore:
         manifest: Manifest,
         *,
         cache_dir: str | None,
+        cache_bytes: int | None = None,
         replaces_bad: bool,
         max_bad_fraction: float,
         keep_open: int,
     ) -> None:
-        if is_remote(manifest.location) and cache_dir is None:
+        self.is_remote = is_remote(manifest.location)
+        """Whether the shards are fetched."""
+        if self.is_remote and cache_dir is None:
             raise ValueError(
                 f"data.cache_dir: found null, wanted a folder for the shards of {manifest.location}"
             )
         self.dtype = np.dtype(manifest.dtype)
         """The type in which tokens are stored."""
         self._manifest = manifest
-        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._cache = None if cache_dir is None else Cache(Path(cache_dir), cache_bytes)
         self._replaces_bad = replaces_bad
         self._max_bad_fraction = max_bad_fraction
         self._keep_open = keep_open
@@ -58,10 +70,12 @@ class ShardStore:
         self._hashed = torch.zeros(len(manifest.shards), 3, dtype=torch.int64).share_memory_()
         self._ids_read = torch.zeros_like(self._hashed).share_memory_()
         self._open: dict[int, Shard] = {}
+        self._ahead: SimpleQueue[Sequence[int]] | None = None
+        self._asked: Sequence[int] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy for a worker process leaves memory maps behind, which cannot be pickled.
-        return {**self.__dict__, "_open": {}}
+        # A copy for a worker process leaves behind what cannot be pickled.
+        return {**self.__dict__, "_open": {}, "_ahead": None, "_asked": ()}
 
     @property
     def bad_shards(self) -> tuple[str, ...]:
@@ -73,9 +87,37 @@ class ShardStore:
         """Number of shards."""
         return len(self._manifest.shards)
 
+    def fetch_ahead(self, positions: Sequence[int]) -> None:
+        """Fetch remote shards in the background, in this order, and close all others.
+
+        A call ends the work on those of earlier calls. What cannot be fetched is no error until it
+        is read.
+        """
+        if not self.is_remote or positions == self._asked:
+            return
+        self._asked = positions
+        # Else the cache would keep those that are no more needed, and have no room for the next.
+        self._open = {one: shard for one, shard in self._open.items() if one in positions}
+        if self._ahead is None:
+            self._ahead = SimpleQueue()
+            Thread(target=self._fetch_asked, args=(self._ahead,), daemon=True).start()
+        self._ahead.put(positions)
+
+    def _fetch_asked(self, asked: SimpleQueue[Sequence[int]]) -> None:
+        assert self._cache is not None
+        while True:
+            for position in asked.get():
+                if not asked.empty():
+                    break
+                try:
+                    self._cache.fetch_ahead(self._remote_file(self._manifest.shards[position]))
+                # Of any library. Whoever reads the shard tries again, and tells.
+                except Exception as error:
+                    _log.debug("%s: not fetched ahead: %s", position, error)
+
     def check_present(self) -> None:
         """Raise ShardError if a local shard is missing and may not be replaced."""
-        if is_remote(self._manifest.location) or self._replaces_bad:
+        if self.is_remote or self._replaces_bad:
             return
         # One listing, because asking for each of many files takes long on a network file system.
         folder = local_path(self._manifest.location).parent
@@ -124,49 +166,53 @@ class ShardStore:
 
     def _open_checked(self, position: int) -> Shard:
         entry = self._manifest.shards[position]
-        path = self._local_copy(position, entry)
-        identity = self._check(position, path, entry)
+        if self.is_remote:
+            with self._copy_of(self._remote_file(entry)) as path:
+                return self._map(position, path, _identity(path))
+        path = local_path(self._manifest.url_of(entry.name))
+        identity = _identity(path)
+        # A shard is opened again every epoch. It is only hashed again if its file has changed.
+        if not self._hashed[position].equal(identity):
+            check_file(path, entry)
+            self._hashed[position] = identity
+        return self._map(position, path, identity)
+
+    def _map(self, position: int, path: Path, identity: Tensor) -> Shard:
         shard = Shard(
             path,
-            entry,
+            self._manifest.shards[position],
             self._manifest.document_tokens,
             self.dtype,
             has_ends=self._manifest.boundaries == "ends",
+            is_held=self.is_remote,
         )
-        # As often as the file is hashed, which reads all of it too and takes much longer.
+        # Once a rank, since it reads the whole file.
         if not self._ids_read[position].equal(identity):
             shard.check_content(self._manifest.vocab_size)
             self._ids_read[position] = identity
         return shard
 
-    def _check(self, position: int, path: Path, entry: ShardEntry) -> Tensor:
-        """Hash a file unless a process of this rank has. Returns what it is known by."""
-        with reading(path):
-            status = path.stat()
-        # A shard is opened again every epoch. It is only hashed again if its file has changed.
-        # Some file systems have numbers of 64 bits.
-        inode = status.st_ino & ((1 << 63) - 1)
-        identity = torch.tensor([inode, status.st_size, status.st_mtime_ns])  # (3,)
-        if not self._hashed[position].equal(identity):
-            check_file(path, entry)
-            self._hashed[position] = identity
-        return identity
+    def _remote_file(self, entry: ShardEntry) -> RemoteFile:
+        return RemoteFile(self._manifest.url_of(entry.name), entry.bytes, entry.sha256)
 
-    def _is_intact(self, position: int, path: Path, entry: ShardEntry) -> bool:
-        try:
-            self._check(position, path, entry)
-        except (ShardError, UnreadShardError):
-            return False
-        return True
+    @contextmanager
+    def _copy_of(self, file: RemoteFile) -> Iterator[Path]:
+        assert self._cache is not None
+        with ExitStack() as stack:
+            try:
+                path = stack.enter_context(self._cache.copy_of(file))
+            except (ContentError, MissingInputError) as error:
+                raise ShardError(f"shard {error}") from None
+            except (OSError, ValueError) as error:
+                text = one_line(error).removeprefix(f"{file.url}: ")
+                raise UnreadShardError(f"shard {file.url}: {text}") from None
+            yield path
 
-    def _local_copy(self, position: int, entry: ShardEntry) -> Path:
-        url = self._manifest.url_of(entry.name)
-        if not is_remote(url):
-            return local_path(url)
-        assert self._cache_dir is not None
-        try:
-            return fetch(
-                url, self._cache_dir, is_intact=lambda path: self._is_intact(position, path, entry)
-            )
-        except OSError as error:
-            raise ShardError(f"shard {error}") from None
+
+def _identity(path: Path) -> Tensor:
+    """Inode, size and time of a file, by which it is known again; shape (3,)."""
+    with reading(path):
+        status = path.stat()
+    # Some file systems have numbers of 64 bits.
+    inode = status.st_ino & ((1 << 63) - 1)
+    return torch.tensor([inode, status.st_size, status.st_mtime_ns])

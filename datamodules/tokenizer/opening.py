@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longhaul.datamodules.files.untrusted import parse_json, read_regular
+from longhaul.datamodules.remote.reading import read_remote
 from longhaul.datamodules.tokenizer.base import FileTokenizer, Tokenizer
 from longhaul.datamodules.tokenizer.built_in import (
     BytesTokenizer,
@@ -13,7 +14,7 @@ from longhaul.datamodules.tokenizer.built_in import (
 from longhaul.datamodules.tokenizer.json_file import JsonTokenizer
 from longhaul.datamodules.tokenizer.ranks import RanksTokenizer, is_ranks, pattern_in
 from longhaul.datamodules.tokenizer.sentence_pieces import SentencePieceTokenizer
-from longhaul.datamodules.urls import is_remote, local_path, read_remote
+from longhaul.datamodules.urls import is_remote, local_path
 
 BUILT_IN = ("bytes", "gpt2", "longcrawl64")
 _MOST_BYTES = 256 << 20  # of a tokenizer's file

@@ -127,6 +127,14 @@ def test_numbers_have_units(typed: str, tokens: int) -> None:
     assert tree["trainer"]["max_tokens"] == tokens
 
 
+def test_bytes_may_be_written_with_a_b() -> None:
+    for typed, found in (("200GB", 200 * 10**9), ("64GiB", 64 << 30), ("5M", 5_000_000)):
+        values = read_values("run/demo.yaml", [f"data.cache_bytes={typed}"])
+        assert values.tree["data"]["cache_bytes"] == found
+    with pytest.raises(ConfigError, match=r"trainer.max_tokens: found '2GB', wanted a valid int"):
+        read_values("run/demo.yaml", ["trainer.max_tokens=2GB"])
+
+
 def test_k_of_a_length_is_a_power_of_two_and_the_log_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -123,7 +123,7 @@ def _import_all() -> None:
     for module in (
         *(task.module_name for name, task in TASKS.items() if name != "lm-eval"),
         *("matplotlib.pyplot", "mlflow.tracking", "mlflow.store.tracking.sqlalchemy_store"),
-        *("sqlalchemy.dialects.sqlite", "webdataset.gopen"),
+        *("sqlalchemy.dialects.sqlite", "fsspec.implementations.http"),
     ):
         importlib.import_module(module)
 

@@ -98,8 +98,10 @@ def test_a_damaged_shard_is_named(run: Any, damaged: Path, damage: str) -> None:
 
 @pytest.mark.wide
 def test_data_that_hang_are_a_warning_and_hold_nothing_up(run: Any) -> None:
-    hangs = ["data.manifest=pipe:sleep 60; cat manifest.json", "data.cache_dir=cache"]
-    done = run.longhaul("doctor", "small.yaml", *hangs)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/manifest.json"
+        hangs = [f"data.manifest={url}", "data.cache_dir=cache"]
+        done = run.longhaul("doctor", "small.yaml", *hangs)
     assert _lines(done.stdout)["shards"].startswith("warning ")
     assert "no answer" in _lines(done.stdout)["shards"]
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import yaml
 
@@ -146,8 +147,9 @@ def test_an_evaluation_does_not_write_into_a_cache_that_only_the_config_names(
     foreign: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(foreign, "data.cache_dir", str(foreign.parent / "elsewhere"))
-    command = ["evaluate", str(foreign), "--tasks", "bigram", "--data"]
-    assert main([*command, f"pipe:cat {corpus}/train/manifest.json"]) == 2
+    fsspec.filesystem("memory").put(f"{corpus}/train", "/shards", recursive=True)
+    command = ["evaluate", str(foreign), "--tasks", "bigram", "--data", "memory://shards"]
+    assert main(command) == 2
     assert "data.cache_dir: found " in (printed := capsys.readouterr().err)
     assert "give --data a folder on this machine" in printed
     assert not (foreign.parent / "elsewhere").exists()

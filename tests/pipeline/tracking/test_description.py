@@ -36,8 +36,8 @@ def corpus(location: str) -> Corpus:
         ("file:///data/gpt2/train/manifest.json", "gpt2/train"),
         ("https://me:secret@host/gpt2/train/manifest.json", "gpt2/train"),
         ("https://me:secret@host/manifest.json", "host"),
-        ("pipe:aws s3 cp s3://bucket/gpt2/train/manifest.json -", "gpt2/train"),
-        ("pipe:cat it", "pipe:cat it"),
+        ("s3://bucket/gpt2/train/manifest.json", "gpt2/train"),
+        ("s3://bucket/manifest.json", "bucket"),
     ],
 )
 def test_data_are_named_by_their_last_two_folders(location: str, name: str) -> None:

@@ -1,0 +1,1 @@
+"""What lies on other machines: read by URL, and copied to a folder of bounded size."""
