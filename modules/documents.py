@@ -5,13 +5,12 @@ serves every batch, and nothing waits for the device. The sums also work on one 
 under context parallelism.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Shaped
 from torch import Tensor
 
 from longhaul.kernels.common.offsets import check_offsets, check_packing
+from longhaul.kernels.common.segments import sum_within, tokens_since
 from longhaul.modules.sequence_part import SequencePart
 
 
@@ -70,9 +69,7 @@ class Documents:
         ):
             if found != wanted:
                 raise ValueError(f"is_first: found {found}, wanted {wanted}")
-        time = torch.arange(self.T, device=x.device)
-        age = time - torch.where(is_first, time, 0).cummax(dim=1).values
-        self.age = age[:, self.tokens_before :][:, : self.num_tokens]
+        self.age = tokens_since(is_first)[:, self.tokens_before :][:, : self.num_tokens]
 
     @property
     def is_first(self) -> Bool[Tensor, "B T"] | None:
@@ -96,7 +93,7 @@ class Documents:
             if self.sequence_part is not None:
                 start = start + self._earlier(x.sum(dim=1), 0.0).sum(dim=0)
             return x.cumsum(dim=1) + start[:, None]
-        sums = self._scan(x, torch.add)
+        sums = sum_within(x, self.age)
         before = start[:, None]
         if self.sequence_part is not None:
             carried = start + self._earlier(sums[:, -1], 0.0).sum(dim=0)
@@ -111,7 +108,7 @@ class Documents:
         start may be -inf, the log of an empty sum. Documents and cost are as in `cumsum`.
         """
         is_first = self.is_first
-        sums = None if is_first is None else self._scan(x, torch.logaddexp)
+        sums = None if self.age is None else sum_within(x, self.age, torch.logaddexp)
         first = start  # the sum before the first token of this part
         if self.sequence_part is not None:
             total = x.logsumexp(dim=1) if sums is None else sums[:, -1]
@@ -137,21 +134,6 @@ class Documents:
     def last(self, x: Float[Tensor, "B T *rest"]) -> Float[Tensor, "B *rest"]:
         """The value at the last token of every row, which a state keeps."""
         return x[:, -1]
-
-    def _scan(self, x: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Sums over the tokens of this part up to every token of a document.
-
-        After n passes a token has the sum over the last 2^n tokens of its document. Sums are never
-        subtracted, which would lose digits.
-        """
-        assert self.age is not None
-        step = 1
-        while step < self.num_tokens:
-            late = x[:, step:]
-            is_inside = _over(self.age[:, step:] >= step, x)
-            x = torch.cat([x[:, :step], torch.where(is_inside, add(late, x[:, :-step]), late)], 1)
-            step *= 2
-        return x
 
     def _began_earlier(self, x: Tensor) -> Tensor:
         """Whether the document of a token began in an earlier part, in a shape to go with x."""

@@ -52,12 +52,13 @@ class BareLoop:
         self.loss = torch.zeros((), device=self.device)
         for _ in range(config.accumulation):
             batch = next(self._batches)
-            tokens, target = (
-                batch[name].to(self.device, non_blocking=True) for name in ("input", "target")
-            )
+            batch = {name: x.to(self.device, non_blocking=True) for name, x in batch.items()}
             is_half = config.trainer.precision == "bf16-mixed"
             with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_half):
-                loss = self.model.loss(tokens, target) / config.accumulation
+                loss = self.model.loss(
+                    batch["input"], batch["target"], is_first=batch.get("is_first")
+                )
+                loss = loss / config.accumulation
             loss.backward()
             self.loss += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), config.optim.gradient_clip or math.inf)

@@ -265,9 +265,14 @@ def _update(
             if isinstance(model, FSDPModule):
                 cast(FSDPModule, model).set_requires_gradient_sync(is_last)
             before = tracker.communicated_bytes
-            tokens, target = torch.zeros(2, config.trainer.micro_batch, length, dtype=torch.int64)
-            model.loss(tokens, target).backward()
-            del tokens, target
+            rows = config.trainer.micro_batch
+            tokens, target = torch.zeros(2, rows, length, dtype=torch.int64)
+            # As if the shards said where documents end, which nobody has opened.
+            is_first = None
+            if config.data.document_mask:
+                is_first = torch.zeros(rows, config.data.context, dtype=torch.bool)
+            model.loss(tokens, target, is_first=is_first).backward()
+            del tokens, target, is_first
             if not is_last:
                 # FSDP keeps unsharded gradients here, which are no parameter's `.grad`.
                 tracker.reassign("activations", "gradients")

@@ -217,7 +217,9 @@ def test_rows_of_different_lengths_go_on_together(kind: str, options: dict[str, 
         assert_same(one, attention(row[:, : T + 1])[0][:, -1:])
 
 
-PACKED = [[1, 15, 17, 31, 36], [100]]  # tokens of the documents of each row; chunks have 16
+# Tokens of the documents of each row; chunks have 16.
+PACKED = [[1, 2, 3, 15, 16, 17, 46], [100]]
+NEIGHBOUR = slice(21, 37)  # the one of 16
 
 
 def documents_of(x: Tensor, rows: list[list[int]]) -> Documents:
@@ -250,6 +252,54 @@ def assert_close(found: Tensor, wanted: Tensor, kind: str) -> None:
     allowed = 1e-11 if kind == "zeros" else 1e-12
     assert found.isfinite().all()
     assert (found - wanted).abs().max() <= allowed * max(1, wanted.abs().max())
+
+
+@every_case_and_learned
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("bf16", marks=pytest.mark.wide)])
+def test_a_document_changes_no_bit_of_its_neighbours(
+    kind: str, options: dict[str, object], dtype: str
+) -> None:
+    """Of their outputs and of the gradients of their inputs."""
+    attention, x, probe = build(kind, options), tokens(100), torch.randn_like(tokens(100))
+    largest = 1.0
+    if dtype == "bf16":
+        attention, x, probe, largest = attention.float(), x.float(), probe.float(), 100.0
+    others = torch.ones(x.shape[:2], dtype=torch.bool)
+    others[0, NEIGHBOUR] = False
+    found = []
+    for change in (0.0, largest):
+        changed = x.masked_fill(~others[..., None], change).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            y, _ = attention(changed, documents=documents_of(x, PACKED), keep_state=False)
+        found.append((y, torch.autograd.grad(y, changed, probe.to(y.dtype))[0]))
+    for before, after in zip(*found, strict=True):
+        assert torch.equal(before[others], after[others])
+        assert not torch.equal(before[~others], after[~others])
+
+
+@pytest.mark.wide
+@every_case_and_learned
+def test_packed_documents_are_separate_in_bf16(kind: str, options: dict[str, object]) -> None:
+    """Outputs and gradients of inputs are as near to exact ones as those of each document are."""
+    attention, x, probe = build(kind, options), tokens(100), torch.randn_like(tokens(100))
+
+    def results(x: Tensor, documents: Documents | None) -> list[Tensor]:
+        x.requires_grad_()
+        parts = [x] if documents else [one for row, n in rows(x) for one in row.split(n, dim=1)]
+        mixed = [attention(one, documents=documents, keep_state=False)[0] for one in parts]
+        y = torch.cat(mixed, dim=1).view_as(x)
+        return [y, *torch.autograd.grad(y, x, probe.to(y.dtype))]
+
+    def rows(x: Tensor) -> zip[tuple[Tensor, list[int]]]:
+        return zip(x.split(1), PACKED, strict=True)
+
+    exact = results(x.clone(), documents_of(x, PACKED))
+    attention = attention.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        packed, separate = (results(x.float(), one) for one in (documents_of(x, PACKED), None))
+    for found, other, wanted in zip(packed, separate, exact, strict=True):
+        off, usual = ((one - wanted).norm() / wanted.norm() for one in (found, other))
+        assert off <= 1.5 * usual
 
 
 @every_case_and_learned

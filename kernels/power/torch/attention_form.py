@@ -34,7 +34,7 @@ def forward(
 ) -> None:
     """Fill the output, and the denominators for the backward pass."""
     problem = CallSizes.of(call, q, v)
-    log_decay = None if log_g is None else log2_sums(log_g, problem).contiguous()
+    log_decay = None if log_g is None else log2_sums(log_g, problem, q.dtype).contiguous()
     _call(
         "attention_form",
         problem,
@@ -46,7 +46,9 @@ def forward(
 def backward(call: PowerCall, saved: Saved, dout: Tensor | None, into: Gradients) -> None:
     """Fill the gradients of q, k, v and the gates."""
     problem = CallSizes.of(call, saved.q, saved.v)
-    log_decay = None if saved.log_g is None else log2_sums(saved.log_g, problem).contiguous()
+    log_decay = (
+        None if saved.log_g is None else log2_sums(saved.log_g, problem, into.dq.dtype).contiguous()
+    )
     dout = torch.zeros_like(saved.out) if dout is None else dout
     row_sums, k_dk = into.dq.new_empty(dout.shape[:3]), into.dk.new_empty(into.dk.shape[:3])
     inputs = [saved.q, saved.k, saved.v, log_decay, saved.out, dout, saved.inverse, saved.is_live]

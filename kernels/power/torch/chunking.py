@@ -10,13 +10,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.segments import sum_within, tokens_since
 from longhaul.kernels.power.call import PowerCall
 from longhaul.kernels.power.state import scales_rows
 from longhaul.kernels.shapes import HIGHEST_UNSCALED_DEGREE, padded_width, state_features
 
 # A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
-# reset. Differences of float64 sums of such terms are exact enough, while (−inf) − (−inf) is NaN.
+# reset, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
+# Sums of log2 gates in chunks with resets are multiples of 2^−n, n by whether the decays are used
+# in float64 or in less. So sums of both sides of a reset are added, and subtracted, without
+# rounding errors, of which decays after the reset would have those of tokens before it: as long as
+# the sums of a chunk are below 2^(53 − n).
+_SUM_BITS = {True: 43, False: 30}
 # Most tokens of a block, whose pairs are scored together and whose features exist together. At
 # K = 64 the features of a row then take 1.2 MB, about the second-level cache of a core.
 _BLOCK_TOKENS = 128
@@ -191,17 +197,27 @@ def _divide_up(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def log2_sums(log_g: Tensor, problem: CallSizes) -> Tensor:
+def log2_sums(log_g: Tensor, problem: CallSizes, dtype: torch.dtype) -> Tensor:
     """Running sums of log2 γ from the start of every chunk, (chunks, B, G, tokens of a chunk).
 
     They are float64: float32 would lose small decays after a reset. Absent tokens have gates of 1,
-    so the last sum is the total of the chunk.
+    so the last sum is the total of the chunk. Decays follow from them in `dtype`.
     """
     B, T, G = log_g.shape
     log2_g = log_g.new_zeros(problem.num_chunks, problem.chunk_size, B, G, dtype=torch.float64)
     log2_g.flatten(0, 1)[:T] = log_g.detach().double().transpose(0, 1)
     log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
-    return log2_g.permute(0, 2, 3, 1).cumsum(dim=3)
+    is_reset = log2_g == _LOG2_RESET
+    if not log_g.is_meta and not is_reset.any():
+        return log2_g.permute(0, 2, 3, 1).cumsum(dim=3)
+    own = sum_within(log2_g.masked_fill(is_reset, 0), tokens_since(is_reset))
+    unit = 2.0 ** _SUM_BITS[dtype == torch.float64]
+    own.mul_(unit).round_().div_(unit)
+    # At a reset everything before it in the chunk is added, and the reset.
+    before = own.roll(1, dims=1)
+    before[:, 0] = 0
+    sums = own + torch.where(is_reset, before + _LOG2_RESET, 0).cumsum(dim=1)
+    return sums.permute(0, 2, 3, 1)
 
 
 class Decay(NamedTuple):
@@ -219,7 +235,7 @@ class Decays:
     def __init__(self, log_g: Tensor, problem: CallSizes, dtype: torch.dtype) -> None:
         """From log gates (B, T, G)."""
         B, _, G = log_g.shape
-        sums = log2_sums(log_g, problem)
+        sums = log2_sums(log_g, problem, dtype)
         totals = sums[..., -1:]
         by_chunk = (
             sums,

@@ -7,6 +7,7 @@ from math import log
 import torch
 from torch import Tensor
 
+from longhaul.kernels.common.segments import sum_within, tokens_since
 from longhaul.kernels.power.torch.chunking import log2_smallest
 
 
@@ -33,10 +34,10 @@ def gate_gradient(
     for gradient, final in finals:
         if gradient is not None and final is not None:
             change[:, -1] += (gradient * final).flatten(2).sum(dim=2)
-    suffix = change.flip(1).cumsum(dim=1).flip(1)
     is_reset = log_g / log(2) < log2_smallest(k_dk.dtype)
-    T = log_g.shape[1]
-    time = torch.arange(T, device=log_g.device)[None, :, None]
-    next_reset = time.where(is_reset, T).flip(1).cummin(dim=1).values.flip(1)
-    after = suffix.gather(1, next_reset.clamp(max=T - 1)).masked_fill(next_reset == T, 0)
-    return (suffix - after).masked_fill(is_reset, 0)
+    change = change.flip(1)
+    if not log_g.is_meta and not is_reset.any():
+        return change.cumsum(dim=1).flip(1)
+    # Flipped, a segment begins with the token before a reset.
+    is_first = torch.cat([is_reset[:, :1], is_reset.flip(1)[:, :-1]], dim=1)
+    return sum_within(change, tokens_since(is_first)).flip(1).masked_fill(is_reset, 0)

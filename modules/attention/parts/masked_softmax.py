@@ -1,6 +1,5 @@
 """Softmax attention with ALiBi's bias, or within documents: never a T x S tensor of all tokens."""
 
-import math
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,15 @@ from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from longhaul.modules.attention.parts.document_softmax import (
+    QUERIES_AT_ONCE,
+    causal_bias,
+    document_softmax,
+)
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# Without a GPU bias and mask are written out, for a block of this many queries at a time.
-_QUERIES_AT_ONCE = 1024
 # Flex attention skips blocks of so many queries and keys, by its own default.
 _MASK_BLOCK = 128
 
@@ -32,61 +35,40 @@ def masked_softmax(
     Args:
         q: the queries of the last T of S tokens.
         k, v: the keys and values of all tokens.
-        slopes: m_h, in float32 or wider; None: no bias.
+        slopes: m_h, in float32 or wider; None: no bias, and T = S.
         age: tokens of its document before each query; T = S then. None: a document per row.
 
-    Cost: without a GPU as much as for one document per row, since blocks of keys that belong to
-    other documents are computed and masked; memory for 1,024 queries of a row at a time. On a GPU
-    such blocks of 128 x 128 are skipped.
+    Cost: that of each document alone on a CPU. On a GPU, blocks of 128 x 128 tokens are skipped
+    where they belong to two documents.
     """
-    return (_mix_flex if q.is_cuda else _mix_blocks)(q, k, v, slopes, age)
+    if q.is_cuda:
+        return _mix_flex(q, k, v, slopes, age)
+    if age is not None:
+        return document_softmax(q, k, v, slopes, age)
+    if slopes is not None:
+        return _mix_blocks(q, k, v, slopes)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _mix_blocks(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None
-) -> Tensor:
+def _mix_blocks(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
     """Attention for one block of queries at a time; keys after the whole block are left out.
 
     Where there are several blocks, the backward pass recomputes the bias of each block.
     """
     T, S = q.shape[2], k.shape[2]
-    # The masks of rows with different documents could be too large together.
-    rows = [slice(None)] if age is None else [slice(row, row + 1) for row in range(len(q))]
-    is_only_block = len(rows) == 1 and T <= _QUERIES_AT_ONCE
+    if T <= QUERIES_AT_ONCE:
+        return _mix_block(q, k, v, slopes)
     outputs = []
-    for row in rows:
-        blocks = []
-        for start in range(S - T, S, _QUERIES_AT_ONCE):
-            end = min(start + _QUERIES_AT_ONCE, S)
-            block = (
-                q[row, :, start - (S - T) : end - (S - T)],
-                k[row, :, :end],
-                v[row, :, :end],
-                slopes,
-                None if age is None else age[row, start:end],
-            )
-            if is_only_block:
-                blocks.append(_mix_block(*block))
-            else:
-                blocks.append(checkpoint(_mix_block, *block, use_reentrant=False))
-        outputs.append(torch.cat(blocks, dim=2))
-    return torch.cat(outputs)
+    for start in range(S - T, S, QUERIES_AT_ONCE):
+        end = min(start + QUERIES_AT_ONCE, S)
+        block = q[:, :, start - (S - T) : end - (S - T)], k[:, :, :end], v[:, :, :end], slopes
+        outputs.append(checkpoint(_mix_block, *block, use_reentrant=False))
+    return torch.cat(outputs, dim=2)
 
 
-def _mix_block(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None
-) -> Tensor:
-    """Attention of the last T of S tokens, with mask and bias written out."""
-    T, S = q.shape[2], k.shape[2]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    position = torch.arange(S, dtype=dtype, device=q.device)
-    distance = position[S - T :, None] - position
-    is_hidden = (distance < 0)[None, None]
-    if age is not None:
-        is_hidden = is_hidden | (distance > age[:, None, :, None])
-    bias = torch.zeros_like(distance) if slopes is None else -slopes[:, None, None] * distance
-    bias = bias.masked_fill(is_hidden, -math.inf)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
+def _mix_block(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+    bias = causal_bias(q.shape[2], k.shape[2], slopes).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
 def _mix_flex(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor | None) -> Tensor:

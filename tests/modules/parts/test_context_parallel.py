@@ -46,6 +46,7 @@ PACKINGS = {
     "straddling": [0, 1, 40, 100, 108],
     "at borders": [0, 27, 30, 35, 54, 108],
 }
+NEIGHBOUR = slice(1, 40)  # a document of "straddling"
 LEARNED = {"initial_state": "learned", "rank": 3}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "cartan": [
@@ -119,9 +120,16 @@ def own(x: Tensor, part: SequencePart | None) -> Tensor:
 
 
 def layer(
-    kind: str, options: dict[str, Any], bounds: list[int] | None, part: SequencePart | None
+    kind: str,
+    options: dict[str, Any],
+    bounds: list[int] | None,
+    part: SequencePart | None,
+    change: float = 0.0,
 ) -> Results:
-    """The output, and gradients of its product with a random tensor; all parameters are large."""
+    """The output, and gradients of its product with a random tensor; all parameters are large.
+
+    `change` is added to the input in NEIGHBOUR.
+    """
     torch.manual_seed(0)
     attention = build_attention(kind, WIDTH, HEADS, chunk_size=CHUNK, **options).double()
     with torch.no_grad():
@@ -129,6 +137,7 @@ def layer(
             parameter.normal_(std=0.5)
     shape = (2 if bounds is None else 1, TOKENS, WIDTH)
     x, probe = torch.randn(2, *shape, dtype=torch.float64).unbind(0)
+    x[:, NEIGHBOUR] += change
     x, probe = own(x, part).clone().requires_grad_(), own(probe, part)
     attention.sequence_part = part
     documents = None if bounds is None else documents_of(x, bounds, part)
@@ -256,6 +265,10 @@ def every_case(part: ContextParallel) -> dict[str, Results]:
     results = {name: layer(*case, part) for name, case in LAYERS.items()}
     results |= {f"resets {name}": resets(bounds, part) for name, bounds in PACKINGS.items()}
     results |= {f"matrices {name}": matrices(bounds, part) for name, bounds in PACKINGS.items()}
+    results |= {
+        f"{kind} changed": layer(kind, {}, PACKINGS["straddling"], part, change=1.0)
+        for kind in POWER
+    }
     results |= {name: language_model(part, **options) for name, options in MODELS.items()}
     sent = {f"{times} T": bytes_sent(part, times * TOKENS) for times in (1, 4)}
     return results | {"bytes": sent}
@@ -337,6 +350,21 @@ def assert_ranks_equal(ranks: list[Results], wanted: Results, sequences: tuple[s
 def test_a_layer_over_parts_equals_the_layer_over_the_sequence(found: list[Any], case: str) -> None:
     ranks = [rank[case] for rank in found]
     assert_ranks_equal(ranks, layer(*LAYERS[case], None), ("y", "dx"))
+
+
+@pytest.mark.parametrize("kind", POWER)
+def test_a_document_changes_no_bit_of_its_neighbours_in_any_part(
+    found: list[Any], kind: str
+) -> None:
+    for name in ("y", "dx"):
+        before, after = (
+            torch.cat([rank[case][name] for rank in found], 1)
+            for case in (f"{kind}  straddling", f"{kind} changed")
+        )
+        others = torch.ones(TOKENS, dtype=torch.bool)
+        others[NEIGHBOUR] = False
+        assert torch.equal(before[:, others], after[:, others]), name
+        assert not torch.equal(before[:, ~others], after[:, ~others]), name
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

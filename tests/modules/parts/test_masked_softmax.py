@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longhaul.modules.attention.parts import masked_softmax
+from longhaul.modules.attention.parts import document_softmax, masked_softmax
 from longhaul.modules.attention.parts.gates import alibi_slopes
 
 CPU = torch.device("cpu")
@@ -51,7 +51,8 @@ def inputs(
 def test_blocks_of_queries_compute_the_formula_and_its_gradients(
     monkeypatch: pytest.MonkeyPatch, at_once: int, case: Any
 ) -> None:
-    monkeypatch.setattr(masked_softmax, "_QUERIES_AT_ONCE", at_once)
+    for module in (masked_softmax, document_softmax):
+        monkeypatch.setattr(module, "QUERIES_AT_ONCE", at_once)
     q, k, v, *rest = inputs(*case)
     q, k, v = (one.requires_grad_() for one in (q, k, v))
     found, wanted = masked_softmax.masked_softmax(q, k, v, *rest), explicit(q, k, v, *rest)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from longhaul.pipeline.benchmarks import kinds, trainer
+from longhaul.pipeline.benchmarks import kinds, masks, trainer
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.terminal.numbers import in_bytes
 
@@ -98,6 +98,23 @@ def test_rows_are_trained_once_and_tabled(
     expected = f"trainer.max_tokens: found {512 * 4}, wanted {512 * UPDATES} as in "
     assert status == 2
     assert capsys.readouterr().err.startswith(f"longhaul: {expected}")
+
+
+def test_rows_with_documents_are_timed_beside_whole_rows(
+    bench: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+    update = masks._update
+    monkeypatch.setattr(masks, "_ROUNDS", 2)
+    monkeypatch.setattr(
+        masks, "_update", lambda *of: (given.append(of[-1] is not None), update(*of))[1]
+    )
+    assert main(["bench", "masks", "small.yaml", "--kinds", *KINDS]) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert rows.pop("kind") == ["whole rows", "documents of 16", "documents of 128"]
+    assert sorted(rows) == sorted(KINDS)
+    assert all(float(ratio) > 0 for row in rows.values() for ratio in row[1:])
+    assert given == 4 * [False, True, True]
 
 
 @pytest.mark.soak

@@ -40,8 +40,10 @@ class Loss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return self.model.loss(tokens, target)
+    def forward(
+        self, tokens: torch.Tensor, target: torch.Tensor, is_first: torch.Tensor
+    ) -> torch.Tensor:
+        return self.model.loss(tokens, target, is_first=is_first)
 
 
 def train(config: RunConfig, strategy: str, updates: int) -> None:
@@ -64,8 +66,9 @@ def train(config: RunConfig, strategy: str, updates: int) -> None:
             if strategy == "fsdp":
                 model.set_requires_gradient_sync(is_last)
             shape = 2, config.trainer.micro_batch, config.data.context
+            is_first = torch.rand(shape[1:]) < 0.01
             with loss.no_sync() if strategy == "ddp" and not is_last else nullcontext():
-                loss(*torch.randint(256, shape)).backward()
+                loss(*torch.randint(256, shape), is_first).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.optim.gradient_clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,171 @@
+"""Softmax attention within the documents of a batch, for CPUs.
+
+A document costs what it does alone: no pair of tokens of two documents is computed, and no mask is
+written out. Documents of equal length are computed together, since below some dozen tokens a call
+costs more than its work.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longhaul.kernels.common.custom_ops import custom_op, saving
+
+QUERIES_AT_ONCE = 1024
+"""A bias is written out for a block of this many queries at a time."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def document_softmax(
+    q: Float[Tensor, "B H T K"],
+    k: Float[Tensor, "B H T K"],
+    v: Float[Tensor, "B H T V"],
+    slopes: Float[Tensor, "H"] | None,
+    age: Int[Tensor, "B T"],
+) -> Float[Tensor, "B H T V"]:
+    """`masked_softmax` with arguments of these names. It is one op in a compiled graph."""
+    device, K, V = q.device.type, k.shape[-1], v.shape[-1]
+    if not q.is_meta and torch.is_autocast_enabled(device):
+        q, k, v = (one.to(torch.get_autocast_dtype(device)) for one in (q, k, v))
+    if K != V:  # which torch's kernel does not take
+        q, k, v = (F.pad(one, (0, max(K, V) - one.shape[-1])) for one in (q, k, v))
+    mixed, _ = _document_softmax(q, k, v, slopes, age, scale=1 / math.sqrt(K))
+    return mixed[..., :V]  # type: ignore[no-any-return]
+
+
+@custom_op(
+    "document_softmax",
+    "(Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor age, *, float scale) "
+    "-> (Tensor, Tensor)",
+)
+def _document_softmax(
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, age: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The output (B, H, T, V), and the log of each query's sum of weights (B, H, T)."""
+    mixed, log_sum = _empty_results(q)
+    inputs = [_by_token(one) for one in (q, k, v)]
+    for tokens in _documents(age):
+        own_q, own_k, own_v = (one[tokens].transpose(1, 2) for one in inputs)
+        for block, end, bias in _blocks(tokens.shape[1], slopes, q.dtype):
+            out, log = _flash(
+                *(own_q[:, :, block], own_k[:, :, :end], own_v[:, :, :end]),
+                is_causal=bias is None,
+                attn_mask=bias,
+                scale=scale,
+            )
+            _by_token(mixed)[tokens[:, block]] = out.transpose(1, 2)
+            _by_token(log_sum)[tokens[:, block]] = log.transpose(1, 2)
+    return mixed, log_sum
+
+
+@custom_op(
+    "document_softmax_backward",
+    "(Tensor dmixed, Tensor q, Tensor k, Tensor v, Tensor? slopes, Tensor age, Tensor mixed, "
+    "Tensor log_sum, *, float scale) -> (Tensor, Tensor, Tensor)",
+)
+def _document_softmax_backward(
+    dmixed: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    age: Tensor,
+    mixed: Tensor,
+    log_sum: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = [_empty_results(one)[0] for one in (q, k, v)]
+    inputs = [_by_token(one) for one in (dmixed, q, k, v, mixed, log_sum)]
+    for tokens in _documents(age):
+        own = [one[tokens].transpose(1, 2) for one in inputs]
+        dq, dk, dv = (torch.zeros_like(one) for one in own[1:4])
+        for block, end, bias in _blocks(tokens.shape[1], slopes, q.dtype):
+            dout, queries, out, log = (own[n][:, :, block] for n in (0, 1, 4, 5))
+            keys, values = (own[n][:, :, :end] for n in (2, 3))
+            found = _flash_backward(
+                *(dout, queries, keys, values, out, log),
+                dropout_p=0.0,
+                is_causal=bias is None,
+                attn_mask=bias,
+                scale=scale,
+            )
+            dq[:, :, block] = found[0]
+            dk[:, :, :end] += found[1]
+            dv[:, :, :end] += found[2]
+        for gradient, part in zip(gradients, (dq, dk, dv), strict=True):
+            _by_token(gradient)[tokens] = part.transpose(1, 2)
+    dq, dk, dv = gradients
+    return dq, dk, dv
+
+
+def _documents(age: Int[Tensor, "B T"]) -> Iterator[Int[Tensor, "N L"]]:
+    """The tokens of all documents of a length, as numbers in the flattened batch, by length.
+
+    Without values, as in planning, every row is a document.
+    """
+    B, T = age.shape
+    starts = torch.arange(0, B * T, T)
+    if not age.is_meta:
+        starts = (age.flatten() == 0).nonzero().flatten()
+    lengths = torch.cat([starts[1:], starts.new_tensor([B * T])]) - starts
+    for length in lengths.unique().tolist():
+        yield starts[lengths == length, None] + torch.arange(length)
+
+
+def _blocks(
+    length: int, slopes: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, int, Tensor | None]]:
+    """Queries of a document, the end of the keys that they see, and the bias: none is causal."""
+    if slopes is None:
+        yield slice(None), length, None
+        return
+    for start in range(0, length, QUERIES_AT_ONCE):
+        end = min(start + QUERIES_AT_ONCE, length)
+        bias = causal_bias(end - start, end, slopes).to(dtype)
+        yield slice(start, end), end, bias[None]
+
+
+def causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "H T S"]:
+    """-m_h (t - i) for the last T of S tokens; -inf for the keys after a query."""
+    position = torch.arange(S, dtype=slopes.dtype, device=slopes.device)
+    distance = position[S - T :, None] - position
+    return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """(B T, H, ...) of x (B, H, T, ...): a view where tokens come first in memory."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised results with tokens first in memory."""
+    mixed = q.transpose(1, 2).new_empty(q.transpose(1, 2).shape)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return mixed.transpose(1, 2), mixed.new_empty(mixed.shape[:3], dtype=dtype).transpose(1, 2)
+
+
+@_document_softmax.register_fake
+def _(q: Tensor, *_tensors: Any, scale: float) -> tuple[Tensor, Tensor]:
+    return _empty_results(q)
+
+
+@_document_softmax_backward.register_fake
+def _(_dmixed: Tensor, *inputs: Any, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (_empty_results(one)[0] for one in inputs[:3])
+    return dq, dk, dv
+
+
+def _differentiate(ctx: Any, dmixed: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    gradients = _document_softmax_backward(dmixed, *ctx.saved_tensors, **ctx.settings)
+    return *gradients, None, None
+
+
+_document_softmax.register_autograd(_differentiate, setup_context=saving(1))
