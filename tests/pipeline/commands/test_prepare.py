@@ -373,7 +373,7 @@ def test_workers_and_parts_change_no_byte(
         assert command("text", large, folder, *options, "--part", part, "--workers", 1) == 0
     assert not (folder / "train").exists()
     kept = {path: path.stat().st_ino for path in (folder / ".units").glob("*.unit")}
-    assert len(kept) > 20
+    assert len(kept) > 8
     # The last part leaves alone what is there.
     assert command("text", large, folder, *options, "--part", "2/3", "--workers", workers) == 0
     assert (
