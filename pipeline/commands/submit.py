@@ -79,10 +79,14 @@ def _check_prepare(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="longhaul submit CONFIG --prepare")
     prepare.add_arguments(parser)
     args = parser.parse_args(words)
-    if args.corpus != "text":
-        raise ValueError(f"--prepare: found {args.corpus}, wanted text, which can be divided")
+    if args.corpus not in ("text", "tokens"):
+        raise ValueError(
+            f"--prepare: found {args.corpus}, wanted text or tokens, which can be divided"
+        )
     if args.part is not None:
         raise ValueError("--prepare: found --part, wanted --tasks before --prepare")
     for source in args.paths[:-1]:
-        if source != STANDARD_LIBRARY and not Path(source).exists():
+        # Of Megatron's files the common prefix may be named.
+        exists = Path(source).exists() or Path(f"{source}.bin").exists()
+        if source != STANDARD_LIBRARY and not exists:
             raise MissingInputError(f"{source}: no such file or folder")

@@ -75,8 +75,8 @@ def _of_items(sources: Sequence[Items], ids: set[int], named: str) -> Found:
         f"of the first {count:,} documents {begin:,} begin with id {named}, {end:,} end with it, "
         f"{within:,} have it within"
     )
-    if kind == "none" and last.most_common(1)[0][1] > 0.9 * count > 1:
-        token, times = last.most_common(1)[0]
+    token, times = max(last.items(), key=lambda one: one[1], default=(0, 0))
+    if kind == "none" and times > 0.9 * count > 1:
         reason += f"; {times:,} end with id {token:,}, which --eos may name"
     return Found(kind, reason)
 

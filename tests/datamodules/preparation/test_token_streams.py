@@ -174,6 +174,13 @@ def test_the_separator_is_guessed_from_the_first_documents(
             open_token_files([tmp_path], TOKENIZER, raw="uint16", separator="after")
 
 
+def test_documents_without_tokens_are_no_corpus(tmp_path: Path) -> None:
+    (tmp_path / "a.ds").touch()
+    raw(tmp_path / "a.ds.index", [0, 0], "<u8")
+    files = open_token_files([tmp_path], TOKENIZER)
+    assert (files.found.separator, list(documents_of(files).values())) == ("none", [[], []])
+
+
 def test_a_file_without_separators_is_one_text_whose_end_is_for_validation(tmp_path: Path) -> None:
     path = raw(tmp_path / "shakespeare.bin", list(range(100)))
     files = open_token_files([path], TOKENIZER, raw="uint16")
