@@ -106,6 +106,8 @@ def test_a_hundred_kills_and_requeues_of_tasks_change_no_byte(
 
         def disturb(jobs: list[str], destination: str = destination) -> None:
             time.sleep(draw.uniform(0.1, 2))
+            if sum(kills.values()) >= 100:
+                return  # a slow machine might never finish between two kills
             if draw.random() < 0.15:
                 task = f"{jobs[0]}_{draw.randrange(TASKS)}"
                 command = ("scontrol", "requeue", task)

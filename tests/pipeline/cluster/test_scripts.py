@@ -8,7 +8,12 @@ import pytest
 
 from longhaul.configs import ConfigError, load_run_config
 from longhaul.pipeline.cli import main
-from longhaul.pipeline.cluster.scripts import evaluate_script, sweep_script, train_script
+from longhaul.pipeline.cluster.scripts import (
+    evaluate_script,
+    prepare_script,
+    sweep_script,
+    train_script,
+)
 
 ASKED = [
     "slurm.memory=64G",
@@ -22,13 +27,14 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize("which", ["train", "evaluate", "sweep"])
+@pytest.mark.parametrize("which", ["train", "evaluate", "sweep", "prepare"])
 def test_a_script_with_all_keys_is_sound(which: str, tmp_path: Path) -> None:
     config = load_run_config("run/demo.yaml", ASKED)
     text = {
         "train": lambda: train_script(config, tmp_path, tmp_path / "config.yaml"),
         "evaluate": lambda: evaluate_script(config, tmp_path),
         "sweep": lambda: sweep_script([config], tmp_path, [tmp_path / "a b.sbatch"], 4),
+        "prepare": lambda: prepare_script(config, tmp_path, ["text", "a b", "c"], 3, 2),
     }[which]()
     script = tmp_path / "script.sbatch"
     script.write_text(text)

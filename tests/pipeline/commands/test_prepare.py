@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import numcodecs
@@ -19,7 +20,7 @@ import pyarrow.parquet
 import pytest
 import zarr
 
-from longhaul.datamodules.preparation import text
+from longhaul.datamodules.preparation import text, tokenizing
 from longhaul.pipeline.cli import main
 from longhaul.pipeline.commands import prepare
 from longhaul.pipeline.terminal import progress
@@ -351,12 +352,6 @@ def write_mixed(folder: Path, count: int) -> Path:
     return folder
 
 
-SMALL_UNITS = """
-import sys
-if "prepare" in sys.orig_argv:
-    import longhaul.datamodules.preparation.text as text
-    text.UNIT_BYTES = 100_000
-"""
 PACKED = ("--doc-tokens", "2048", "--docs-per-shard", "20", "--packing", "best-fit")
 
 
@@ -406,19 +401,22 @@ def test_the_first_bad_text_is_named_whatever_worker_finds_it(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [1, 4])
-def test_a_hundred_kills_change_no_byte(workers: int, tmp_path: Path) -> None:
-    large = write_mixed(tmp_path / "source", 1500)
-    environment = {**os.environ, "LONGHAUL_TEST_FAULT": SMALL_UNITS}
+def test_a_hundred_kills_change_no_byte(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes and workers are forked from this one, so that kills meet work and not imports."""
+    large = write_mixed(tmp_path / "source", 500)
+    monkeypatch.setattr(text, "UNIT_BYTES", 30_000)
+    monkeypatch.setattr(tokenizing, "get_context", lambda _: get_context("fork"))
+    options = (*PACKED, "--workers", workers)
 
-    def begun(destination: Path) -> "subprocess.Popen[bytes]":
-        line = [sys.executable, "-P", "-m", "longhaul.pipeline.cli", "prepare", "text", str(large)]
-        options = (*PACKED, "--tokenizer", "gpt2", "--workers", str(workers))
-        return subprocess.Popen(
-            [*line, str(destination), *options],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+    def begun(destination: Path) -> psutil.Process:
+        if child := os.fork():
+            return psutil.Process(child)
+        try:
+            os._exit(command("text", large, destination, *options))
+        finally:
+            os._exit(1)
 
     started = time.monotonic()
     assert begun(tmp_path / "whole").wait() == 0
@@ -429,16 +427,18 @@ def test_a_hundred_kills_change_no_byte(workers: int, tmp_path: Path) -> None:
     stages: set[tuple[bool, bool]] = set()
     while kills < 100:
         destination = tmp_path / f"killed-{ends}"
+        limit = seconds / 2
         while True:
             process = begun(destination)
+            limit *= 1.05  # the machine may have become slower
             try:
-                status = process.wait(draw.uniform(0.2, 1.0) * seconds)
-            except subprocess.TimeoutExpired:
-                children = psutil.Process(process.pid).children(recursive=True)
+                status = process.wait(draw.uniform(0, 1) * limit)
+            except psutil.TimeoutExpired:
+                children = process.children(recursive=True)
                 process.kill()
                 process.wait()
                 kills += 1
-                _, alive = psutil.wait_procs(children, 20)
+                _, alive = psutil.wait_procs(children, 60)
                 assert not alive, "workers outlive the process that started them"
                 units = any(destination.glob(".units/*.unit"))
                 stages.add((units, any(destination.rglob("*.tar"))))
@@ -449,4 +449,4 @@ def test_a_hundred_kills_change_no_byte(workers: int, tmp_path: Path) -> None:
         shutil.rmtree(destination)
         ends += 1
     print(f"{workers} workers: {kills} kills, {ends} preparations, stages {sorted(stages)}")
-    assert (True, False) in stages
+    assert {(True, False), (True, True)} <= stages
