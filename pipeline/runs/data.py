@@ -169,11 +169,11 @@ def _check_weights(
         raise ConfigError(str(error)) from error
     if data.from_tokens is None and now.stages != recorded.stages:
         have, had = (_shown_weights(one.stages[0].weights) for one in (now, recorded))
-        shares = f"weights {have}, wanted {had}"
+        difference = f"found weights {have}, wanted {had}"
         if have == had:
-            shares = "another data.schedule, wanted the one"
+            difference = "found another data.schedule, wanted the one"
         raise ConfigError(
-            f"data.sources: found {shares} as in {folder.data / _RECORDS['manifest']}; "
+            f"data.sources: {difference} as in {folder.data / _RECORDS['manifest']}; "
             f"data.from_tokens={max(trained, 1)} lets others hold from there on"
         )
     if now.fingerprint_at(trained) != recorded.fingerprint_at(trained):
