@@ -29,10 +29,10 @@ def with_unit(text: str, name: str) -> int | None:
         text: what was typed.
         name: the key or the option, which tells what is counted.
     """
-    text = text.strip()
+    text = number = text.strip()
     if name.endswith("bytes"):
-        text = re.sub("(?<=[kmgti])b$", "", text, flags=re.IGNORECASE)
-    match = _WITH_UNIT.fullmatch(text)
+        number = re.sub("(?<=[kmgti])b$", "", text, flags=re.IGNORECASE)
+    match = _WITH_UNIT.fullmatch(number)
     if match is None:
         return None
     digits, unit, binary = match.groups()
