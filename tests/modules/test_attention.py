@@ -261,7 +261,7 @@ def test_a_document_changes_no_bit_of_its_neighbours(
 ) -> None:
     """Of their outputs and of the gradients of their inputs."""
     attention, x, probe = build(kind, options), tokens(100), torch.randn_like(tokens(100))
-    factor = -1.0
+    factor = -1.5
     if dtype == "bf16":
         attention, x, probe, factor = attention.float(), x.float(), probe.float(), -100.0
     others = torch.ones(x.shape[:2], dtype=torch.bool)
