@@ -269,9 +269,9 @@ def _warn_of_replaced_bytes(path: Path) -> None:
         return
     _with_replaced_bytes.add(path)
     if len(_with_replaced_bytes) <= _MOST_NAMED:
-        _log.warning("%s: found U+FFFD, which bytes that are not UTF-8 become", path)
+        _log.warning("%s: found bytes that are not UTF-8; U+FFFD stands for them in the text", path)
     elif len(_with_replaced_bytes) == _MOST_NAMED + 1:
-        _log.warning("more files have U+FFFD; they are not named")
+        _log.warning("more files have such bytes; they are not named")
 
 
 def _pieces_of(text: str, path: Path) -> Iterator[str]:

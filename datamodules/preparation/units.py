@@ -218,12 +218,16 @@ def _check_lengths(job: Job, packed: Mapping[str, PackedUnits]) -> None:
         if tokens >= size:
             continue
         _remove(job)
+        if not tokens:
+            others = sum(one.tokens for one in packed.values())
+            why = "none falls to it (--validation-fraction)" if others else "all are empty"
+            raise ValueError(f"{folder}: found no text for it, wanted some: of the texts {why}")
         # The largest power of two that fits: many contexts divide it.
-        shorter = f" {1 << (tokens.bit_length() - 1)}" if tokens else ""
+        shorter = 1 << (tokens.bit_length() - 1)
         fraction = ", --validation-fraction" if job.validation_fraction else ""
         raise ValueError(
             f"{folder}: the source has {tokens} tokens, less than one block of {size}; wanted a "
-            f"larger source or shorter blocks (--doc-tokens{shorter}{fraction})"
+            f"larger source or shorter blocks (--doc-tokens {shorter}{fraction})"
         )
 
 

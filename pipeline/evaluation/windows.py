@@ -111,7 +111,9 @@ def validation_batches(
     """
     data = config.data
     if not data.manifests("validation_manifest"):
-        raise ConfigError("data.validation_manifest: found null, wanted shards to evaluate on")
+        raise ConfigError(
+            "data.validation_manifest: found null, wanted shards to evaluate on, or --text"
+        )
     with moved_data_are_explained("validation_manifest"):
         read = HeldOut(data, train)
     read.corpus.check_context(data.context, context_key)

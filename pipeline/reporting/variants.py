@@ -111,8 +111,8 @@ class NamedRuns:
                     runs,
                     f"_data{number}",
                     f", on {runs[0].data.name} {sha256[:_DIGEST_CHARACTERS]}{tokenizer}",
-                    "Runs of other data or tokenizers have figures of their own, since losses on "
-                    "different text, or by different tokens, cannot be compared.",
+                    "Runs of other training or validation data, or tokenizers, have figures of "
+                    "their own, since losses on different text, or by different tokens, cannot be compared.",
                 )
             )
         return parts

@@ -144,7 +144,8 @@ def check_same_data(
                     ", ".join(one.manifests(key).values()) or "null" for one in (data, before)
                 )
                 raise ConfigError(
-                    f"{where}: found {found}, wanted {wanted} as in {folder.config_file}"
+                    f"{where}: found {found}, wanted {wanted} as in {folder.config_file}; "
+                    "give the new run another name"
                 )
             continue
         try:

@@ -143,7 +143,7 @@ def _train_on_rank_0(
         saved = newest_step(folder.checkpoints)
         if (lost := module.progress.step - saved) > 0:
             logger.warning(
-                "%d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
+                "up to %d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
                 "run ends",
                 lost,
                 saved,

@@ -240,7 +240,10 @@ def test_runs_of_other_data_or_tokenizers_are_never_in_one_figure() -> None:
     assert len({figure.name for figure in figures}) == 3
     for figure in figures:
         assert len({row[0] for row in figure.rows}) == len(figure.rows) <= 2
-        assert any("Runs of other data or tokenizers" in one for one in figure.caveats)
+        assert any(
+            "Runs of other training or validation data, or tokenizers," in one
+            for one in figure.caveats
+        )
     assert any("tokenizer gpt2" in figure.title for figure in figures)
     assert len(NamedRuns(ours).comparable()) == 1
 

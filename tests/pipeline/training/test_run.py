@@ -147,7 +147,9 @@ def test_ctrl_c_is_one_line(run: Run) -> None:
     assert process.returncode == 130, error
     *_, lost, last = error.splitlines()
     assert last == "longhaul: interrupted"
-    assert re.match(r"longhaul: \d+ updates after step 0 are not saved; SIGTERM, or a file", lost)
+    assert re.match(
+        r"longhaul: up to \d+ updates after step 0 are not saved; SIGTERM, or a file", lost
+    )
     assert [tracked.info.status for tracked in mlflow_runs(run)[1]] == ["KILLED"]
 
 
