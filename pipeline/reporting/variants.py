@@ -112,7 +112,8 @@ class NamedRuns:
                     f"_data{number}",
                     f", on {runs[0].data.name} {sha256[:_DIGEST_CHARACTERS]}{tokenizer}",
                     "Runs of other training or validation data, or tokenizers, have figures of "
-                    "their own, since losses on different text, or by different tokens, cannot be compared.",
+                    "their own, since losses on different text, or by different tokens, cannot "
+                    "be compared.",
                 )
             )
         return parts

@@ -143,8 +143,8 @@ def _train_on_rank_0(
         saved = newest_step(folder.checkpoints)
         if (lost := module.progress.step - saved) > 0:
             logger.warning(
-                "up to %d updates after step %d are not saved; SIGTERM, or a file %s, saves before the "
-                "run ends",
+                "up to %d updates after step %d are not saved; SIGTERM, or a file %s, saves before "
+                "the run ends",
                 lost,
                 saved,
                 folder.path / "STOP",
