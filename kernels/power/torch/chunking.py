@@ -22,7 +22,7 @@ _LOG2_RESET = -192.0
 # in float64 or in less. So sums of both sides of a reset are added, and subtracted, without
 # rounding errors, of which decays after the reset would have those of tokens before it: as long as
 # the sums of a chunk are below 2^(53 − n).
-_SUM_BITS = {True: 43, False: 30}
+_SUM_BITS = {True: 42, False: 30}
 # Most tokens of a block, whose pairs are scored together and whose features exist together. At
 # K = 64 the features of a row then take 1.2 MB, about the second-level cache of a core.
 _BLOCK_TOKENS = 128
