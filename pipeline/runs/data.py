@@ -238,5 +238,5 @@ def recorded_corpus(folder: RunFolder, key: ManifestKey) -> Corpus | None:
     """The record of the corpus that a key of DataConfig names, None if the folder has none."""
     try:
         return load_record(folder.data / _RECORDS[key])
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None

@@ -13,6 +13,7 @@ from longhaul.datamodules.config import DataConfig, SourceConfig, StageConfig
 from longhaul.datamodules.corpus import Corpus, corpus_of, load_record
 from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text import prepare_text
@@ -98,7 +99,7 @@ def test_sources_may_differ_in_type_in_blocks_and_in_what_is_known_of_documents(
     tokenizer = build_tokenizer("bytes")
     (tmp_path / "a.txt").write_text("one\n" * 100)
     (text,) = prepare_text(
-        open_sources([str(tmp_path / "a.txt")]), tmp_path / "a", tokenizer, block_tokens=32
+        open_sources([str(tmp_path / "a.txt")]), tmp_path / "a", tokenizer, packing=Packing(32)
     )
     template = dataclasses.replace(
         text, document_tokens=64, dtype="uint32", boundaries="none", shards=text.shards, source={}

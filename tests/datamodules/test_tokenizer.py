@@ -552,9 +552,9 @@ def test_long_texts_without_words_take_time_in_proportion(tmp_path: Path) -> Non
     class Counted:
         normalizer, pre_tokenizer = built._tokenizer.normalizer, None  # type: ignore[attr-defined]
 
-        def encode(self, piece: str, **more: object) -> Any:
-            pieces.append(piece)
-            return SimpleNamespace(ids=[5])
+        def encode_batch_fast(self, texts: list[str], **more: object) -> Any:
+            pieces.extend(texts)
+            return [SimpleNamespace(ids=[5])]
 
     built._tokenizer = built.__dict__["_inner"] = Counted()  # type: ignore[attr-defined]
     text = "ab cd " * 20_000

@@ -132,7 +132,10 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for words, message in (
-        (["longcrawl64", "a.zarr", "out"], "--prepare: found longcrawl64, wanted text, which can"),
+        (
+            ["longcrawl64", "a.zarr", "out"],
+            "--prepare: found longcrawl64, wanted text or",
+        ),
         (["text", "nowhere", "out"], "nowhere: no such file or folder"),
         (["text", "stdlib", "out", "--part", "0/2"], "--prepare: found --part, wanted --tasks"),
     ):

@@ -206,8 +206,9 @@ def log2_sums(log_g: Tensor, problem: CallSizes, dtype: torch.dtype) -> Tensor:
     B, T, G = log_g.shape
     log2_g = log_g.new_zeros(problem.num_chunks, problem.chunk_size, B, G, dtype=torch.float64)
     log2_g.flatten(0, 1)[:T] = log_g.detach().double().transpose(0, 1)
+    # Not of gates that are merely small: sums before one would then depend on it.
+    is_reset = log2_g.isneginf()
     log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
-    is_reset = log2_g == _LOG2_RESET
     if not log_g.is_meta and not is_reset.any():
         return log2_g.permute(0, 2, 3, 1).cumsum(dim=3)
     own = sum_within(log2_g.masked_fill(is_reset, 0), tokens_since(is_reset))

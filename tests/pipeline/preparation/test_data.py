@@ -1,7 +1,10 @@
 """`longhaul data`: what shards hold, and where a sample comes from."""
 
+import functools
 import hashlib
 import json
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +175,13 @@ def test_shards_are_shown_and_written_as_json(
     train, validation = content["corpora"]
     assert train["lengths"] == validation["lengths"]
     assert train["samples"][0]["text"] == "abc<|endoftext|>"
-    # The same through what webdataset opens.
-    assert main(["data", f"pipe:cat {tmp_path}/train/manifest.json", "--json", "b.json"]) == 0
+    # The same from a server.
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/train/manifest.json"
+        assert main(["data", url, "--json", "b.json"]) == 0
+        server.shutdown()
     again = json.loads(Path("b.json").read_text())["corpora"][0]
     assert {**again, "manifest": train["manifest"]} == train
 

@@ -65,7 +65,7 @@ def test_utilisation_is_of_the_peak_of_all_gpus(monkeypatch: pytest.MonkeyPatch)
     folder: Any = SimpleNamespace(
         config_file=Path("none"), log_file=Path("none"), record_start=lambda config: None
     )
-    data: Any = SimpleNamespace(corpus=None)
+    data: Any = SimpleNamespace(corpus=None, read_by=lambda samples: {})
     this = Recorder(config, folder, tracker, data, 0, None)
     this.begin(Progress(), None, model, ["a", "b"], device)
     report = RankReport(*[0.0] * len(RankReport._fields))._replace(seconds=0.5)
