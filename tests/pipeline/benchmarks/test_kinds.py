@@ -100,6 +100,7 @@ def test_rows_are_trained_once_and_tabled(
     assert capsys.readouterr().err.startswith(f"longhaul: {expected}")
 
 
+@pytest.mark.wide
 def test_rows_with_documents_are_timed_beside_whole_rows(
     bench: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
