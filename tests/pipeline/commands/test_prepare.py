@@ -61,14 +61,14 @@ def command(*words: object) -> int:
 
 
 def killed_at(tokens: int, *words: object) -> int:
-    """Run the command in a process that is killed when it reports this many tokens."""
+    """Run the command in a process that is killed when it has packed this many tokens."""
     script = f"""
         import argparse, os, signal, sys
         from longhaul.pipeline.commands import prepare
         from longhaul.pipeline.terminal.progress import TokenProgress
 
         def show(self, done):
-            if done >= {tokens}:
+            if done >= {tokens} and not self._what.startswith("tokenized"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         TokenProgress.show = show
