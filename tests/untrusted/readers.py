@@ -43,6 +43,7 @@ from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.preparation.longcrawl64 import open_store
 from longhaul.datamodules.preparation.resumable import _read_progress, prepare_shards
 from longhaul.datamodules.preparation.source_files import open_sources
+from longhaul.datamodules.shards import Block
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.modules.language_model import LanguageModel
@@ -87,13 +88,13 @@ class Reader:
 
 
 class Documents:
-    """Six blocks of four ids."""
+    """Six blocks of four ids, of two documents each."""
 
     version = 1
 
-    def blocks(self, cursor: list[int] | None) -> Iterator[tuple[Any, list[int]]]:
+    def blocks(self, cursor: list[int] | None) -> Iterator[tuple[Block, list[int]]]:
         for number in range(cursor[0] if cursor else 0, 6):
-            yield np.full(4, number, np.uint16), [number + 1]
+            yield Block(np.full(4, number, np.uint16), np.array([1, 4], np.uint32)), [number + 1]
 
 
 TEMPLATE = Manifest(
@@ -104,6 +105,7 @@ TEMPLATE = Manifest(
     eot_id=256,
     document_tokens=4,
     dtype="uint16",
+    boundaries="ends",
     source={"kind": "test", "rows": [[0, 6]]},
     shards=(),
 )

@@ -18,7 +18,7 @@ from longhaul.kernels.shapes import HIGHEST_UNSCALED_DEGREE, padded_width, state
 # A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
 # reset, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
-# Sums of log2 gates in chunks with resets are multiples of 2^−n, n by whether the decays are used
+# Sums of log2 gates in chunks with resets after their first tokens are multiples of 2^−n, n by whether the decays are used
 # in float64 or in less. So sums of both sides of a reset are added, and subtracted, without
 # rounding errors, of which decays after the reset would have those of tokens before it: as long as
 # the sums of a chunk are below 2^(53 − n).
@@ -209,7 +209,8 @@ def log2_sums(log_g: Tensor, problem: CallSizes, dtype: torch.dtype) -> Tensor:
     # Not of gates that are merely small: sums before one would then depend on it.
     is_reset = log2_g.isneginf()
     log2_g.div_(log(2)).clamp_(min=_LOG2_RESET)
-    if not log_g.is_meta and not is_reset.any():
+    # The first token of a chunk has nothing before it, which rounding errors could come from.
+    if not log_g.is_meta and not is_reset[:, 1:].any():
         return log2_g.permute(0, 2, 3, 1).cumsum(dim=3)
     own = sum_within(log2_g.masked_fill(is_reset, 0), tokens_since(is_reset))
     unit = 2.0 ** _SUM_BITS[dtype == torch.float64]

@@ -36,8 +36,8 @@ def gate_gradient(
             change[:, -1] += (gradient * final).flatten(2).sum(dim=2)
     is_reset = log_g / log(2) < log2_smallest(k_dk.dtype)
     change = change.flip(1)
-    if not log_g.is_meta and not is_reset.any():
-        return change.cumsum(dim=1).flip(1)
+    if not log_g.is_meta and not is_reset[:, 1:].any():
+        return change.cumsum(dim=1).flip(1).masked_fill(is_reset, 0)
     # Flipped, a segment begins with the token before a reset.
     is_first = torch.cat([is_reset[:, :1], is_reset.flip(1)[:, :-1]], dim=1)
     return sum_within(change, tokens_since(is_first)).flip(1).masked_fill(is_reset, 0)

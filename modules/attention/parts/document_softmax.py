@@ -130,14 +130,17 @@ def _blocks(
     for start in range(0, length, QUERIES_AT_ONCE):
         end = min(start + QUERIES_AT_ONCE, length)
         bias = causal_bias(end - start, end, slopes).to(dtype)
-        yield slice(start, end), end, bias[None]
+        yield slice(start, end), end, bias
 
 
-def causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "H T S"]:
-    """-m_h (t - i) for the last T of S tokens; -inf for the keys after a query."""
+def causal_bias(T: int, S: int, slopes: Float[Tensor, "H"]) -> Float[Tensor, "1 H T S"]:
+    """-m_h (t - i) for the last T of S tokens; -inf for the keys after a query.
+
+    torch's fused kernel takes no bias of three dimensions.
+    """
     position = torch.arange(S, dtype=slopes.dtype, device=slopes.device)
     distance = position[S - T :, None] - position
-    return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)
+    return (-slopes[:, None, None] * distance).masked_fill(distance < 0, -math.inf)[None]
 
 
 def _by_token(x: Tensor) -> Tensor:
