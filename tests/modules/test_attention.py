@@ -1,152 +1,42 @@
 """Contract tests: properties that every registered variant must have."""
 
 import dataclasses
-from itertools import accumulate
 
 import pytest
 import torch
+from attention_cases import (
+    CASES,
+    HEADS,
+    LEARNED,
+    POWER,
+    VARIANTS,
+    WIDTH,
+    assert_same,
+    build,
+    every_case,
+    every_case_and_learned,
+    name,
+    tokens,
+)
 from torch import Tensor
 from torch.utils import _pytree as pytree  # torch has no public name for it yet
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhaul.kernels import state_features, symmetric_dim
-from longhaul.kernels.power import op
 from longhaul.kernels.power.cost import power_state_flops
-from longhaul.modules.attention import (
-    Attention,
-    attention_config,
-    build_attention,
-    power,
-    registered_variants,
-)
+from longhaul.modules.attention import Attention, attention_config, build_attention
 from longhaul.modules.attention.fused import FusedAttention
-from longhaul.modules.attention.power import PowerAttention, PowerConfig
-from longhaul.modules.documents import Documents
+from longhaul.modules.attention.power import PowerAttention
 
-VARIANTS = registered_variants()
-POWER = [kind for kind in VARIANTS if issubclass(attention_config(kind), PowerConfig)]
-WIDTH, HEADS = 16, 2
-
-# Options that change what a variant computes, tested besides its defaults. A new variant needs no
-# entry.
-OPTIONS: dict[str, list[dict[str, object]]] = {
-    "cartan": [
-        {"generator": "additive"},
-        {"generator": "product"},
-        {"negative_diagonal": True},
-        {"bilinear": False},
-        {"bilinear": False, "generator": "additive"},
-        {"gate_init": "long_memory"},
-        {"generator_per": "pair", "step_size": True},
-        {"generator_per": "coordinate", "generator": "product", "lengths": "ratio"},
-        {"generator_per": "pair", "bilinear": False},
-        {"lengths": "raw"},
-    ],
-    "coca": [{"mode": "slack"}, {"longest_document": 64}],
-    "complex": [
-        {"decay": True},
-        {"learned_rates": True, "learned_sizes": True},
-        {"normalizer": "amplitudes", "decay": True},
-    ],
-    "conformal_sympow": [
-        {"qk_norm": True},
-        {"degree": 4},
-        {"degree": 6},
-        {"gate_init": "long_memory"},
-        {"gate": "retention"},
-    ],
-    "linear": [
-        {"feature_map": "relu"},
-        {"feature_map": "identity", "normalizer": "head_norm"},
-        {"rotary": "fixed", "gate": "data"},
-        {
-            "rotary": "fixed",
-            "gate": "data",
-            "feature_map": "identity",
-            "normalizer": "head_norm",
-        },
-    ],
-    "retention": [{"swish_gate": True}, {"group_norm": False}],
-    "softmax": [{"longest_document": 64}],
-    "sympow": [{"degree": 4}, {"degree": 8}, {"rotary": "none"}],
-    "sympow_gated": [
-        {"gate_init": "long_memory"},
-        {"gate": "learned"},
-        {"gate": "alibi", "rotary": "none"},
-    ],
-    "zeros": [
-        {"zeroth": "first_layer"},
-        {"second_order": True},
-        {"ordered": True},
-        {"ordered": True, "second_order": True, "zeroth": "first_layer"},
-        {"ordered": True, "gate_init": "long_memory"},
-        {"form": "notes"},
-        {"form": "notes", "second_order": True, "ordered": True},
-        {"form": "notes_row_mean", "second_order": True},
-        {"form": "notes", "bilinear": False},
-    ],
-}
-CASES = [(kind, options) for kind in VARIANTS for options in ({}, *OPTIONS.get(kind, []))]
-LEARNED = [
-    (kind, {**options, "initial_state": "learned", "rank": 3})
-    for kind, options in CASES
-    if kind in POWER and options.get("degree", 2) <= 4  # type: ignore[operator]
-]
-
-
-@pytest.fixture(autouse=True)
-def chunked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use chunks of 16 tokens, which the cost model would not choose for sizes this small.
-
-    formulas/ compares the same variants with their formulas in the form for short
-    sequences.
-    """
-    for module in (op, power):
-        monkeypatch.setattr(
-            module,
-            "choose_form",
-            lambda T, K, V, degree, *_: "chunked" if degree <= 4 else "attention",
-        )
-        monkeypatch.setattr(module, "choose_chunk_size", lambda *_: 16)
-
-
-def name(case: object) -> str | None:
-    if isinstance(case, str):
-        return case
-    if isinstance(case, dict):
-        return ",".join(f"{key}={value}" for key, value in case.items())
-    return None
-
-
-every_case = pytest.mark.parametrize(("kind", "options"), CASES, ids=name)
-every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LEARNED, ids=name)
+pytestmark = pytest.mark.usefixtures("chunks_of_16")
 power_cases = pytest.mark.parametrize(
     ("kind", "options"), [case for case in CASES + LEARNED if case[0] in POWER], ids=name
 )
 
 
-def build(kind: str, options: dict[str, object] | None = None) -> Attention:
-    """A float64 module with large parameters, so that each of them influences the output."""
-    torch.manual_seed(0)
-    attention = build_attention(kind, WIDTH, HEADS, **(options or {})).double()
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.normal_(std=0.5)
-    return attention
-
-
 def has_matrices(attention: Attention) -> bool:
     """Whether a kind writes out its attention matrices, and what they multiply."""
     return type(attention).values is not Attention.values
-
-
-def tokens(T: int, batch: int = 2) -> Tensor:
-    generator = torch.Generator().manual_seed(T)
-    return torch.randn(batch, T, WIDTH, dtype=torch.float64, generator=generator)
-
-
-def assert_same(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-9)
 
 
 @every_case_and_learned
@@ -215,91 +105,6 @@ def test_rows_of_different_lengths_go_on_together(kind: str, options: dict[str, 
     found, _ = attention.step(following, together)
     for row, T, one in zip(rows, lengths, found.split(1), strict=True):
         assert_same(one, attention(row[:, : T + 1])[0][:, -1:])
-
-
-# Tokens of the documents of each row; chunks have 16.
-PACKED = [[1, 2, 3, 15, 16, 17, 46], [100]]
-NEIGHBOUR = slice(21, 37)  # the one of 16
-
-
-def documents_of(x: Tensor, rows: list[list[int]]) -> Documents:
-    is_first = torch.zeros(x.shape[:2], dtype=torch.bool)
-    for row, lengths in zip(is_first, rows, strict=True):
-        row[torch.tensor([0, *accumulate(lengths[:-1])])] = True
-    return Documents(x, is_first)
-
-
-@every_case_and_learned
-def test_packed_documents_are_separate(kind: str, options: dict[str, object]) -> None:
-    """Outputs and all gradients, of rows whose documents differ in number and lengths."""
-    attention = build(kind, options)
-    x, probe = tokens(100).requires_grad_(), torch.randn_like(tokens(100))
-    leaves = [x, *attention.parameters()]
-    packed, _ = attention(x, documents=documents_of(x, PACKED), keep_state=False)
-    rows = [
-        torch.cat([attention(one, keep_state=False)[0] for one in row.split(lengths, dim=1)], 1)
-        for row, lengths in zip(x.split(1), PACKED, strict=True)
-    ]
-    separate = torch.cat(rows)
-    assert_close(packed, separate, kind)
-    gradients = (torch.autograd.grad(y, leaves, probe) for y in (packed, separate))
-    for found, wanted in zip(*gradients, strict=True):
-        assert_close(found, wanted, kind)
-
-
-def assert_close(found: Tensor, wanted: Tensor, kind: str) -> None:
-    # The norm of zeros amplifies rounding errors of sums that almost cancel.
-    allowed = 1e-11 if kind == "zeros" else 1e-12
-    assert found.isfinite().all()
-    assert (found - wanted).abs().max() <= allowed * max(1, wanted.abs().max())
-
-
-@every_case_and_learned
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("bf16", marks=pytest.mark.wide)])
-def test_a_document_changes_no_bit_of_its_neighbours(
-    kind: str, options: dict[str, object], dtype: str
-) -> None:
-    """Of their outputs and of the gradients of their inputs."""
-    attention, x, probe = build(kind, options), tokens(100), torch.randn_like(tokens(100))
-    factor = -1.5
-    if dtype == "bf16":
-        attention, x, probe, factor = attention.float(), x.float(), probe.float(), -100.0
-    others = torch.ones(x.shape[:2], dtype=torch.bool)
-    others[0, NEIGHBOUR] = False
-    found = []
-    for changed in (x, x.where(others[..., None], factor * x)):
-        changed.requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-            y, _ = attention(changed, documents=documents_of(x, PACKED), keep_state=False)
-        found.append((y, torch.autograd.grad(y, changed, probe.to(y.dtype))[0]))
-    for before, after in zip(*found, strict=True):
-        assert torch.equal(before[others], after[others])
-        assert not torch.equal(before[~others], after[~others])
-
-
-@pytest.mark.wide
-@every_case_and_learned
-def test_packed_documents_are_separate_in_bf16(kind: str, options: dict[str, object]) -> None:
-    """Outputs and gradients of inputs are as near to exact ones as those of each document are."""
-    attention, x, probe = build(kind, options), tokens(100), torch.randn_like(tokens(100))
-
-    def results(x: Tensor, documents: Documents | None) -> list[Tensor]:
-        x.requires_grad_()
-        parts = [x]
-        if documents is None:
-            rows = zip(x.split(1), PACKED, strict=True)
-            parts = [one for row, lengths in rows for one in row.split(lengths, dim=1)]
-        mixed = [attention(one, documents=documents, keep_state=False)[0] for one in parts]
-        y = torch.cat([one.flatten(0, 1) for one in mixed]).view_as(x)
-        return [y, *torch.autograd.grad(y, x, probe.to(y.dtype))]
-
-    exact = results(x.clone(), documents_of(x, PACKED))
-    attention = attention.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        packed, separate = (results(x.float(), one) for one in (documents_of(x, PACKED), None))
-    for found, other, wanted in zip(packed, separate, exact, strict=True):
-        off, usual = ((one - wanted).norm() / wanted.norm() for one in (found, other))
-        assert off <= 1.5 * usual
 
 
 @every_case_and_learned

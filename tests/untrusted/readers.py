@@ -1,16 +1,12 @@
 """Valid files of every format that comes from outside, and how each is read."""
 
 import base64
-import bz2
 import contextlib
-import gzip
 import hashlib
 import io
 import json
-import lzma
 import math
 import random
-import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +14,6 @@ from typing import Any
 
 import numcodecs
 import numpy as np
-import pyarrow
-import pyarrow.feather
-import pyarrow.parquet
 import tokenizers
 import torch
 from mutations import (
@@ -34,6 +27,8 @@ from mutations import (
     mutate_yaml,
 )
 from safetensors.torch import save
+from table_readers import read_tables, write_tables
+from text_readers import read_texts, write_texts
 from token_readers import TOKEN_FORMATS
 
 from longhaul.configs import load_run_config, load_stored_config, to_yaml
@@ -42,7 +37,6 @@ from longhaul.datamodules.corpus import load_corpus
 from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.preparation.longcrawl64 import open_store
 from longhaul.datamodules.preparation.resumable import _read_progress, prepare_shards
-from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.shards import Block
 from longhaul.datamodules.store import ShardStore
 from longhaul.datamodules.tokenizer import build_tokenizer
@@ -64,7 +58,6 @@ from longhaul.pipeline.generation.decoding import Session
 from longhaul.pipeline.generation.session_files import _digest, load_session, save_session
 from longhaul.pipeline.planning.sizes import build_on_meta
 from longhaul.pipeline.reporting.runs import _hardware
-from longhaul.pipeline.reporting.tables import TABLES, read_table
 from longhaul.pipeline.runs.done import Finished
 from longhaul.pipeline.runs.exported import exported_model, exported_weights
 from longhaul.pipeline.runs.folder import RunFolder
@@ -206,45 +199,6 @@ def read_zarr(folder: Folder) -> None:
     store.read_chunk("0.0")
 
 
-def write_texts(folder: Folder) -> None:
-    lines = "".join(json.dumps({"id": n, "text": f"text {n} é"}) + "\n" for n in range(20))
-    (folder / "a.jsonl").write_text(lines)
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
-    (folder / "a.jsonl.bz2").write_bytes(bz2.compress(lines.encode()))
-    (folder / "a.txt.xz").write_bytes(lzma.compress(lines.encode()))
-    with pyarrow.CompressedOutputStream(str(folder / "a.jsonl.zst"), "zstd") as file:
-        file.write(lines.encode())
-    (folder / "a.txt").write_text("some text")
-    table = pyarrow.table({"id": list(range(20)), "text": [f"text {n}" for n in range(20)]})
-    pyarrow.parquet.write_table(table, folder / "a.parquet")
-    pyarrow.feather.write_feather(table, str(folder / "a.feather"), chunksize=8)
-    (folder / "saved").mkdir()
-    write_stream(folder / "saved" / "data.arrow", table)
-    (folder / "saved" / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": "data.arrow"}], "_split": "train"})
-    )
-    (folder / "saved" / "dataset_info.json").write_text(
-        json.dumps({"splits": {"train": {"num_examples": 20}}})
-    )
-    write_stream(folder / "a.arrow", table.set_column(1, "text", table["text"].dictionary_encode()))
-    with tarfile.open(folder / "a.tar", "w", format=tarfile.PAX_FORMAT) as archive:
-        for name, content in (("a.txt", b"some text"), (f"{'b' * 150}.json", b'{"text": "x"}')):
-            header = tarfile.TarInfo(name)
-            header.size = len(content)
-            archive.addfile(header, io.BytesIO(content))
-
-
-def write_stream(path: Path, table: pyarrow.Table) -> None:
-    with pyarrow.ipc.new_stream(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=8)
-
-
-def read_texts(folder: Folder) -> None:
-    for text in open_sources([str(folder)]).texts():
-        for piece in text.pieces():
-            build_tokenizer("bytes").encode(piece)
-
-
 CONFIG = [
     *("model.layers=2", "model.width=16", "model.heads=2", "model.vocabulary=64"),
     *("data.context=64", "optim.tokens_per_update=512", "trainer.micro_batch=1"),
@@ -343,49 +297,6 @@ def read_results(folder: Folder) -> None:
     results = Results(folder, "")
     results.values()
     results.stored("positions", ContextOptions())
-
-
-TABLE_TEXTS = {
-    "positions": (
-        "position,loss_nats,standard_error,mean_up_to_here,standard_error_up_to_here,samples\n"
-        "1,5.0,0.5,5.0,0.5,8\n2,4.0,0.5,4.5,0.25,8\n"
-    ),
-    "context": "context,tokens,loss_nats,standard_error\n64,1024,5.0,0.5\n128,1024,4.0,nan\n",
-    "perplexity": (
-        "window,stride,documents,tokens,loss_nats,perplexity,standard_error,document_tokens,bos\n"
-        "64,16,2,128,3.0,20.0,0.5,8192,no\n"
-    ),
-    "passkey": (
-        "length,depth,prompts,right,depths,bos\n256,0.0,4,4,grid,yes\n512,0.5,4,2,grid,yes\n"
-    ),
-    "recall": "pairs,queries,right,chance,low,high\n4,16,16,0.25,0.75,1\n8,16,12,0.125,0.5,0.9\n",
-    "attention": (
-        "layer,matrix,largest,first_token_share,kurtosis,half_life,rotation,"
-        "first_token_share_standard_error,kurtosis_standard_error,half_life_standard_error,windows\n"
-        "0,0,2.5,0.5,3.0,7.5,0.25,0.5,nan,0.5,8\n1,0,1.5,0.25,3.5,inf,nan,0.5,0.5,nan,8\n"
-    ),
-    "loss_in_bins": (
-        "first,last,loss_nats,standard_error,samples\n1,2,5.0,0.5,8\n3,3,4.0,0.25,8\n"
-    ),
-    "scores": (
-        "layer,key,score,least_of_heads,most_of_heads,largest,bos\n1,1,0.5,-1.5,2.5,3.5,no\n"
-        "1,2,0.25,-1.25,2.0,3.0,no\n"
-    ),
-}
-
-
-def write_tables(folder: Folder) -> None:
-    for task, text in TABLE_TEXTS.items():
-        (folder / f"{task}.csv").write_text(text)
-
-
-def read_tables(folder: Folder) -> None:
-    for task in TABLES:
-        text = (folder / f"{task}.csv").read_bytes().decode()
-        for row in read_table(task, text, f"{task}.csv"):
-            assert all(
-                isinstance(row[key], int | float | str) for key in TABLES[task].row.__annotations__
-            )
 
 
 def write_run(folder: Folder) -> None:

@@ -18,10 +18,10 @@ from longhaul.kernels.shapes import HIGHEST_UNSCALED_DEGREE, padded_width, state
 # A log2 gate is clamped to this. exp2_flushed_ turns 2^−192 into 0, so the gate is still a full
 # reset, while (−inf) − (−inf) is NaN.
 _LOG2_RESET = -192.0
-# Sums of log2 gates in chunks with resets after their first tokens are multiples of 2^−n, n by whether the decays are used
-# in float64 or in less. So sums of both sides of a reset are added, and subtracted, without
-# rounding errors, of which decays after the reset would have those of tokens before it: as long as
-# the sums of a chunk are below 2^(53 − n).
+# Sums of log2 gates in chunks with resets after their first tokens are multiples of 2^−n, n by
+# whether the decays are used in float64 or in less. So sums of both sides of a reset are added, and
+# subtracted, without rounding errors, of which decays after the reset would have those of tokens
+# before it: as long as the sums of a chunk are below 2^(53 − n).
 _SUM_BITS = {True: 42, False: 30}
 # Most tokens of a block, whose pairs are scored together and whose features exist together. At
 # K = 64 the features of a row then take 1.2 MB, about the second-level cache of a core.
