@@ -55,6 +55,11 @@ class RunConfig:
             if any(ord(character) < 32 for character in getattr(self, key)):
                 raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
         self._check_divisibility()
+        if self.optim.name == "muon" and self.trainer.strategy == "deepspeed":
+            raise ValueError(
+                "optim.name: found muon with trainer.strategy deepspeed, whose optimizer sees no "
+                "matrices but flat parts of them; wanted adamw, or trainer.strategy fsdp"
+            )
         if self.data.context % self.trainer.context_parallel:
             raise ValueError(
                 f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "

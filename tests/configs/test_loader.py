@@ -108,6 +108,11 @@ def test_a_mistake_is_reported_in_one_line(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_muon_is_refused_where_the_optimizer_sees_no_matrices() -> None:
+    with pytest.raises(ConfigError, match=r"optim.name: found muon with .* deepspeed, .* wanted"):
+        load_run_config("run/demo.yaml", ["optim.name=muon", "trainer.strategy=deepspeed"])
+
+
 def test_a_required_key_that_is_missing_is_named(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(

@@ -158,8 +158,9 @@ def test_a_batch_says_which_tokens_begin_documents() -> None:
     assert losses[1].item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment() -> None:
-    spoiled = build(4)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_gradient_that_is_not_finite_changes_no_parameter_or_moment(name: str) -> None:
+    spoiled = build(4, name=name)
     before = copy.deepcopy(spoiled.model.state_dict())
     fit(spoiled, 2, 4, spoil=lambda update: True)
     for name, value in spoiled.model.state_dict().items():
@@ -258,6 +259,11 @@ def decayed(model: LanguageModel) -> set[str]:
     assert [group["weight_decay"] for group in groups] == [0.1, 0]
     assert {id(p) for group in groups for p in group["params"]} == set(map(id, model.parameters()))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # The same are orthogonalised, where they may be.
+    own, other = build_optimizer(model, dataclasses.replace(optim, name="muon")).param_groups
+    assert (own["kind"], other["kind"], other["weight_decay"]) == ("muon", "adam", 0)
+    assert list(map(id, own["params"])) == list(map(id, groups[0]["params"]))
+    assert [sum(rows) for rows in own["rows"]] == [len(p) for p in own["params"]]
     return {names[id(parameter)] for parameter in groups[0]["params"]}
 
 
@@ -267,6 +273,21 @@ def test_only_the_matrices_of_blocks_decay(kind: str) -> None:
         model = LanguageModel(equipped(kind))
     wanted = {"mlp.up", "mlp.out"} | {f"attention.{name}" for name in MATRICES[kind]}
     assert decayed(model) == {f"blocks.{n}.{name}.weight" for n in range(2) for name in wanted}
+
+
+@pytest.mark.parametrize("kind", registered_variants())
+def test_queries_keys_and_values_are_orthogonalised_apart(kind: str) -> None:
+    with torch.device("meta"):
+        model = LanguageModel(equipped(kind))
+    (group, _) = build_optimizer(model, OptimConfig(tokens_per_update=1, name="muon")).param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rows = {names[id(p)]: own for p, own in zip(group["params"], group["rows"], strict=True)}
+    attention: Any = model.blocks[0].attention
+    name = f"blocks.0.attention.{attention.qkv_name}.weight"
+    assert rows[name] == attention.qkv_widths
+    assert {
+        len(own) for other, own in rows.items() if "qkv" not in other and "qtv" not in other
+    } == {1}
 
 
 def test_a_sharded_model_decays_the_same() -> None:

@@ -78,6 +78,7 @@ class QKV(nn.Module):
     coordinates = 1  # of a query or key, for each of a value: K = coordinates x V
     in_float32 = False  # whether queries and keys get at least float32, before they are rotated
     rotary: Rotary | None = None
+    fused_rows: dict[str, tuple[int, ...]]  # for the optimizer (modules/roles.py)
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -101,6 +102,7 @@ class QKV(nn.Module):
         V, H, G = self.head_dim, self.num_heads, self.num_key_heads
         K = self.coordinates * V
         self.qkv_widths = K * H, K * G, V * G
+        self.fused_rows = {f"{self.qkv_name}.weight": self.qkv_widths}
         self.rotary = None if rotary is None else rotary(K)
         setattr(self, self.qkv_name, self.shape.projection(sum(self.qkv_widths)))
         if qk_norm:
