@@ -115,7 +115,7 @@ def orthogonalized(
     a, b, c = COEFFICIENTS
     wide = torch.promote_types(matrices.dtype, torch.float32)
     norm = torch.linalg.vector_norm(matrices, dim=(1, 2), keepdim=True, dtype=wide)
-    x = matrices / (norm + _FLOOR).to(matrices.dtype)
+    x: Tensor = matrices / (norm + _FLOOR).to(matrices.dtype)
     with without_autocast(x):
         for _ in range(ITERATIONS):
             y = x @ x.mT
