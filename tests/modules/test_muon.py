@@ -85,6 +85,14 @@ def test_steps_are_those_of_the_formula(
         torch.testing.assert_close(found.double(), wanted, rtol=0, atol=tolerance)
 
 
+def test_in_16_bits_directions_are_nearly_the_same() -> None:
+    stacked = torch.stack([gradients(number)[1] for number in range(3)])  # (3, 8, 24)
+    found, wanted = orthogonalized(stacked.bfloat16()), orthogonalized(stacked)
+    assert found.dtype == torch.bfloat16
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
+    assert wanted.norm() == pytest.approx((3 * 8) ** 0.5, rel=0.2)
+
+
 def test_matrices_of_one_shape_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = []
 
