@@ -68,6 +68,11 @@ class RunConfig:
                 raise ValueError(
                     f"data.validation_manifest: missing with {asking}, wanted shards to evaluate on"
                 )
+        if self.trainer.branch_from is not None and self.optim.schedule.name != "wsd":
+            raise ValueError(
+                "trainer.branch_from: found with optim.schedule.name "
+                f"{self.optim.schedule.name}, wanted null, or wsd, which decays last"
+            )
         if self.trainer.train_only is not None and self.trainer.start_from is None:
             raise ValueError(
                 "trainer.start_from: missing with trainer.train_only, which would freeze random "

@@ -28,6 +28,7 @@ COMMANDS = {
     "train": "start a run, or resume it; or train a sweep of runs",
     "status": "show the progress of runs",
     "evaluate": "measure a run's checkpoint",
+    "average": "write the mean of a run's last checkpoints as a run folder",
     "generate": "continue a prompt",
     "export": "write a checkpoint as a folder that transformers loads",
     "report": "draw figures and tables of an MLflow experiment, and a page that shows them all",

@@ -10,6 +10,7 @@ from longhaul.configs.loader import flatten, to_dict
 from longhaul.datamodules.corpus import Corpus
 from longhaul.datamodules.files.plain_text import plain
 from longhaul.datamodules.files.untrusted import parse_json, read_regular, shown
+from longhaul.pipeline.checkpoints.training_state import TrainingState
 from longhaul.pipeline.runs.folder import RunFolder
 from longhaul.pipeline.system.environment import Environment
 
@@ -66,7 +67,7 @@ def write_card(
     run: RunFolder,
     config: RunConfig,
     checkpoint: Path,
-    progress: dict[str, Any],
+    state: TrainingState,
     corpus: Corpus,
     parameters: int,
     *,
@@ -79,12 +80,12 @@ def write_card(
         run: has the evaluations of the checkpoint, and the commit.
         config: of the run.
         checkpoint: of the run.
-        progress: the step and tokens of the checkpoint.
+        state: of the checkpoint.
         corpus: that the model was trained on.
         parameters: number of elements in all weights.
         adds_bos: whether the exported tokenizer puts bos before a text.
     """
-    rows = _rows(run, config, checkpoint, progress, corpus)
+    rows = _rows(run, config, checkpoint, state, corpus)
     text = _TEXT.format(
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
         name=_escaped(config.name),
@@ -104,11 +105,12 @@ def _rows(
     run: RunFolder,
     config: RunConfig,
     checkpoint: Path,
-    progress: dict[str, Any],
+    state: TrainingState,
     corpus: Corpus,
 ) -> dict[str, dict[str, object]]:
     """The rows of the tables of model, data and training."""
     model, trainer, optim = config.model, config.trainer, config.optim
+    progress, steps = state.progress, ", ".join(f"{step:,}" for step in state.averaged_steps)
     return {
         "model": {
             "variant": ", ".join(model.kinds),
@@ -126,8 +128,9 @@ def _rows(
         },
         "training": {
             "run": f"{config.name}, {checkpoint.name}",
-            "budget": f"{progress['tokens']:,} of {trainer.max_tokens:,} tokens, "
-            f"{progress['step']:,} updates of {optim.tokens_per_update:,}",
+            "budget": f"{progress.tokens:,} of {trainer.max_tokens:,} tokens, "
+            f"{progress.step:,} updates of {optim.tokens_per_update:,}",
+            **({"weights": f"the mean of those after the updates {steps}"} if steps else {}),
             "context": f"{config.data.context:,} tokens",
             "optimizer": f"{optim.name}, learning rate {optim.learning_rate:g}, "
             f"{optim.schedule.name} schedule",

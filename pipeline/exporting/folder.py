@@ -1,6 +1,5 @@
 """Writes a checkpoint as a folder that transformers loads without longhaul."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,14 +65,14 @@ def _write(run: RunFolder, checkpoint: Path, target: Path, shard_bytes: int) -> 
         model = LanguageModel(config.model)
     names = verify(checkpoint, only=("model",))
     tensors = _weights(checkpoint, names, model)
-    progress = dataclasses.asdict(read_state(checkpoint, TrainingState).progress)
+    state = read_state(checkpoint, TrainingState)
 
     with atomic_folder(target) as folder:
         write_shards(folder, tensors, shard_bytes)
         adds_bos, pad_id = write_tokenizer(folder, tokenizer, config.model.vocabulary)
         write_model_files(folder, config, corpus, model, code, pad_id)
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        write_card(folder, run, config, checkpoint, progress, corpus, parameters, adds_bos=adds_bos)
+        write_card(folder, run, config, checkpoint, state, corpus, parameters, adds_bos=adds_bos)
         saved = SavedCheckpoint(checkpoint, "model", verified=names)
         check_export(folder, model, saved, tokenizer)
 

@@ -96,7 +96,7 @@ class Recorder:
 
         Args:
             progress: where training starts.
-            saved: the checkpoint it resumes from, if any.
+            saved: the checkpoint it resumes from, if any, of this run or of trainer.branch_from.
             model: for its FLOPs per token.
             hosts: host name of each rank.
             device: of this rank.
@@ -104,7 +104,9 @@ class Recorder:
         config, folder = self._config, self._folder
         before = stored_config(folder) if folder.config_file.exists() else None
         # What has saved nothing yet starts over, with the files that are here now.
-        changed = [] if saved is None else folder.changed_sources(config.model.kinds)
+        kinds, origin = config.model.kinds, saved and RunFolder(saved.path.parent.parent)
+        changed = origin.changed_sources(kinds) if origin else []
+        is_branch = origin is not None and origin.path != folder.path
         record_data(folder, config.data)
         folder.record_start(config)
         self.tracker.start()
@@ -116,7 +118,9 @@ class Recorder:
         self._progress_line.begin(progress)
         if self._source is not None:
             logger.info("the run begins with the weights of %s", self._source)
-        if saved is not None:  # missing in MLflow if the run was killed right after the save
+        if saved is not None and is_branch:
+            logger.info("the run goes on from %s", saved.path)
+        elif saved is not None:  # missing in MLflow if the run was killed right after the save
             self.tracker.log_checkpoint(saved.path, progress.step)
         if len(hosts) > 1:
             self._stragglers = StragglerReport(self._ranks_file, hosts)
