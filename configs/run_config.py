@@ -55,11 +55,15 @@ class RunConfig:
             if any(ord(character) < 32 for character in getattr(self, key)):
                 raise ValueError(f"{key}: found {getattr(self, key)!r}, wanted one line of text")
         self._check_divisibility()
-        if self.data.context % self.trainer.context_parallel:
-            raise ValueError(
-                f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
-                f"divisor of data.context = {self.data.context}"
-            )
+        contexts = {"data.context": self.data.context}
+        for number, cut in enumerate(self.data.short_first):
+            contexts[f"data.short_first.{number}.context"] = cut.context
+        for key, context in contexts.items():
+            if context % self.trainer.context_parallel:
+                raise ValueError(
+                    f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
+                    f"divisor of {key} = {context}"
+                )
         for asking, is_asked in (
             ("slurm.then evaluate", "evaluate" in self.slurm.then),
             ("evaluation.tasks", bool(self.evaluation.tasks)),

@@ -206,13 +206,13 @@ class Pretraining(LightningModule):
             self._add_by_source(row_losses.all().view_as(target), batch["source"])
         self._micro_step += 1
         if is_last:
-            self.last_update = self._update(self._loss_sum, context=batch["target"].shape[1])
+            self.last_update = self._update(self._loss_sum)
             self._micro_step, self._loss_sum, self._source_sums = 0, None, None
             if self._is_stock:
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
 
-    def _update(self, loss_sum: Tensor, context: int) -> Update:
+    def _update(self, loss_sum: Tensor) -> Update:
         """Set the rate, make a step unless the update is bad, and advance the counters."""
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
@@ -243,7 +243,7 @@ class Pretraining(LightningModule):
             progress.skipped.append(skip)
             progress.skipped_in_a_row += 1
         progress.samples += self.samples_per_update
-        progress.tokens += self.samples_per_update * context
+        progress.tokens += self.optim.tokens_per_update
         return Update(loss, norm, learning_rate, skip, self._source_losses())
 
     def _add_by_source(self, losses: Float[Tensor, "b T"], source: Int[Tensor, "b"]) -> None:

@@ -28,6 +28,7 @@ from longhaul.pipeline.tracking.mlflow_run import absolute_uri
 _FIXED = (
     "model.",
     "data.context",
+    "data.short_first",
     "data.shuffle_shards",
     "data.validation_tokens",
     "optim.",

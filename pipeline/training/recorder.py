@@ -80,7 +80,8 @@ class Recorder:
         self._ranks_file = folder.log_file.with_name("ranks.jsonl")
         self._progress_line = ProgressLine(config.name, config.num_updates)
         self._stragglers: StragglerReport | None = None
-        self._peak_tokens_per_second: float | None = None  # of all devices together
+        # Of all devices together, by the length of sequences; empty where it is not known.
+        self._peak_tokens_per_second: dict[int, float] = {}
         # Metrics that are measured at some updates only; the next recorded update includes them.
         self._pending: dict[str, float] = {}
 
@@ -133,8 +134,9 @@ class Recorder:
                 torch.cuda.get_device_name(device),
             )
             return
-        flops = training_flops(model, config.data.context, device)
-        self._peak_tokens_per_second = len(hosts) * peak / flops
+        for context in (config.data.context, *(one.context for one in config.data.short_first)):
+            flops = training_flops(model, context, device)
+            self._peak_tokens_per_second[context] = len(hosts) * peak / flops
 
     def record(
         self,
@@ -174,9 +176,13 @@ class Recorder:
         self._pending = {}
         if reserved := max(rank.reserved_bytes for rank in ranks):
             values["train/reserved_memory_bytes"] = reserved
-        if self._peak_tokens_per_second is not None:
+        data, before = self._config.data, progress.tokens - self._config.optim.tokens_per_update
+        context = data.context_at(before)
+        if data.short_first:
+            values["train/context"] = context
+        if self._peak_tokens_per_second:
             values["train/model_flops_utilisation"] = (
-                tokens_per_second / self._peak_tokens_per_second
+                tokens_per_second / self._peak_tokens_per_second[context]
             )
         self.tracker.log("train", progress.step, values)
 
