@@ -99,8 +99,11 @@ class RunConfig:
 
     @property
     def num_updates(self) -> int:
-        """Number of updates in the budget, which the last may exceed by less than one update."""
-        return -(-self.trainer.max_tokens // self.optim.tokens_per_update)
+        """Number of updates in the budget, which the last may exceed by less than one update.
+
+        Larger updates count as several.
+        """
+        return self.optim.num_steps(self.trainer.max_tokens)
 
     def _has_learned_initial_state(self) -> bool:
         attentions = map(self.model.attention_of, range(self.model.layers))

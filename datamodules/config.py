@@ -61,7 +61,7 @@ class CutConfig:
     """Tokens of a piece, a divisor of `data.context`, and more than in the entry before."""
 
     until_tokens: AtLeastOne
-    """Trained tokens up to which samples are cut so, rounded up to a whole number of updates."""
+    """Trained tokens up to which samples are cut so, rounded up to `optim.tokens_per_update`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,11 +49,29 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LargerUpdateConfig:
+    """An entry of `optim.larger_updates`: the size of updates from a number of tokens on."""
+
+    at_tokens: int
+    """Tokens trained before, rounded up to a whole number of updates."""
+
+    factor: int
+    """Size in `tokens_per_update`, 2 or more, whose root the learning rate is multiplied by."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "at_tokens", least=1, prefix="optim.larger_updates.")
+        check_bounds(self, "factor", least=2, most=1 << 20, prefix="optim.larger_updates.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The optimizer, its schedule, the size of an update, and what to do about spikes."""
 
     tokens_per_update: int
     """Tokens per update, over all ranks; a whole number of micro-batches on every rank."""
+
+    larger_updates: list[LargerUpdateConfig] = field(default_factory=list)
+    """Larger updates from later tokens on, in their order, each with the keys below."""
 
     name: Literal["adam", "adamw"] = "adamw"
     """adam | adamw: the optimizer."""
@@ -102,6 +121,33 @@ class OptimConfig:
             raise ValueError(
                 "optim.spike_sigma: found null with optim.on_spike rewind, wanted a number"
             )
+        starts = [one.at_tokens for one in self.larger_updates]
+        for number, (before, start) in enumerate(pairwise(starts), 1):
+            if start <= before:
+                raise ValueError(
+                    f"optim.larger_updates.{number}.at_tokens: found {start}, wanted more than the "
+                    f"{before} before it"
+                )
+
+    def update_factor(self, tokens: int) -> int:
+        """Size of the update that begins after so many trained tokens, in `tokens_per_update`.
+
+        It counts as so many steps.
+        """
+        factors = (one.factor for one in self.larger_updates[::-1] if one.at_tokens <= tokens)
+        return next(factors, 1)
+
+    def num_steps(self, tokens: int) -> int:
+        """Steps of the fewest updates that have so many tokens together."""
+        step = 0
+        ends = [one.at_tokens for one in self.larger_updates]
+        for end in (*ends, tokens):
+            end = min(end, tokens)
+            missing = -(-end // self.tokens_per_update) - step
+            if missing > 0:
+                factor = self.update_factor(step * self.tokens_per_update)
+                step += -(-missing // factor) * factor
+        return step
 
 
 def parameter_groups(model: LanguageModel, config: OptimConfig) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from longhaul.modules.optim import (
     learning_rate_factor,
     set_learning_rate,
 )
-from longhaul.modules.progress import Progress
+from longhaul.modules.progress import Progress, is_passed
 from longhaul.modules.skipped_updates import Skip, reason_to_skip
 
 _RECENT_LOSSES = 100
@@ -43,6 +43,7 @@ class Update:
     gradient_norm: float  # before clipping
     learning_rate: float
     skip: Skip | None  # set if the update was skipped
+    steps: int = 1  # that it counts as
     source_losses: tuple[float, ...] = ()  # the mean of each source; NaN where it has no sample
 
 
@@ -140,8 +141,8 @@ class Pretraining(LightningModule):
 
         Args:
             model, optim: what is trained, and how.
-            accumulation: micro-batches of a rank per update.
-            samples_per_update: samples that all ranks together consume per update.
+            accumulation: micro-batches of a rank per `optim.tokens_per_update`.
+            samples_per_update: samples that all ranks together consume in these.
             max_tokens: budget, at which the schedule of the learning rate ends.
             train_only: freezes all parameters outside submodules of that name.
             num_sources: number of sources whose losses are told apart; batches then hold `source`.
@@ -189,14 +190,15 @@ class Pretraining(LightningModule):
             batch_idx: not read.
         """
         self.last_update = None
-        is_last = self._micro_step == self.accumulation - 1
+        size = self.optim.update_factor(self.progress.tokens)
+        is_last = self._micro_step == size * self.accumulation - 1
         tokens, target = self._own_part(batch["input"]), self._own_part(batch["target"])
         row_losses = RowLosses() if self._num_sources else None
         with self._parallelism.accumulating(is_last):
             loss = self.model.loss(
                 tokens, target, is_first=batch.get("is_first"), row_losses=row_losses
             )
-            loss = loss / self.accumulation
+            loss = loss / (size * self.accumulation)
             self.manual_backward(loss)
         # No zero to begin with: it would have to be copied to the device, which first finishes the
         # whole backward pass.
@@ -206,17 +208,20 @@ class Pretraining(LightningModule):
             self._add_by_source(row_losses.all().view_as(target), batch["source"])
         self._micro_step += 1
         if is_last:
-            self.last_update = self._update(self._loss_sum)
+            self.last_update = self._update(self._loss_sum, size)
             self._micro_step, self._loss_sum, self._source_sums = 0, None, None
             if self._is_stock:
                 self._log(self.last_update)
                 self.check_skips(self.last_update)
 
-    def _update(self, loss_sum: Tensor) -> Update:
-        """Set the rate, make a step unless the update is bad, and advance the counters."""
+    def _update(self, loss_sum: Tensor, size: int) -> Update:
+        """Set the rate, make a step unless the update is bad, and advance the counters.
+
+        `size` is that of the update, in `optim.tokens_per_update`.
+        """
         progress = self.progress
         factor = learning_rate_factor(self.optim.schedule, progress.tokens, self.max_tokens)
-        learning_rate = self.optim.learning_rate * factor
+        learning_rate = self.optim.learning_rate * factor * math.sqrt(size)
         # Lightning's wrapper counts the steps for a plain trainer.
         own: Any = self.optimizers() if self._is_stock else self.trainer.optimizers[0]
         optimizer: Optimizer = own
@@ -232,19 +237,20 @@ class Pretraining(LightningModule):
             lambda loss: reason_of(loss) is None,
         )
 
-        progress.step += 1
+        progress.step += size
         skip: Skip | None = None
         if applied:
             progress.skipped_in_a_row = 0
             progress.recent_losses = [*progress.recent_losses, loss][-_RECENT_LOSSES:]
         else:
-            first, after = progress.samples, progress.samples + self.samples_per_update
+            first, after = progress.samples, progress.samples + size * self.samples_per_update
             skip = Skip(progress.step, first, after - 1, is_spike=reason_of(loss) == "spike")
             progress.skipped.append(skip)
             progress.skipped_in_a_row += 1
-        progress.samples += self.samples_per_update
-        progress.tokens += self.optim.tokens_per_update
-        return Update(loss, norm, learning_rate, skip, self._source_losses())
+        progress.samples += size * self.samples_per_update
+        progress.tokens += size * self.optim.tokens_per_update
+        sources = self._source_losses()
+        return Update(loss, norm, learning_rate, skip, steps=size, source_losses=sources)
 
     def _add_by_source(self, losses: Float[Tensor, "b T"], source: Int[Tensor, "b"]) -> None:
         """Add losses and tokens of each source, without a wait for the device."""
@@ -289,7 +295,7 @@ class Pretraining(LightningModule):
         }
         self.log_dict(metrics, logger=False)  # for callbacks
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self.progress.step % every == 0:
+        if every and is_passed(every, self.progress.step, update.steps):
             for logger in self.loggers:
                 logger.log_metrics(metrics, self.progress.step)
 

@@ -54,6 +54,7 @@ def _only_updates(config: RunConfig, folder: Path) -> RunConfig:
         trainer=dataclasses.replace(
             config.trainer, max_tokens=tokens, start_from=None, branch_from=None
         ),
+        optim=dataclasses.replace(config.optim, larger_updates=[]),
         checkpoint=dataclasses.replace(config.checkpoint, every_tokens=_NEVER),
         tracking=dataclasses.replace(config.tracking, uri=f"sqlite:///{folder}/mlflow.db"),
     )

@@ -59,6 +59,7 @@ class CheckpointStore:
         *,
         keep_last: int,
         keep_every: int | None = None,
+        longest_update: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         """Prepare the store; nothing is written before the first save.
@@ -68,12 +69,14 @@ class CheckpointStore:
             keep_last: number of newest checkpoints that are kept, >= 1.
             keep_every: checkpoints at multiples of this many steps are kept for ever. None prunes
                 these as well.
+            longest_update: most steps of an update, each of which may pass such a multiple.
             group: gloo process group of the ranks that save together. It must be used for nothing
                 else, since saves communicate at the same time as training. None for one process.
         """
         self.folder = folder
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.longest_update = longest_update
         self._group = group
         self._is_first = group is None or dist.get_rank(group) == 0
         self._is_pinned = torch.cuda.is_available()
@@ -248,7 +251,7 @@ class CheckpointStore:
         # What has a later step is not this run's, and counts for nothing: it may hold no weights.
         known = [p for p in checkpoint_folders(self.folder) if step_of(p) <= step_of(newest)]
         for path in known[: -self.keep_last]:
-            if self.keep_every and step_of(path) % self.keep_every == 0:
+            if self.keep_every and step_of(path) % self.keep_every < self.longest_update:
                 continue
             # Renamed first, so that a crash during the removal does not leave a folder that looks
             # like a damaged checkpoint.

@@ -301,15 +301,15 @@ def _with_paths(config: RunConfig, change: Callable[[str], str]) -> RunConfig:
         places = {name: changed(place) for name, place in data.manifests(key).items()}
         data = data.with_manifests(key, places)
     trainer = config.trainer
-    sources = {key: getattr(trainer, key) for key in ("start_from", "branch_from")}
+    start_from, branch_from = (
+        one and changed(one) for one in (trainer.start_from, trainer.branch_from)
+    )
     uri = tracking.uri
     if uri.startswith(SQLITE):
         uri = SQLITE + change(uri.removeprefix(SQLITE))
     return dataclasses.replace(
         config,
         data=data,
-        trainer=dataclasses.replace(
-            trainer, **{key: one and changed(one) for key, one in sources.items()}
-        ),
+        trainer=dataclasses.replace(trainer, start_from=start_from, branch_from=branch_from),
         tracking=dataclasses.replace(tracking, uri=uri),
     )

@@ -16,7 +16,7 @@ from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.kernels.backend import resolve_backend
 from longhaul.modules.language_model import LanguageModel
 from longhaul.modules.pretraining import Update
-from longhaul.modules.progress import Progress
+from longhaul.modules.progress import Progress, is_passed
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.checkpoints.reader import SavedCheckpoint
 from longhaul.pipeline.runs.data import record_data
@@ -147,13 +147,15 @@ class Recorder:
     ) -> None:
         """Record an update, skipped or not."""
         seconds = ranks[0].seconds
-        tokens_per_second = self._config.optim.tokens_per_update / seconds
+        tokens = update.steps * self._config.optim.tokens_per_update
+        tokens_per_second = tokens / seconds
         self._progress_line.update(progress, update, tokens_per_second)
         self._record_ranks(progress.step, ranks)
         if update.skip is not None:
             self._record_skip(update.skip, update)
         every = self._config.tracking.every_updates
-        if progress.step % every and progress.step < self._config.num_updates:
+        is_due = is_passed(every, progress.step, update.steps)
+        if not is_due and progress.step < self._config.num_updates:
             return
         values = {
             "curves/train_loss": update.loss,
@@ -169,15 +171,14 @@ class Recorder:
             **self._pending,
         }
         read = self._data.read_by(progress.samples)
-        for (name, (tokens, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
-            values |= {f"train/tokens/{name}": tokens, f"train/epochs/{name}": epochs}
+        for (name, (count, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
+            values |= {f"train/tokens/{name}": count, f"train/epochs/{name}": epochs}
             if not math.isnan(loss):  # which it is where the update had no sample of it
                 values[f"train/loss/{name}"] = loss
         self._pending = {}
         if reserved := max(rank.reserved_bytes for rank in ranks):
             values["train/reserved_memory_bytes"] = reserved
-        data, before = self._config.data, progress.tokens - self._config.optim.tokens_per_update
-        context = data.context_at(before)
+        data, context = self._config.data, self._config.data.context_at(progress.tokens - tokens)
         if data.short_first:
             values["train/context"] = context
         if self._peak_tokens_per_second:

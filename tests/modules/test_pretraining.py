@@ -23,7 +23,12 @@ from torch.utils.data import DataLoader
 from longhaul.modules import pretraining
 from longhaul.modules.attention import Attention, attention_config, registered_variants
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
-from longhaul.modules.optim import OptimConfig, build_optimizer, set_learning_rate
+from longhaul.modules.optim import (
+    LargerUpdateConfig,
+    OptimConfig,
+    build_optimizer,
+    set_learning_rate,
+)
 from longhaul.modules.pretraining import Pretraining
 from longhaul.modules.skipped_updates import Skip
 from longhaul.pipeline.distributed.blocks import device_mesh, shard
@@ -114,6 +119,31 @@ def test_micro_batches_average_to_the_whole_batch() -> None:
     assert parts.last_update is not None
     assert whole.last_update is not None
     assert parts.last_update.loss == pytest.approx(whole.last_update.loss, rel=1e-5)
+
+
+def test_a_larger_update_averages_over_more_and_its_rate_grows_with_the_root() -> None:
+    larger = LargerUpdateConfig(at_tokens=SAMPLES * CONTEXT + 1, factor=3)
+    module = build(4, larger_updates=[larger], beta2=0.9, gradient_clip=0.3)
+    model = copy.deepcopy(module.model).double()
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.9), weight_decay=0)
+    whole = next(iter(batches(5, 5 * SAMPLES)))
+    wanted = []
+    # Two updates of 8 samples and, from 256 tokens on, one of 24.
+    for rows, size in ((slice(0, 8), 1), (slice(8, 16), 1), (slice(16, 40), 3)):
+        optimizer.param_groups[0]["lr"] = 6e-4 * size**0.5
+        loss = model.loss(whole["input"][rows], whole["target"][rows])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        wanted.append(loss.item())
+    assert fit(module, 5, 4) == pytest.approx(wanted, rel=1e-5)
+    progress = module.progress
+    assert (progress.step, progress.samples, progress.tokens) == (5, 40, 40 * CONTEXT)
+    assert module.last_update is not None
+    assert module.last_update.steps == 3
+    for found, right in zip(module.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=1e-3, atol=2e-5)
 
 
 def test_losses_of_sources_change_no_bit_of_the_training() -> None:
