@@ -76,6 +76,8 @@ def write_card(folder: Path, manifest: Manifest) -> None:
         "",
         *_table(("key", "value"), options),
     ]
+    for leftover in folder.glob(f".{CARD_NAME}.*.tmp"):  # of a process that was killed here
+        leftover.unlink(missing_ok=True)
     write_atomically(folder / CARD_NAME, "\n".join(lines) + "\n")
 
 

@@ -224,7 +224,10 @@ def test_a_sample_is_traced_to_its_documents(tmp_path: Path, capsys: Output, nam
 
 def test_a_card_is_written_beside_the_shards(tmp_path: Path) -> None:
     manifest = write(tmp_path / "a", concatenated(TEXTS), source={"kind": "text", "a|b": "x" * 400})
+    leftover = tmp_path / "a" / f".{CARD_NAME}.0123.tmp"
+    leftover.touch()
     write_card(tmp_path / "a", manifest)
+    assert not leftover.exists()
     card = (tmp_path / "a" / CARD_NAME).read_text()
     assert "| documents | 7, 1 of them without their end |" in card
     assert "| 16 | 31 | 3 | 62 |" in card
