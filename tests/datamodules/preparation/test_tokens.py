@@ -437,11 +437,11 @@ DAMAGED = {
     "a missing part": (
         foreign("saved"),
         remove("saved/data-00001-of-00002.arrow"),
-        "does not exist",
+        "state.json: lists 'data-00001-of-00002.arrow', which is not there",
     ),
     "a selection": (
         *(foreign("saved"), put("saved/indices.arrow", 0, b"")),
-        "found a selection of rows",
+        "found indices.arrow, a selection of rows by an old version of datasets",
     ),
     "a cut shard of ours": (own, cut("own/train-000001.tar"), "bytes, wanted"),
     "a shard of another tokenizer": (
