@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary, raw_tokens
 from longhaul.datamodules.preparation.token_files.sources import Items, StoredItems, Stream
-from longhaul.datamodules.preparation.token_files.stored import Stored
+from longhaul.datamodules.preparation.token_files.stored import Stored, check_size
 
 NPY_MAGIC = b"\x93NUMPY"
 _BLOCK = 1 << 16
@@ -103,8 +103,5 @@ def npy_tokens(path: Path) -> Stored:
             f"{path}: found an array of {dtype} with {len(shape)} dimensions, wanted whole numbers "
             "in one dimension"
         )
-    size, wanted = path.stat().st_size, offset + shape[0] * dtype.itemsize
-    if size != wanted:
-        short = ": a cut copy" if size < wanted else ""
-        raise ValueError(f"{path}: found {size:,} bytes, wanted {wanted:,}{short}")
+    check_size(path, offset + shape[0] * dtype.itemsize)
     return Stored(path, dtype, shape[0], offset)
