@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,13 +23,7 @@ from longhaul.datamodules.preparation.token_files.sources import (
     StreamUnit,
 )
 from longhaul.datamodules.preparation.token_files.stored import Joined
-from longhaul.datamodules.preparation.units import (
-    Job,
-    Part,
-    open_units_folder,
-    prepare_units,
-    tokenize_part,
-)
+from longhaul.datamodules.preparation.units import Job, Part, prepare_units
 from longhaul.datamodules.tokenizer import Tokenizer
 
 # It changes when equal files and options give other documents than before.
@@ -176,19 +171,21 @@ def prepare_tokens(
         docs_per_shard=docs_per_shard,
         validation_fraction=validation_fraction,
         workers=workers,
+        part=part,
         tokenized=tokenized,
         packed=packed,
     )
-    if (manifests := open_units_folder(job)) is not None:
-        return manifests
-    settings = (_VERSION, UNIT_TOKENS, tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    return prepare_units(job, partial(_units_of, files, job))
+
+
+def _units_of(files: TokenFiles, job: Job) -> dict[str, Unit]:
+    """The units by their keys, which depend on the names and sizes of all files."""
+    options = (job.tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    settings = (_VERSION, UNIT_TOKENS, *options, files.found.separator, job.validation_fraction)
     units: dict[str, Unit] = {}
     for number, unit in enumerate(files.units):
         if isinstance(unit, StreamUnit):
-            unit = replace(unit, validation_fraction=validation_fraction)
-        key = repr((*settings, files.found.separator, validation_fraction, number))
+            unit = replace(unit, validation_fraction=job.validation_fraction)
+        key = repr((*settings, number))
         units[hashlib.sha256(key.encode()).hexdigest()[:32]] = unit
-    if part is None:
-        return prepare_units(job, units)
-    tokenize_part(job, units, part)
-    return []
+    return units
