@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -211,6 +212,18 @@ def test_the_separator_is_guessed_from_the_first_documents(
         assert files.found.reason.endswith("; 2 end with id 2, which --eos may name")
         with pytest.raises(ValueError, match=r"2 documents 0 begin .* wanted one after each text"):
             open_token_files([tmp_path], TOKENIZER, raw="uint16", separator="after")
+
+
+def test_long_rows_of_a_table_of_bounds_take_no_memory(tmp_path: Path) -> None:
+    raw(tmp_path / "p.npy", [1] * 1000)
+    rows = (f"{n},{n + 1},{'x' * 60_000}\n" for n in range(1000))
+    (tmp_path / "p.csv.gz").write_bytes(gzip.compress("".join(rows).encode(), 1))
+    tracemalloc.start()
+    files = open_token_files([tmp_path], TOKENIZER, raw="uint16")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(documents_of(files)) == 1000
+    assert peak < 10 << 20
 
 
 def test_documents_without_tokens_are_no_corpus(tmp_path: Path) -> None:
