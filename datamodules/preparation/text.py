@@ -13,17 +13,12 @@ from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import parse_json, read_regular
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.documents import Document, Unit
-from longhaul.datamodules.preparation.formats import (
-    WHOLE_FILE,
-    FilePart,
-    Text,
-    parts_of,
-    texts_of,
-)
+from longhaul.datamodules.preparation.formats import Text, parts_of, texts_of
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.resumable import Progress
 from longhaul.datamodules.preparation.source_files import SourceFiles, files_in_validation
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
+from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE, FilePart
 from longhaul.datamodules.preparation.units import Job, Part, prepare_units
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import Tokenizer
