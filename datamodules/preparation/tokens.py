@@ -72,21 +72,16 @@ def open_token_files(
         ValueError: in one line, what is damaged or not known.
     """
     vocabulary = Vocabulary(tokenizer)
-    recognised = recognise(sources, Options(vocabulary, raw, column))
-    found = find_separator(recognised.sources, vocabulary, separator)
-    digest = hashlib.sha256()
-    files = 0
-    for source in recognised.sources:
-        for path in source.files:
-            name = f"{source.name}\0{path.name}\0{path.stat().st_size}\n"
-            digest.update(name.encode(errors="surrogateescape"))
-            files += 1
+    kind, parts = recognise(sources, Options(vocabulary, raw, column))
+    found = find_separator(parts, vocabulary, separator)
+    files = [(part.name, path) for part in parts for path in part.files]
+    lines = [f"{name}\0{path.name}\0{path.stat().st_size}\n" for name, path in files]
     return TokenFiles(
-        recognised.format,
+        kind,
         found,
-        tuple(_units(recognised.sources, vocabulary, found.separator)),
-        digest.hexdigest(),
-        files,
+        tuple(_units(parts, vocabulary, found.separator)),
+        hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest(),
+        len(files),
         raw,
         column,
     )

@@ -51,16 +51,8 @@ class _Index:
     chunks: object = None
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """Files of one format."""
-
-    format: str
-    sources: tuple[Items | Stream, ...]
-
-
-def recognise(paths: Sequence[Path], options: Options) -> Recognised:
-    """What these files and folders hold.
+def recognise(paths: Sequence[Path], options: Options) -> tuple[str, tuple[Items | Stream, ...]]:
+    """The format of these files and folders, and what they hold.
 
     Raises:
         ValueError: one cannot be read, or is damaged, or they have several formats.
@@ -78,7 +70,7 @@ def recognise(paths: Sequence[Path], options: Options) -> Recognised:
         raise ValueError(
             f"{', '.join(map(str, paths))}: found no file of tokens, wanted {READABLE}"
         )
-    return Recognised(formats[0], tuple(source for _, source in found))
+    return formats[0], tuple(source for _, source in found)
 
 
 def _without_companions(paths: Sequence[Path]) -> list[Path]:
