@@ -77,7 +77,7 @@ class FileTokenizer(Tokenizer):
         return _rebuilt, (type(self), self.content, self._where, tuple(given.items()))
 
 
-# A worker gets the same one with every unit, and building it takes up to a second.
+# A worker gets the same one with every unit, and building it takes some tenths of a second.
 @functools.lru_cache(maxsize=1)
 def _rebuilt(
     kind: Callable[..., FileTokenizer], content: bytes, where: str, given: tuple[Any, ...]
