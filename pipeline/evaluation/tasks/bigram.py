@@ -52,7 +52,7 @@ def count_bigrams(data: DataConfig) -> np.ndarray:
             for number, start in enumerate(shard.starts):
                 block = shard.tokens[start : start + source.document_tokens]
                 read = block[:-1]
-                if has_mask:
+                if has_mask and shard.ends:
                     read = read.copy()
                     read[shard.ends[number][:-1] - 1] = corpus.bos_id
                 counts += pair_counts(read, block[1:], corpus.vocab_size)
