@@ -42,8 +42,8 @@ def open_stores(config: DataConfig, corpus: Corpus) -> tuple[ShardStore, ...]:
 
 
 def _check_cache(config: DataConfig, corpus: Corpus) -> None:
-    # A group that is read and the one that is fetched, and one shard read and one fetched more by
-    # each worker that is ahead of the others.
+    # The group that is read, and the next, which is fetched. A worker ahead of the others may read
+    # one shard more, and have one more fetched.
     count = 2 * config.shuffle_shards + 2 * config.workers
     sizes = [
         sorted((shard.bytes for shard in source.shards), reverse=True)[:count]

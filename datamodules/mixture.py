@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
     at_tokens: Annotated[int, Field(ge=0, le=1 << 62)]
     """Trained before. It is rounded up to a whole number of updates."""
-    weights: dict[str, Weight]
+    weights: Annotated[dict[str, Weight], Field(min_length=1)]
     """An integer for each source that is read, by its name."""
 
 
@@ -54,7 +54,7 @@ def integer_weights(weights: Mapping[str, float]) -> dict[str, int]:
     """Weights as integers, those of 0 left out.
 
     Whole numbers with a sum of at most 2^20 stay as they are. Others become millionths of their
-    sum, by largest remainders, and 1 at least. What is written as a decimal is taken as written.
+    sum, by largest remainders, and 1 at least. Here 0.1 is a tenth, and not the float next to it.
     """
     exact = {name: Fraction(repr(weight)) for name, weight in weights.items() if weight}
     total = sum(exact.values())

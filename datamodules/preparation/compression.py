@@ -80,7 +80,8 @@ def _open_streams(new: Callable[[], Any], file: IO[bytes]) -> Any:
     return io.BufferedReader(_Streams(new, file))
 
 
-def _open_with_arrow(codec: str, file: IO[bytes]) -> Any:
+def open_with_arrow(codec: str, file: IO[bytes]) -> Any:
+    """The content of a stream in a codec of Arrow's."""
     # Imported here, because it is slow and only these files need it.
     import pyarrow
 
@@ -102,8 +103,8 @@ COMPRESSIONS = (
         partial(_open_streams, bz2.BZ2Decompressor),
     ),
     Compression("xz", ".xz", rb"\xfd7zXZ\0", partial(_open_streams, _xz)),
-    Compression("zstd", ".zst", rb"\x28\xb5\x2f\xfd", partial(_open_with_arrow, "zstd")),
-    Compression("lz4", ".lz4", rb"\x04\x22\x4d\x18", partial(_open_with_arrow, "lz4")),
+    Compression("zstd", ".zst", rb"\x28\xb5\x2f\xfd", partial(open_with_arrow, "zstd")),
+    Compression("lz4", ".lz4", rb"\x04\x22\x4d\x18", partial(open_with_arrow, "lz4")),
 )
 
 

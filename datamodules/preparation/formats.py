@@ -24,8 +24,7 @@ from longhaul.datamodules.preparation.text_files.json_lines import (
     parts_of_lines,
 )
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
-from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE as WHOLE_FILE
-from longhaul.datamodules.preparation.text_files.parts import FilePart as FilePart
+from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE, FilePart
 from longhaul.datamodules.preparation.text_files.tables import (
     arrow_texts,
     is_arrow,

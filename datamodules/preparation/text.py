@@ -13,24 +13,13 @@ from longhaul.datamodules.files.locks import lock
 from longhaul.datamodules.files.untrusted import parse_json, read_regular
 from longhaul.datamodules.manifest import Manifest
 from longhaul.datamodules.preparation.documents import Document, Unit
-from longhaul.datamodules.preparation.formats import (
-    WHOLE_FILE,
-    FilePart,
-    Text,
-    parts_of,
-    texts_of,
-)
+from longhaul.datamodules.preparation.formats import Text, parts_of, texts_of
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.resumable import Progress
 from longhaul.datamodules.preparation.source_files import SourceFiles, files_in_validation
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
-from longhaul.datamodules.preparation.units import (
-    Job,
-    Part,
-    open_units_folder,
-    prepare_units,
-    tokenize_part,
-)
+from longhaul.datamodules.preparation.text_files.parts import WHOLE_FILE, FilePart
+from longhaul.datamodules.preparation.units import Job, Part, prepare_units
 from longhaul.datamodules.shards import Tokens
 from longhaul.datamodules.tokenizer import Tokenizer
 
@@ -116,9 +105,6 @@ def prepare_text(
     whole files might leave nothing for a part. Texts without a token are skipped. The tokens after
     the last whole block are dropped, since padding would repeat text. The manifest counts both.
 
-    Args:
-        part: units to tokenize, and nothing else; another call packs them. None is everything.
-
     Returns:
         The manifest, or those of `train` and `validation`; none of a part.
     """
@@ -141,16 +127,11 @@ def prepare_text(
         docs_per_shard=docs_per_shard,
         validation_fraction=validation_fraction,
         workers=workers,
+        part=part,
         tokenized=tokenized,
         packed=packed,
     )
-    if (manifests := open_units_folder(job)) is not None:
-        return manifests
-    units = text_units(corpus, job)
-    if part is None:
-        return prepare_units(job, units)
-    tokenize_part(job, units, part)
-    return []
+    return prepare_units(job, partial(text_units, corpus, job))
 
 
 def cuts_files(corpus: SourceFiles, validation_fraction: float) -> bool:

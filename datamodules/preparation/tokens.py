@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,13 +23,7 @@ from longhaul.datamodules.preparation.token_files.sources import (
     StreamUnit,
 )
 from longhaul.datamodules.preparation.token_files.stored import Joined
-from longhaul.datamodules.preparation.units import (
-    Job,
-    Part,
-    open_units_folder,
-    prepare_units,
-    tokenize_part,
-)
+from longhaul.datamodules.preparation.units import Job, Part, prepare_units
 from longhaul.datamodules.tokenizer import Tokenizer
 
 # It changes when equal files and options give other documents than before.
@@ -77,21 +72,16 @@ def open_token_files(
         ValueError: in one line, what is damaged or not known.
     """
     vocabulary = Vocabulary(tokenizer)
-    recognised = recognise(sources, Options(vocabulary, raw, column))
-    found = find_separator(recognised.sources, vocabulary, separator)
-    digest = hashlib.sha256()
-    files = 0
-    for source in recognised.sources:
-        for path in source.files:
-            name = f"{source.name}\0{path.name}\0{path.stat().st_size}\n"
-            digest.update(name.encode(errors="surrogateescape"))
-            files += 1
+    kind, parts = recognise(sources, Options(vocabulary, raw, column))
+    found = find_separator(parts, vocabulary, separator)
+    files = [(part.name, path) for part in parts for path in part.files]
+    lines = [f"{name}\0{path.name}\0{path.stat().st_size}\n" for name, path in files]
     return TokenFiles(
-        recognised.format,
+        kind,
         found,
-        tuple(_units(recognised.sources, vocabulary, found.separator)),
-        digest.hexdigest(),
-        files,
+        tuple(_units(parts, vocabulary, found.separator)),
+        hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest(),
+        len(files),
         raw,
         column,
     )
@@ -176,19 +166,21 @@ def prepare_tokens(
         docs_per_shard=docs_per_shard,
         validation_fraction=validation_fraction,
         workers=workers,
+        part=part,
         tokenized=tokenized,
         packed=packed,
     )
-    if (manifests := open_units_folder(job)) is not None:
-        return manifests
-    settings = (_VERSION, UNIT_TOKENS, tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    return prepare_units(job, partial(_units_of, files, job))
+
+
+def _units_of(files: TokenFiles, job: Job) -> dict[str, Unit]:
+    """The units by their keys, which depend on the names and sizes of all files."""
+    options = (job.tokenizer.sha256, files.fingerprint, files.raw, files.column)
+    settings = (_VERSION, UNIT_TOKENS, *options, files.found.separator, job.validation_fraction)
     units: dict[str, Unit] = {}
     for number, unit in enumerate(files.units):
         if isinstance(unit, StreamUnit):
-            unit = replace(unit, validation_fraction=validation_fraction)
-        key = repr((*settings, files.found.separator, validation_fraction, number))
+            unit = replace(unit, validation_fraction=job.validation_fraction)
+        key = repr((*settings, number))
         units[hashlib.sha256(key.encode()).hexdigest()[:32]] = unit
-    if part is None:
-        return prepare_units(job, units)
-    tokenize_part(job, units, part)
-    return []
+    return units

@@ -1,7 +1,7 @@
 """Prepare the documents of units: tokenize each unit into a file, and pack these into shards."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -61,6 +61,8 @@ class Job:
     """Share of the documents that is for validation; 0: there is no such folder."""
     workers: int = 1
     """Processes that tokenize. They change no byte of the result."""
+    part: Part | None = None
+    """Units to tokenize, and nothing else; another job packs them. None is everything."""
     tokenized: Progress = _nothing
     """Called with the number of tokens in unit files so far."""
     packed: Progress = _nothing
@@ -104,9 +106,7 @@ class Job:
 
     def template(self, split: str) -> Manifest:
         """The manifest of a split, without its shards."""
-        packing = {**asdict(self.packing), "packing": self.packing.kind}
-        del packing["kind"]
-        packing["document_tokens"] = packing.pop("block_tokens")
+        packing = asdict(self.packing)
         return Manifest(
             tokenizer=self.tokenizer.name,
             tokenizer_sha256=self.tokenizer.sha256,
@@ -118,6 +118,8 @@ class Job:
             boundaries="ends",
             source={
                 **self.source,
+                "packing": packing.pop("kind"),
+                "document_tokens": packing.pop("block_tokens"),
                 **packing,
                 "tokenizer_sha256": self.tokenizer.sha256,
                 "validation_fraction": self.validation_fraction,
@@ -128,11 +130,35 @@ class Job:
         )
 
 
-def open_units_folder(job: Job) -> list[Manifest] | None:
-    """Make the folder of the unit files; or the manifests, if all shards are there already.
+def prepare_units(job: Job, units: Callable[[], Mapping[str, Unit]]) -> list[Manifest]:
+    """Write the shards of units, or finish an interrupted preparation.
 
-    Raises ValueError where the destination holds something else.
+    Args:
+        job: what is prepared.
+        units: finds them, by a key, in their order. Unit files of equal keys have equal content.
+
+    Returns:
+        The manifest, or those of `train` and `validation`; none of a part.
+
+    Raises:
+        ValueError: a unit is damaged, a split does not fill a block, or the destination holds
+            something else.
     """
+    if (manifests := _open_units_folder(job)) is not None:
+        return manifests
+    found = units()
+    if job.part is None:
+        return _write_shards(job, found)
+    _tokenize(job, dict(list(found.items())[job.part.index :: job.part.of]))
+    return []
+
+
+def _tokenize(job: Job, units: Mapping[str, Unit]) -> None:
+    tokenize_units(units, job.units_folder, job.form, workers=job.workers, progress=job.tokenized)
+
+
+def _open_units_folder(job: Job) -> list[Manifest] | None:
+    """Make the folder of the unit files; or the manifests, if all shards are there already."""
     finished = [finished_manifest(path, job.template(name)) for name, path in job.splits.items()]
     manifests = [manifest for manifest in finished if manifest is not None]
     if len(manifests) == len(finished):
@@ -149,33 +175,12 @@ def open_units_folder(job: Job) -> list[Manifest] | None:
     return None
 
 
-def tokenize_part(job: Job, units: Mapping[str, Unit], part: Part) -> None:
-    """Tokenize the units of a part, whose files `prepare_units` then finds, on any machine."""
-    chosen = dict(list(units.items())[part.index :: part.of])
-    tokenize_units(chosen, job.units_folder, job.form, workers=job.workers, progress=job.tokenized)
-
-
-def prepare_units(job: Job, units: Mapping[str, Unit]) -> list[Manifest]:
-    """Write the shards of units, or finish an interrupted preparation.
-
-    `open_units_folder` has been called.
-
-    Args:
-        units: by a key, in their order. Unit files of equal keys have equal content.
-
-    Returns:
-        The manifest, or those of `train` and `validation`.
-
-    Raises:
-        ValueError: a unit is damaged, or a split does not fill a block.
-    """
+def _write_shards(job: Job, units: Mapping[str, Unit]) -> list[Manifest]:
     with (job.units_folder / _LOCK_NAME).open("ab") as file:
         if not lock(file.fileno()):
             raise ValueError(f"{job.destination}: another preparation is writing into it")
         try:
-            tokenize_units(
-                units, job.units_folder, job.form, workers=job.workers, progress=job.tokenized
-            )
+            _tokenize(job, units)
         except ValueError:
             # What is finished need not be read again once the source is mended.
             if not any(unit_path(job.units_folder, key).exists() for key in units):

@@ -260,8 +260,9 @@ def _remove(path: Path) -> bool:
 
 def _bytes_unless_abandoned(path: Path) -> int:
     """The size of an unfinished file; one whose process was killed is removed."""
-    with path.open("rb+") as file:
+    # One whose fetch fails is removed at any time.
+    with suppress(FileNotFoundError), path.open("rb+") as file:
         if not hold(file.fileno(), alone=True, waits=False):
             return os.fstat(file.fileno()).st_size
         path.unlink()
-        return 0
+    return 0

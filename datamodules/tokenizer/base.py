@@ -2,7 +2,7 @@
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,15 @@ class FileTokenizer(Tokenizer):
     def __reduce__(self) -> Any:
         # Some libraries' own pickles forget that special tokens in a text are text.
         given = {"bos": self.bos_id, "eos": self.eot_id, **self._options}
-        return functools.partial(type(self), **given), (self.content, self._where)
+        return _rebuilt, (type(self), self.content, self._where, tuple(given.items()))
+
+
+# A worker gets the same one with every unit, and building it takes some tenths of a second.
+@functools.lru_cache(maxsize=1)
+def _rebuilt(
+    kind: Callable[..., FileTokenizer], content: bytes, where: str, given: tuple[Any, ...]
+) -> FileTokenizer:
+    return kind(content, where, **dict(given))
 
 
 def check_characters(text: str, where: str) -> None:

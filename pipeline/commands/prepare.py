@@ -4,11 +4,13 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.source_files import STANDARD_LIBRARY
 from longhaul.datamodules.preparation.text import FEW_FILES
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 from longhaul.datamodules.preparation.token_files.sources import Separator
 from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES
+from longhaul.datamodules.preparation.units import Part
 from longhaul.datamodules.tokenizer import BUILT_IN, PATTERNS
 
 _TOKENIZERS = (
@@ -29,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     text = corpora.add_parser(
         "text",
-        help="files or folders of text, JSON lines or .parquet; `stdlib` is Python's own sources",
+        help="files or folders of text, JSON lines, .parquet, .arrow or webdataset tars; `stdlib` "
+        "is Python's own sources",
     )
     # One more positional for DST would not tell what is missing where one path is given.
     text.add_argument(
@@ -146,11 +149,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _part(text: str) -> tuple[int, int]:
-    index, slash, of = text.partition("/")
-    if not (slash and index.isdecimal() and of.isdecimal() and int(index) < int(of)):
-        raise argparse.ArgumentTypeError(f"found {text!r}, wanted I/N with I from 0 to N-1")
-    return int(index), int(of)
+def _part(text: str) -> Part:
+    index, _, of = text.partition("/")
+    try:
+        return Part(int(index), int(of))
+    except ValueError:
+        message = f"found {text!r}, wanted I/N with I from 0 to N-1"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def main(args: argparse.Namespace) -> int:
@@ -165,9 +170,6 @@ def main(args: argparse.Namespace) -> int:
             args.source, args.destination, rows=args.rows, docs_per_shard=args.docs_per_shard
         )
         return 0
-    from longhaul.datamodules.preparation.packing import Packing
-    from longhaul.datamodules.preparation.units import Part
-
     *sources, destination = args.paths
     if not sources:
         raise ValueError(
@@ -185,7 +187,7 @@ def main(args: argparse.Namespace) -> int:
         "eos": args.eos,
         "pattern": args.pattern,
         "workers": args.workers,
-        "part": None if args.part is None else Part(*args.part),
+        "part": args.part,
     }
     if args.corpus == "tokens":
         prepare_from_tokens(

@@ -8,7 +8,7 @@ import urllib.request
 from pathlib import Path
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.config import ManifestKey, key_of
+from longhaul.datamodules.config import ManifestKey
 from longhaul.datamodules.corpus import Corpus, corpus_of
 from longhaul.datamodules.urls import SQLITE, local_path
 from longhaul.modules.optim import num_moments, parameter_groups
@@ -77,7 +77,8 @@ def check_shards(config: RunConfig, first: int) -> Finding:
         except (FileNotFoundError, ValueError) as error:
             # A missing corpus may be on a mount that only this node lacks.
             fault = "either" if isinstance(error, FileNotFoundError) else "input"
-            remedy = f"set {key_of(next(iter(places)), key)}, or prepare it"
+            # Which of several sources it is, the error tells.
+            remedy = f"set {f'data.{key}' if '' in places else 'data.sources'}, or prepare it"
             return Finding("FAILURE", "shards", str(error), remedy, fault)
         if corpus.vocab_size > config.model.vocabulary:
             text = f"{', '.join(places.values())} has {corpus.vocab_size} ids"

@@ -76,6 +76,8 @@ def write_card(folder: Path, manifest: Manifest) -> None:
         "",
         *_table(("key", "value"), options),
     ]
+    for leftover in folder.glob(f".{CARD_NAME}.*.tmp"):  # of a process that was killed here
+        leftover.unlink(missing_ok=True)
     write_atomically(folder / CARD_NAME, "\n".join(lines) + "\n")
 
 
@@ -93,7 +95,6 @@ def _report(corpus: Corpus, manifest: Manifest, found: Statistics) -> dict[str, 
     else:
         texts = [one_line(tokenizer.decode(one.tokens.tolist())) for one in found.samples]
         reason = ""
-    content = dataclasses.asdict(manifest)
     return {
         "manifest": manifest.location,
         "format_version": manifest.format_version,
@@ -111,7 +112,7 @@ def _report(corpus: Corpus, manifest: Manifest, found: Statistics) -> dict[str, 
         "padding_tokens": 0,
         "dropped_tokens": manifest.dropped_tokens,
         "empty_texts": manifest.empty_texts,
-        "dropped": content.get("dropped", {}),
+        "dropped": {reason: dataclasses.asdict(lost) for reason, lost in manifest.dropped.items()},
         "lengths": [one._asdict() for one in found.bins],
         "samples": [
             {
@@ -177,8 +178,8 @@ def _dropped(manifest: Manifest) -> list[tuple[str, str]]:
             f"({manifest.dropped_tokens / total:.2%}), {manifest.empty_texts:,} empty texts",
         )
     ]
-    for reason, lost in dataclasses.asdict(manifest).get("dropped", {}).items():
-        text = f"{lost['tokens']:,} tokens of {lost['documents']:,} documents"
+    for reason, lost in manifest.dropped.items():
+        text = f"{lost.tokens:,} tokens of {lost.documents:,} documents"
         rows.append((f"dropped by {one_line(reason)}", text))
     return rows
 

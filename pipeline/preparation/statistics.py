@@ -18,7 +18,7 @@ _BINS = 64
 # A packer puts all pieces of a document within so many tokens. What is still not whole then has
 # lost its end, and is not waited for any longer.
 _MOST_WAITING = 64 << 20
-# Pieces that come before others of their document are held until those come, so many tokens of all.
+# A piece that comes too early is held until those before it have come: so many tokens in all.
 _MOST_HELD = 32 << 20
 _SAMPLES, _SAMPLE_TOKENS = 3, 96
 

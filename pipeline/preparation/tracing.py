@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 
 from longhaul.configs import RunConfig
-from longhaul.datamodules.corpus import corpus_of
 from longhaul.datamodules.files.untrusted import one_line
 from longhaul.pipeline.preparation.statistics import open_store, pieces_of
+from longhaul.pipeline.runs.data import present_corpus
+from longhaul.pipeline.runs.folder import RunFolder
 
 _SHOWN_TOKENS = 96
 
@@ -27,8 +28,10 @@ def trace(config: RunConfig, number: int) -> dict[str, Any]:
     if number < 0:
         raise ValueError(f"--sample: found {number}, wanted 0 or more")
     data = config.data
-    corpus = corpus_of(data)
-    order = corpus.training_order(data.context, config.trainer.seed, data.shuffle_shards)
+    corpus = present_corpus(RunFolder.of(config), data, "manifest")
+    order = corpus.training_order(
+        data.context, config.trainer.seed, data.shuffle_shards, config.samples_per_update
+    )
     found = order.locate_many(np.array([number], np.int64))
     source, epoch, position, block, window = (int(part[0]) for part in found)
     manifest = corpus.sources[source]

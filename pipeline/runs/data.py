@@ -34,7 +34,7 @@ def check_run(config: RunConfig) -> None:
         if not places or any(map(is_remote, places.values())):
             continue
         try:
-            corpus = _present_corpus(folder, data, key)
+            corpus = present_corpus(folder, data, key)
             if key == "manifest":
                 order = corpus.training_order(
                     data.context, 0, data.shuffle_shards, config.samples_per_update
@@ -84,7 +84,7 @@ def record_data(folder: RunFolder, data: DataConfig) -> None:
     """
     for key, name in _RECORDS.items():
         if data.manifests(key):
-            corpus = _present_corpus(folder, data, key)
+            corpus = present_corpus(folder, data, key)
             corpus.record(folder.data / name, with_tokenizer=key == "manifest")
 
 
@@ -98,7 +98,7 @@ def copy_records(source: RunFolder, target: RunFolder) -> None:
             corpus.record(target.data / name, with_tokenizer=key == "manifest")
 
 
-def _present_corpus(folder: RunFolder, data: DataConfig, key: ManifestKey) -> Corpus:
+def present_corpus(folder: RunFolder, data: DataConfig, key: ManifestKey) -> Corpus:
     """The corpus that a key names now, with the stages that its sources have had before."""
     corpus, recorded = corpus_of(data, key), recorded_corpus(folder, key)
     return corpus if recorded is None else corpus.continuing(recorded)

@@ -55,9 +55,9 @@ def _epochs(config: RunConfig, data: TokenDataModule) -> str:
     if not whole.has_names:
         epochs = _budget(config) / whole.num_tokens
         return f"{epochs:.3g} epochs of {config.data.manifest} {there(whole)}"
-    read = data.read_by(config.num_updates * config.samples_per_update)
+    read, each = data.read_by(config.num_updates * config.samples_per_update), whole.each
     return ", ".join(
-        f"{tokens:,} of {name}, {epochs:.3g} epochs {there(whole.each[name])}"
+        f"{tokens:,} of {name}, {epochs:.3g} epochs {there(each[name])}"
         for name, (tokens, epochs) in read.items()
     )
 
@@ -133,8 +133,9 @@ def _stage_warnings(config: RunConfig, data: TokenDataModule) -> Iterator[str]:
     for stage in data.corpus.stages:
         if stage.at_tokens % update:
             begins = -(-stage.at_tokens // update) * update
+            key = "from_tokens" if stage.at_tokens == config.data.from_tokens else "schedule"
             yield (
-                f"data.schedule: {stage.at_tokens:,} are no whole number of updates of {update:,} "
+                f"data.{key}: {stage.at_tokens:,} are no whole number of updates of {update:,} "
                 f"tokens, so those weights hold from {begins:,} on"
             )
 

@@ -1,6 +1,7 @@
 """Several sources as batches: on any number of ranks, over kills, and what is refused."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,6 +169,18 @@ def test_a_record_gives_names_shards_and_weights_back(mixture: DataConfig, tmp_p
     # What identifies the data read so far is the same whatever comes later.
     assert corpus.fingerprint_at(1000) == Corpus(corpus._named, corpus.stages[:1]).fingerprint
     assert corpus.fingerprint != corpus.fingerprint_at(1000)
+
+
+def test_a_record_without_weights_is_refused(mixture: DataConfig, tmp_path: Path) -> None:
+    corpus = corpus_of(mixture)
+    corpus.load_tokenizer = lambda: None  # type: ignore[assignment,return-value,method-assign]
+    corpus.record(tmp_path / "record", with_tokenizer=True)
+    record = tmp_path / "record" / "sources.json"
+    content = json.loads(record.read_text())
+    content["stages"][0]["weights"] = {}
+    record.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"sources.json: stages.0.*: found \{\}, wanted"):
+        load_record(tmp_path / "record")
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,8 @@ def test_a_copied_file_is_read_as_it_was(tmp_path: Path, kind: str) -> None:
     pickled = pickle.loads(pickle.dumps(built))  # for the workers of a preparation
     text = "ab some </s>"  # a special token is text in the copy too
     assert pickled.encode(text).tolist() == built.encode(text).tolist()
+    # A worker, which gets it with every unit, builds it once.
+    assert pickle.loads(pickle.dumps(built)) is pickled
 
 
 BAD_FILES = {

@@ -71,6 +71,8 @@ import atexit, multiprocessing, os, resource, signal, socket, sys, threading, tr
 from multiprocessing import forkserver
 # What a forked process starts would be forked from the same one.
 multiprocessing.set_start_method(start_method, force=True)
+# A shell lets what it starts in the background ignore interrupts, and so their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.setsid()
 os.chdir(folder)
 os.environ.clear()

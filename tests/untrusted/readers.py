@@ -27,7 +27,7 @@ from mutations import (
     mutate_yaml,
 )
 from safetensors.torch import save
-from table_readers import read_tables, write_tables
+from table_readers import TABLE_TEXTS, read_tables, write_tables
 from text_readers import read_texts, write_texts
 from token_readers import TOKEN_FORMATS
 

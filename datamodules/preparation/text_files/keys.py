@@ -16,7 +16,7 @@ def path_of(record: object, key: str) -> list[str] | None:
     """The names, from the record inwards, of what a key names; None if it is not there.
 
     A name goes before a path: `doc.text` is the field of that name, if there is one, and else
-    `text` of `doc`. Of what is null on the way, the path ends there.
+    `text` of `doc`. The path ends at what is null on the way.
     """
     names: list[str] = []
     while isinstance(record, Mapping):

@@ -22,7 +22,10 @@ from longhaul.datamodules.files.untrusted import (
 )
 from longhaul.datamodules.preparation.text_files.tables import arrow_rows
 
-_STATE, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+_STATE, _INFO = "state.json", "dataset_info.json"
+SPLITS = "dataset_dict.json"
+"""What a folder of splits has, each of which is a folder."""
+
 _SELECTION = "indices.arrow"
 _INTERMEDIATE = "cache-*.arrow"
 _MOST_BYTES = 64 << 20
@@ -74,7 +77,7 @@ def names_to_read(folder: Path, names: Sequence[str]) -> Sequence[str]:
     """
     if is_saved(names):
         return _data_files(folder, names)
-    if _SPLITS in names:
+    if SPLITS in names:
         return _splits(folder, names)
     if intermediate := [name for name in names if fnmatchcase(name, _INTERMEDIATE)]:
         raise ValueError(
@@ -104,7 +107,7 @@ def _data_files(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _splits(folder: Path, names: Sequence[str]) -> list[str]:
-    where = folder / _SPLITS
+    where = folder / SPLITS
     splits = parse_json(_Splits, read_regular(where, _MOST_BYTES), where).splits
     _check_there(where, splits, names)
     if len(splits) > 1:

@@ -55,7 +55,7 @@ def parquet_texts(path: Path, key: str, part: FilePart) -> Iterator[tuple[int, s
         batches = file.iter_batches(
             _PARQUET_ROWS,
             row_groups=list(range(file.num_row_groups))[part.start : part.stop],
-            # Of a nested column, this reads one leaf.
+            # This reads one leaf of a nested column.
             columns=[".".join(names)],
             use_threads=False,
         )

@@ -13,16 +13,10 @@ from typing import IO, NamedTuple
 
 from longhaul.datamodules.files.untrusted import one_line, shown
 from longhaul.datamodules.native import foreign_content
-from longhaul.datamodules.preparation.compression import reading
+from longhaul.datamodules.preparation.archives import files_in
 from longhaul.datamodules.preparation.text_files.json_lines import MOST_TEXT_BYTES, json_text
 from longhaul.datamodules.preparation.text_files.keys import TEXT_KEY
 
-# Headers that hold a name or a comment for the next file, which tarfile reads whole.
-_EXTENDED = (
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-)
-_MOST_HEADER_BYTES = 1 << 20
 _PLAIN, _JSON = ("txt",), ("json", "jsn")
 _PICKLES = ("pkl", "pickle", "pyd")
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^/.]+)\.(?P<ending>[^/]+)", re.DOTALL)
@@ -35,22 +29,6 @@ class _Sample(NamedTuple):
     key: str
     contents: dict[str, bytes | None]
     """By ending; those that cannot be texts are None, and not read."""
-
-
-class _Header(tarfile.TarInfo):
-    """A header that raises where tarfile would take damage for the end of the archive."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_Header":
-        try:
-            header = super().frombuf(buf, encoding, errors)
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            raise
-        except tarfile.HeaderError as error:
-            raise tarfile.ReadError(f"{error}, wanted a header or the end marker") from None
-        if header.type in _EXTENDED and header.size > _MOST_HEADER_BYTES:
-            raise tarfile.ReadError(f"found an extended header of {header.size:,} bytes")
-        return header
 
 
 def is_tar(head: bytes) -> bool:
@@ -107,14 +85,10 @@ def _found(sample: _Sample) -> str:
 
 
 def _samples(file: IO[bytes], path: Path) -> Iterator[_Sample]:
-    with reading(path):
-        archive = tarfile.open(  # noqa: SIM115  the file is closed by whoever opened it
-            fileobj=file, mode="r|", tarinfo=_Header, encoding="utf-8", errors="surrogateescape"
-        )
     sample: _Sample | None = None
-    while (member := _next_member(archive, path)) is not None:
-        parts = _NAME.fullmatch(member.name)
-        if parts is None or not member.isreg() or _SKIPPED.match(member.name):
+    for name, read in files_in(file, path):
+        parts = _NAME.fullmatch(name)
+        if parts is None or _SKIPPED.match(name):
             continue
         key, ending = parts["key"], parts["ending"].lower()
         if sample is None or sample.key != key:
@@ -122,39 +96,7 @@ def _samples(file: IO[bytes], path: Path) -> Iterator[_Sample]:
                 yield sample
             sample = _Sample(key, {})
         if ending in sample.contents:
-            raise ValueError(f"{path}: found {shown(member.name)} twice, wanted it once a sample")
-        sample.contents[ending] = (
-            _content(archive, member, path) if ending in (*_PLAIN, *_JSON) else None
-        )
+            raise ValueError(f"{path}: found {shown(name)} twice, wanted it once a sample")
+        sample.contents[ending] = read(MOST_TEXT_BYTES) if ending in (*_PLAIN, *_JSON) else None
     if sample is not None:
         yield sample
-
-
-def _next_member(archive: tarfile.TarFile, path: Path) -> tarfile.TarInfo | None:
-    with reading(path):
-        member = archive.next()
-        # Else it would keep every header.
-        archive.members.clear()  # type: ignore[attr-defined]
-        if member is None and not _is_over(archive):
-            raise tarfile.ReadError("found more after its end, wanted one archive")
-    return member
-
-
-def _is_over(archive: tarfile.TarFile) -> bool:
-    """Whether only zeros follow."""
-    stream = archive.fileobj
-    while stream is not None and (block := stream.read(1 << 16)):
-        if block.strip(b"\0"):
-            return False
-    return True
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes:
-    if member.size > MOST_TEXT_BYTES:
-        raise ValueError(
-            f"{path}: found {shown(member.name)} of {member.size:,} bytes, wanted "
-            f"{MOST_TEXT_BYTES >> 20} MiB at most"
-        )
-    with reading(path):
-        file = archive.extractfile(member)
-        return b"" if file is None else file.read()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.preparation.token_files.sources import StoredItems
-from longhaul.datamodules.preparation.token_files.stored import Stored
+from longhaul.datamodules.preparation.token_files.stored import Stored, check_size
 
 _log = logging.getLogger(__name__)
 _BLOCK = 1 << 16
@@ -38,7 +38,7 @@ def open_datatrove(name: str, path: Path) -> Datatrove:
     index = path.with_name(f"{path.name}.index")
     if not index.is_file():
         raise ValueError(f"{path}: found no {index.name} beside it, wanted one, the ends of texts")
-    size, index_size = path.stat().st_size, index.stat().st_size
+    index_size = index.stat().st_size
     if index_size % 8 or not index_size:
         raise ValueError(
             f"{index}: found {index_size:,} bytes, wanted a multiple of 8 and one document: a cut "
@@ -56,13 +56,8 @@ def open_datatrove(name: str, path: Path) -> Datatrove:
     tokens = int(before)
     itemsize = _item_size(path)
     if itemsize is None:
-        itemsize = 4 if size == 4 * tokens else 2
-    if size != tokens * itemsize:
-        short = ": a cut copy" if size < tokens * itemsize else ""
-        raise ValueError(
-            f"{path}: found {size:,} bytes, wanted {tokens * itemsize:,} (its index counts "
-            f"{tokens:,} tokens of {itemsize} bytes){short}"
-        )
+        itemsize = 4 if path.stat().st_size == 4 * tokens else 2
+    check_size(path, tokens * itemsize, f"its index counts {tokens:,} tokens of {itemsize} bytes")
     if path.with_name(f"{path.name}.loss").exists():
         _log.warning("%s.loss: the mask of losses is not used: every token is trained on", path)
     stored = Stored(path, np.dtype(f"<u{itemsize}"), tokens)

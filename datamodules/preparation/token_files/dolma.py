@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary, raw_tokens
 from longhaul.datamodules.preparation.token_files.sources import Items, StoredItems, Stream
-from longhaul.datamodules.preparation.token_files.stored import Stored
+from longhaul.datamodules.preparation.token_files.stored import Stored, check_size
 
 NPY_MAGIC = b"\x93NUMPY"
 _BLOCK = 1 << 16
 # A row has two numbers and three names.
 _MOST_ROW_CHARACTERS = 1 << 16
+_MOST_DIGITS = 20
 
 
 @dataclass(frozen=True)
@@ -39,21 +40,25 @@ class Bounded(StoredItems):
         table = self.files[1]
         at = number = 0
         with gzip.open(table, "rb") as raw, io.TextIOWrapper(raw, "utf-8", newline="") as text:
-            rows = csv.reader(_lines(text, table))
+            rows = csv.reader(_lines(text))
             while True:
                 with foreign_content(table, "damaged"):
-                    block = list(islice(rows, _BLOCK))
+                    # The rest of rows may be long, though few compressed bytes.
+                    block = [
+                        [one[:_MOST_DIGITS] for one in row[:2]] for row in islice(rows, _BLOCK)
+                    ]
                 if not block:
                     break
                 ends = np.empty(len(block), np.int64)
                 for place, row in enumerate(block):
                     number += 1
                     bounds = [
-                        int(one) if one.isdecimal() and len(one) < 20 else -1 for one in row[:2]
+                        int(one) if one.isdecimal() and len(one) < _MOST_DIGITS else -1
+                        for one in row
                     ]
                     if len(bounds) != 2 or bounds[0] != at or bounds[1] < at:
                         raise ValueError(
-                            f"{table}:{number}: found {','.join(row[:2])[:60]!a}, wanted start,end "
+                            f"{table}:{number}: found {','.join(row)!a}, wanted start,end "
                             f"with start {at}, the end of the row before"
                         )
                     at = bounds[1]
@@ -70,7 +75,7 @@ class Bounded(StoredItems):
             )
 
 
-def _lines(text: io.TextIOWrapper, path: Path) -> Iterator[str]:
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
     while line := text.readline(_MOST_ROW_CHARACTERS):
         yield line
 
@@ -103,8 +108,5 @@ def npy_tokens(path: Path) -> Stored:
             f"{path}: found an array of {dtype} with {len(shape)} dimensions, wanted whole numbers "
             "in one dimension"
         )
-    size, wanted = path.stat().st_size, offset + shape[0] * dtype.itemsize
-    if size != wanted:
-        short = ": a cut copy" if size < wanted else ""
-        raise ValueError(f"{path}: found {size:,} bytes, wanted {wanted:,}{short}")
+    check_size(path, offset + shape[0] * dtype.itemsize)
     return Stored(path, dtype, shape[0], offset)

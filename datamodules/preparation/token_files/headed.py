@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from longhaul.datamodules.preparation.token_files.sources import Stream
-from longhaul.datamodules.preparation.token_files.stored import Stored
+from longhaul.datamodules.preparation.token_files.stored import Stored, check_size
 
 LITGPT_MAGIC = b"LITPKDS"
 _GPT2_MAGIC, _LLAMA3_MAGIC, _EVALUATION_MAGIC = 20240520, 20240801, 20240522
@@ -61,13 +61,8 @@ def open_litgpt(name: str, path: Path) -> Stream:
 
 
 def _stream(name: str, path: Path, dtype: np.dtype, count: int, header: int) -> Stream:
-    size, wanted = path.stat().st_size, header + count * dtype.itemsize
-    if size != wanted:
-        short = ": a cut copy" if size < wanted else ""
-        raise ValueError(
-            f"{path}: found {size:,} bytes, wanted {wanted:,} (its header counts {count:,} tokens "
-            f"of {dtype.name}){short}"
-        )
+    why = f"its header counts {count:,} tokens of {dtype.name}"
+    check_size(path, header + count * dtype.itemsize, why)
     stored = (Stored(path, dtype, count, header),)
     last = re.search(r"\d+(?=\D*$)", path.name)
     if last is None:

@@ -37,7 +37,6 @@ class _Chunk:
     filename: InnerPath
     chunk_bytes: Count
     chunk_size: Count
-    dim: Count | None = None
 
 
 @dataclass(frozen=True)

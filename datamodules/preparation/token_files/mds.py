@@ -25,6 +25,7 @@ from longhaul.datamodules.preparation.token_files.sources import Items
 from longhaul.datamodules.preparation.token_files.stored import (
     RAW_TYPES,
     Batch,
+    check_size,
     gathered,
     unsigned,
 )
@@ -178,10 +179,7 @@ def _packed(folder: Path, shard: _Shard, where: Path) -> Packed:
     if shard.zip_data is None:
         raise ValueError(f"{where}: found a compressed shard without zip_data, wanted its name")
     path = inner_path(folder, shard.zip_data.basename)
-    found, wanted = path.stat().st_size, shard.zip_data.bytes
-    if found != wanted:
-        short = ": a cut copy" if found < wanted else ""
-        raise ValueError(f"{path}: found {found:,} bytes, wanted {wanted:,} (index.json){short}")
+    check_size(path, shard.zip_data.bytes, "index.json")
     return Packed(path, shard.compression.partition(":")[0], raw.bytes)
 
 

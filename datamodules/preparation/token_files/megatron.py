@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longhaul.datamodules.preparation.token_files.sources import StoredItems
-from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES, Stored
+from longhaul.datamodules.preparation.token_files.stored import RAW_TYPES, Stored, check_size
 
 _log = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"
-# 6 and 7 are uint16 and uint32 in DeepSpeed, and floats elsewhere, in one order or the other.
 _TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
+# uint16 and uint32 in DeepSpeed, and floats elsewhere, in one order or the other.
 _DISPUTED = (6, 7)
 _BLOCK = 1 << 16
 
@@ -80,34 +80,25 @@ def open_megatron(name: str, bin_path: Path, idx_path: Path, raw: str | None) ->
     """
     index = _read_index(idx_path)
     tokens = _check_lengths(idx_path, index)
-    size = bin_path.stat().st_size
     if index.code in _TYPES:
         dtype = np.dtype(_TYPES[index.code])
-        if index.code == 8 and size == 8 * tokens != 0:  # DeepSpeed's
+        if index.code == 8 and bin_path.stat().st_size == 8 * tokens != 0:  # DeepSpeed's
             dtype = np.dtype("u8")
     elif index.code in _DISPUTED and raw is not None:
         dtype = RAW_TYPES[raw]
     else:
-        why = " (projects disagree about 6 and 7); --raw says which" if index.code in (6, 7) else ""
+        why = " (projects disagree about 6 and 7); --raw says which"
         raise ValueError(
-            f"{idx_path}: found dtype code {index.code}, wanted {_codes()}, which are whole "
-            f"numbers{why}"
+            f"{idx_path}: found dtype code {index.code}, wanted 1 to 5 or 8, which are whole "
+            f"numbers{why if index.code in _DISPUTED else ''}"
         )
-    if size != tokens * dtype.itemsize:
-        short = ": a cut copy" if size < tokens * dtype.itemsize else ""
-        raise ValueError(
-            f"{bin_path}: found {size:,} bytes, wanted {tokens * dtype.itemsize:,} (the .idx "
-            f"counts {tokens:,} tokens of {dtype.name}){short}"
-        )
+    why = f"the .idx counts {tokens:,} tokens of {dtype.name}"
+    check_size(bin_path, tokens * dtype.itemsize, why)
     _check_offsets(idx_path, index, dtype.itemsize)
     entries = index.documents
     documents = index.sequences if entries is None else max(0, entries.tokens - 1)
     stored = Stored(bin_path, dtype, tokens)
     return Megatron(name, (bin_path, idx_path), stored, documents, index)
-
-
-def _codes() -> str:
-    return "1 to 5 or 8"
 
 
 def _read_index(path: Path) -> _Index:
@@ -117,7 +108,7 @@ def _read_index(path: Path) -> _Index:
     if head.startswith(MAGIC):
         version, code, sequences, entries = struct.unpack_from("<QBQQ", head, 9)
         whole = {34 + 12 * sequences + 8 * entries: 34, 26 + 12 * sequences: 26}
-        with_modes = 35 + 12 * sequences + 8 * entries - 1 + sequences
+        with_modes = 34 + 13 * sequences + 8 * entries
         if size == with_modes and sequences:
             _check_modes(path, Stored(path, np.dtype("u1"), sequences, size - sequences))
             whole[size] = 34

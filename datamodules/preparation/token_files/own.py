@@ -1,23 +1,40 @@
 """The shards that `longhaul prepare` has written, to be prepared with other options."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from longhaul.datamodules.manifest import load_manifest
+from longhaul.datamodules.manifest import Manifest, load_manifest
 from longhaul.datamodules.preparation.token_files.ids import Vocabulary
 from longhaul.datamodules.preparation.token_files.sources import Items, Stream
-from longhaul.datamodules.preparation.token_files.stored import Stored
-from longhaul.datamodules.preparation.token_files.tars import Tar
-from longhaul.datamodules.shards import MEMBER_SUFFIX, Shard, check_file
+from longhaul.datamodules.preparation.token_files.stored import Batch, Stored
+from longhaul.datamodules.shards import Shard, check_file
+
+
+@dataclass(frozen=True)
+class OwnShard(Items):
+    """A shard whose blocks hold whole documents, or what is kept of them."""
+
+    name: str
+    files: tuple[Path, ...]
+    manifest: Manifest
+    """Its own, which names no other shard."""
+
+    def batches(self) -> Iterator[Batch]:
+        shard, blocks = _opened(self.files[0], self.manifest)
+        shard.check_content(self.manifest.vocab_size)
+        whole = [np.array([self.manifest.document_tokens])] * len(blocks)
+        for block, ends in zip(blocks, shard.ends or whole, strict=True):
+            yield block.read(0, block.tokens), ends.astype(np.int64)
 
 
 def open_own(name: str, folder: Path, vocabulary: Vocabulary) -> Iterator[Items | Stream]:
     """The shards of a folder with a manifest.
 
     Where texts were joined and cut into blocks, a text runs on from one block into the next, and
-    they are one stream. Else the blocks are items, of one text or of several.
+    they are one stream. Else what the shards take for documents are items.
 
     Raises:
         ValueError: they are damaged, or of another tokenizer.
@@ -29,22 +46,28 @@ def open_own(name: str, folder: Path, vocabulary: Vocabulary) -> Iterator[Items 
             f"{manifest.tokenizer_sha256[:12]}, wanted those of {vocabulary.name} with "
             f"{vocabulary.sha256[:12]} (--tokenizer)"
         )
-    dtype = np.dtype(manifest.dtype)
+    source = manifest.source
     is_stream = (
-        manifest.boundaries == "ends"
-        and manifest.source.get("packing", "concat") == "concat"
-        and manifest.source.get("long", "split") == "split"
+        # Version 1 has no ends.
+        (manifest.boundaries == "ends" or source.get("kind") == "text")
+        and source.get("packing", "concat") == "concat"
+        and source.get("long", "split") == "split"
     )
     for number, entry in enumerate(manifest.shards):
         path = folder / entry.name
         check_file(path, entry)
         inner = f"{name}/{entry.name}" if name else entry.name
-        if not is_stream:
-            yield Tar(inner, (path,), MEMBER_SUFFIX[1:])
-            continue
-        shard = Shard(path, entry, manifest.document_tokens, dtype)
-        blocks = tuple(
-            Stored(path, dtype, manifest.document_tokens, start * dtype.itemsize)
-            for start in shard.starts
-        )
-        yield Stream(inner, blocks, str(folder), number)
+        own = replace(manifest, shards=(entry,))
+        if is_stream:
+            yield Stream(inner, _opened(path, own)[1], str(folder), number)
+        else:
+            yield OwnShard(inner, (path,), own)
+
+
+def _opened(path: Path, manifest: Manifest) -> tuple[Shard, tuple[Stored, ...]]:
+    """A shard, which knows where documents end, and its blocks."""
+    length, dtype = manifest.document_tokens, np.dtype(manifest.dtype)
+    has_ends = manifest.boundaries == "ends"
+    shard = Shard(path, manifest.shards[0], length, dtype, has_ends=has_ends)
+    blocks = (Stored(path, dtype, length, start * dtype.itemsize) for start in shard.starts)
+    return shard, tuple(blocks)

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
@@ -15,25 +16,18 @@ from numpy.typing import NDArray
 
 from longhaul.datamodules.files.untrusted import open_regular, shown
 from longhaul.datamodules.native import foreign_content
+from longhaul.datamodules.preparation.compression import open_with_arrow
+from longhaul.datamodules.preparation.token_files.stored import check_size
 
 _WINDOW_BYTES = 1 << 22
+# Offsets are uint32.
+_MOST_BYTES = 1 << 32
 
-
-def _arrow_stream(codec: str) -> Callable[[IO[bytes]], Any]:
-    def opened(file: IO[bytes]) -> Any:
-        # Imported here, because it is slow and only these files need it.
-        import pyarrow
-
-        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), codec)
-
-    return opened
-
-
-_CODECS: dict[str, Callable[[IO[bytes]], Any]] = {
-    "br": _arrow_stream("brotli"),
+_CODECS: dict[str, Callable[[Any], Any]] = {
+    "br": partial(open_with_arrow, "brotli"),
     "bz2": bz2.open,
     "gz": gzip.open,
-    "zstd": _arrow_stream("zstd"),
+    "zstd": partial(open_with_arrow, "zstd"),
 }
 
 
@@ -46,8 +40,8 @@ class Packed:
     """How the whole file is compressed."""
     size: int | None = None
     """Bytes of the content, where something else than the file says so."""
-    most: int = 1 << 32
-    """Bytes that a compressed file may expand to; offsets are uint32."""
+    most: int = _MOST_BYTES
+    """Bytes that a compressed file may expand to, if that is less."""
 
     def check(self) -> None:
         """Raise ValueError unless sizes and offsets agree; a compressed file is not read."""
@@ -57,14 +51,10 @@ class Packed:
                 f"{', '.join(_CODECS)}"
             )
         if self.codec is None:
-            found = self.path.stat().st_size
-            if self.size is not None and found != self.size:
-                short = ": a cut copy" if found < self.size else ""
-                raise ValueError(
-                    f"{self.path}: found {found:,} bytes, wanted {self.size:,} (index.json){short}"
-                )
+            if self.size is not None:
+                check_size(self.path, self.size, "index.json")
             with open_regular(self.path) as file:
-                self._offsets(file, found)
+                self._offsets(file, self.path.stat().st_size)
 
     def items(self) -> Iterator[memoryview]:
         """The bytes of each item."""
@@ -112,7 +102,7 @@ def _content(packed: Packed) -> Iterator[tuple[IO[bytes], int]]:
         if packed.codec is None:
             yield file, packed.path.stat().st_size
             return
-        most = packed.size if packed.size is not None else packed.most
+        most = min(_MOST_BYTES, packed.most if packed.size is None else packed.size)
         with foreign_content(packed.path, "damaged"), _CODECS[packed.codec](file) as stream:
             content = stream.read(most + 1)
     if len(content) > most or (packed.size is not None and len(content) != most):

@@ -7,6 +7,11 @@ from pathlib import Path
 from longhaul.datamodules.files.untrusted import check_regular, parse_json, read_regular
 from longhaul.datamodules.manifest import MANIFEST_NAME
 from longhaul.datamodules.preparation.compression import compression_of
+from longhaul.datamodules.preparation.text_files.saved_datasets import (
+    SPLITS,
+    is_saved,
+    names_to_read,
+)
 from longhaul.datamodules.preparation.token_files import headed, megatron, tables
 from longhaul.datamodules.preparation.token_files.datatrove import open_datatrove
 from longhaul.datamodules.preparation.token_files.dolma import NPY_MAGIC, open_npy
@@ -46,16 +51,8 @@ class _Index:
     chunks: object = None
 
 
-@dataclass(frozen=True)
-class Recognised:
-    """Files of one format."""
-
-    format: str
-    sources: tuple[Items | Stream, ...]
-
-
-def recognise(paths: Sequence[Path], options: Options) -> Recognised:
-    """What these files and folders hold.
+def recognise(paths: Sequence[Path], options: Options) -> tuple[str, tuple[Items | Stream, ...]]:
+    """The format of these files and folders, and what they hold.
 
     Raises:
         ValueError: one cannot be read, or is damaged, or they have several formats.
@@ -73,7 +70,7 @@ def recognise(paths: Sequence[Path], options: Options) -> Recognised:
         raise ValueError(
             f"{', '.join(map(str, paths))}: found no file of tokens, wanted {READABLE}"
         )
-    return Recognised(formats[0], tuple(source for _, source in found))
+    return formats[0], tuple(source for _, source in found)
 
 
 def _without_companions(paths: Sequence[Path]) -> list[Path]:
@@ -104,31 +101,26 @@ def _existing(path: Path) -> Path:
 def _in_folder(folder: Path, options: Options) -> Iterator[tuple[str, Items | Stream]]:
     """What is in a folder and all below it, in the order of names."""
     for name, place in _folders(folder):
-        if (place / "dataset_dict.json").exists():
-            splits = sorted(one.name for one in place.iterdir() if (one / "state.json").exists())
+        names = sorted(one.name for one in place.iterdir())
+        if SPLITS in names:
+            splits = [one for one in names if (place / one / "state.json").exists()]
             raise ValueError(
                 f"{place}: found the splits {', '.join(splits)} of a saved data set, wanted one of "
                 "these folders"
             )
-        if (place / MANIFEST_NAME).exists():
+        if MANIFEST_NAME in names:
             for source in open_own(name, place, options.vocabulary):
                 yield "longhaul", source
-        elif (place / "index.json").exists():
+        elif "index.json" in names:
             yield from _indexed(name, place, options)
-        elif (place / "state.json").exists() and (place / "dataset_info.json").exists():
-            for source in tables.open_saved(name, place, options.column):
-                yield "a saved data set", source
         else:
-            paths = sorted(place.iterdir())
-            # `datasets` keeps the results of each step there, the same rows in several files.
-            if cached := [path for path in paths if path.match("cache-*.arrow")]:
-                raise ValueError(
-                    f"{place}: found {cached[0].name}, a result of a step of `datasets`, wanted "
-                    "the files themselves to be named"
-                )
-            for path in paths:
-                if path.is_file() and path.name[0] != "." and not path.name.endswith(_BESIDE):
-                    yield from _in_file(f"{name}/{path.name}" if name else path.name, path, options)
+            for file in names_to_read(place, names):
+                path, inner = place / file, f"{name}/{file}" if name else file
+                if is_saved(names):
+                    table = tables.open_table(inner, path, "stream", options.column)
+                    yield "a saved data set", table
+                elif path.is_file() and file[0] != "." and not file.endswith(_BESIDE):
+                    yield from _in_file(inner, path, options)
 
 
 def _folders(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -149,7 +149,7 @@ class StreamUnit:
     """The share, at its end, of a file without separators that is for validation."""
 
     def documents(self) -> Iterator[Document]:
-        """As of `Unit`; nothing between two separators is no document."""
+        """As of `Unit`; two separators in a row have no document between them."""
         begin, end = (int(self.stream.starts[part]) for part in self.parts)
         origin = int(self.stream.starts[self.origin])
         if self.separator == "none":

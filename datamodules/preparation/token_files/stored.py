@@ -22,6 +22,14 @@ RAW_TYPES = {
 """How tokens may be stored where the file itself does not say, by the name that `--raw` has."""
 
 
+def check_size(path: Path, wanted: int, why: str = "") -> None:
+    """Raise ValueError unless a file has so many bytes; `why` ends the message, in brackets."""
+    if (found := path.stat().st_size) != wanted:
+        reason = f" ({why})" if why else ""
+        short = ": a cut copy" if found < wanted else ""
+        raise ValueError(f"{path}: found {found:,} bytes, wanted {wanted:,}{reason}{short}")
+
+
 @dataclass(frozen=True)
 class Stored:
     """Tokens in one file."""
@@ -96,7 +104,9 @@ class Joined:
 def batches(
     stored: Stored, blocks: Iterator[NDArray[np.int64]], first: int, last: int
 ) -> Iterator["Batch"]:
-    """The items from number `first` to before `last`, in whole ones of about a window or one item.
+    """Batches of whole items, from number `first` to before `last`.
+
+    A batch has about a window of tokens, or is one longer item.
 
     Args:
         blocks: the ends of all items, ascending.

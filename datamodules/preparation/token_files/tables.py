@@ -1,23 +1,14 @@
-"""Columns of lists of whole numbers in Parquet, Arrow, and data sets that `datasets` has saved."""
+"""Columns of lists of whole numbers in Parquet and Arrow."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
-from longhaul.datamodules.files.untrusted import (
-    InnerPath,
-    inner_path,
-    one_line,
-    open_regular,
-    parse_json,
-    read_regular,
-    shown,
-)
+from longhaul.datamodules.files.untrusted import one_line, open_regular, shown
 from longhaul.datamodules.native import foreign_content
 from longhaul.datamodules.preparation.token_files.mds import USUAL_COLUMNS
 from longhaul.datamodules.preparation.token_files.sources import Items
@@ -31,7 +22,6 @@ MAGICS: dict[bytes, Kind] = {
 }
 _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 _ROWS = 256
-_MOST_STATE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -98,35 +88,6 @@ def _check_end(path: Path) -> None:
                 f"{path}: found no end of the Arrow stream, wanted one in the last "
                 f"{len(_STREAM_END)} bytes: a cut copy"
             )
-
-
-@dataclass(frozen=True)
-class _DataFile:
-    filename: InnerPath
-
-
-@dataclass(frozen=True)
-class _State:
-    """`state.json` of a saved data set."""
-
-    files: Annotated[list[_DataFile], Field(alias="_data_files", min_length=1)]
-    selections: Annotated[object, Field(alias="_indices_files")] = None
-
-
-def open_saved(name: str, folder: Path, column: str | None) -> list[Items]:
-    """The files of a folder that `Dataset.save_to_disk` wrote, in their order; errors as above."""
-    where = folder / "state.json"
-    state = parse_json(_State, read_regular(where, _MOST_STATE_BYTES), where)
-    if state.selections or (folder / "indices.arrow").exists():
-        raise ValueError(
-            f"{folder}: found a selection of rows (indices.arrow), wanted whole rows: save it "
-            "again with a current version of datasets"
-        )
-    paths = [inner_path(folder, one.filename) for one in state.files]
-    return [
-        open_table(f"{name}/{path.name}" if name else path.name, path, "stream", column)
-        for path in paths
-    ]
 
 
 @contextmanager

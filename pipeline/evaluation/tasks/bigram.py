@@ -32,22 +32,30 @@ LARGEST_VOCABULARY = 4096
 """Above this, the dense table of counts would not fit, and most pairs would never be seen."""
 
 
-def pair_counts(tokens: np.ndarray, vocabulary: int) -> np.ndarray:
-    """How often token b follows a in one contiguous text, as [a, b]."""
-    pairs = tokens[:-1].astype(np.int64) * vocabulary + tokens[1:]
+def pair_counts(read: np.ndarray, following: np.ndarray, vocabulary: int) -> np.ndarray:
+    """How often token b follows a, as [a, b]."""
+    pairs = read.astype(np.int64) * vocabulary + following
     return np.bincount(pairs, minlength=vocabulary**2).reshape(vocabulary, vocabulary)
 
 
 def count_bigrams(data: DataConfig) -> np.ndarray:
-    """`pair_counts` of all training blocks together."""
+    """`pair_counts` of all training blocks together.
+
+    Where documents do not see each other, the bos id is read before the first token of each.
+    """
     corpus = corpus_of(data)
+    has_mask = data.document_mask and corpus.has_ends
     counts = np.zeros((corpus.vocab_size, corpus.vocab_size), dtype=np.int64)
     for source, store in zip(corpus.sources, open_stores(data, corpus), strict=True):
         for position in range(len(store)):
             shard = store[position]
-            for start in shard.starts:
+            for number, start in enumerate(shard.starts):
                 block = shard.tokens[start : start + source.document_tokens]
-                counts += pair_counts(block, corpus.vocab_size)
+                read = block[:-1]
+                if has_mask and shard.ends:
+                    read = read.copy()
+                    read[shard.ends[number][:-1] - 1] = corpus.bos_id
+                counts += pair_counts(read, block[1:], corpus.vocab_size)
     return counts
 
 

@@ -14,6 +14,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from longhaul.datamodules.preparation import archives
 from longhaul.datamodules.preparation.formats import parts_of, texts_of
 from longhaul.datamodules.preparation.source_files import open_sources
 from longhaul.datamodules.preparation.text_files import json_lines, tars
@@ -462,7 +463,7 @@ def test_tars_without_texts_are_refused(
     tmp_path: Path, members: dict[str, bytes], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tars, "MOST_TEXT_BYTES", 100)
-    monkeypatch.setattr(tars, "_MOST_HEADER_BYTES", 200)
+    monkeypatch.setattr(archives, "_MOST_HEADER_BYTES", 200)
     path = tmp_path / "a.tar"
     path.write_bytes(tar(members))
     assert message in refused(path)

@@ -1,6 +1,8 @@
 """How documents are found in tokens, and what is said where the user must say more."""
 
 import gzip
+import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from longhaul.datamodules.preparation import tokens as tokens_module
 from longhaul.datamodules.preparation.packing import Packing
 from longhaul.datamodules.preparation.token_files import sources
 from longhaul.datamodules.preparation.tokens import TokenFiles, open_token_files, prepare_tokens
+from longhaul.datamodules.shards import Shard
 from longhaul.datamodules.tokenizer import build_tokenizer
 from longhaul.pipeline.cli import main
 
@@ -149,6 +152,43 @@ def test_a_wrong_type_of_raw_tokens_is_named_with_the_right_one(
     assert not (tmp_path / "o").exists()
 
 
+PACKINGS = {
+    "cropped": Packing(4, long="crop"),
+    "dropped": Packing(4, long="drop"),
+    "best-fit": Packing(4, "best-fit"),
+    "best-fit, cropped": Packing(4, "best-fit", "crop"),
+}
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+def test_documents_of_own_shards_are_those_that_the_shards_know(
+    tmp_path: Path, packing: Packing
+) -> None:
+    texts = [[1] * 6, [2], [3, 3], [4] * 5, [5], [6, 6], [7]]
+    path = raw(tmp_path / "train.bin", [token for text in texts for token in (*text, END)])
+    files = open_token_files([path], TOKENIZER, raw="uint16")
+    (manifest,) = prepare_tokens(files, tmp_path / "own", TOKENIZER, packing=packing)
+    found = [*documents_of(open_token_files([tmp_path / "own"], TOKENIZER)).values()]
+    assert all(len({*document}) <= 1 for document in found)
+    entry = manifest.shards[0]
+    shard = Shard(tmp_path / "own" / entry.name, entry, 4, np.dtype(manifest.dtype))
+    kept = [shard.tokens[start : start + 4] for start in shard.starts]
+    tokens = np.concatenate(kept)
+    assert sorted(np.concatenate(found)) == sorted(tokens[tokens != END])
+
+
+def test_texts_of_version_1_run_on_into_the_next_block(tmp_path: Path) -> None:
+    path = raw(tmp_path / "train.bin", [1, 1, 1, END, 2, 2, 2, END])
+    files = open_token_files([path], TOKENIZER, raw="uint16")
+    prepare_tokens(files, tmp_path / "own", TOKENIZER, packing=Packing(2), docs_per_shard=3)
+    manifest = tmp_path / "own" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content |= {"format_version": 1, "boundaries": "none", "source": {"kind": "text"}}
+    manifest.write_text(json.dumps(content))
+    found = documents_of(open_token_files([tmp_path / "own"], TOKENIZER))
+    assert [*found.values()] == [[1, 1, 1], [2, 2, 2]]
+
+
 @pytest.mark.parametrize(
     ("items", "separator"),
     [
@@ -172,6 +212,18 @@ def test_the_separator_is_guessed_from_the_first_documents(
         assert files.found.reason.endswith("; 2 end with id 2, which --eos may name")
         with pytest.raises(ValueError, match=r"2 documents 0 begin .* wanted one after each text"):
             open_token_files([tmp_path], TOKENIZER, raw="uint16", separator="after")
+
+
+def test_long_rows_of_a_table_of_bounds_take_no_memory(tmp_path: Path) -> None:
+    raw(tmp_path / "p.npy", [1] * 1000)
+    rows = (f"{n},{n + 1},{'x' * 60_000}\n" for n in range(1000))
+    (tmp_path / "p.csv.gz").write_bytes(gzip.compress("".join(rows).encode(), 1))
+    tracemalloc.start()
+    files = open_token_files([tmp_path], TOKENIZER, raw="uint16")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(documents_of(files)) == 1000
+    assert peak < 10 << 20
 
 
 def test_documents_without_tokens_are_no_corpus(tmp_path: Path) -> None:

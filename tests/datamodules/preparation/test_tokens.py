@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,13 @@ def webdataset(folder: Path) -> Path:
             sample = {"tokens.npy": np.array(document, np.uint16), "json": {"number": number}}
             writer.write({"__key__": f"{number:03}", **sample})
     return folder / "a.tar"
+
+
+def endless_header() -> bytes:
+    """The header of a name of 4 GiB, which a few compressed bytes may hold."""
+    header = tarfile.TarInfo("name")
+    header.type, header.size = tarfile.XHDTYPE, 1 << 32
+    return header.tobuf(tarfile.GNU_FORMAT)
 
 
 def packed_tar(folder: Path) -> Path:
@@ -411,6 +419,14 @@ DAMAGED = {
         *(cut("b.tar", 2048), "found no end of the tar"),
     ),
     "a cut tar.gz": (packed_tar, cut("b.tar.gz"), "damaged"),
+    "a tar with an endless header": (
+        *(webdataset, put("a.tar", 0, endless_header())),
+        "found an extended header of 4,294,967,296 bytes",
+    ),
+    "two tars, one behind the other": (
+        lambda folder: (twice := webdataset(folder), twice.write_bytes(twice.read_bytes() * 2))[0],
+        *(lambda folder: None, "found more after its end, wanted one archive"),
+    ),
     "a cut parquet": (parquet, cut("a.parquet"), "not readable as parquet"),
     "an Arrow stream cut behind a batch": (arrow, cut("a.arrow", -8), "found no end of the Arrow"),
     "offsets of Arrow beyond its values": (
@@ -421,11 +437,11 @@ DAMAGED = {
     "a missing part": (
         foreign("saved"),
         remove("saved/data-00001-of-00002.arrow"),
-        "does not exist",
+        "state.json: lists 'data-00001-of-00002.arrow', which is not there",
     ),
     "a selection": (
         *(foreign("saved"), put("saved/indices.arrow", 0, b"")),
-        "found a selection of rows",
+        "found indices.arrow, a selection of rows by an old version of datasets",
     ),
     "a cut shard of ours": (own, cut("own/train-000001.tar"), "bytes, wanted"),
     "a shard of another tokenizer": (

@@ -194,6 +194,26 @@ def test_what_a_killed_process_has_left_is_removed_and_what_lives_is_not(files, 
     assert sorted(path.name for path in folder.glob(".*")) == [alive.name, ".mine.89abcdef.tmp"]
 
 
+def test_a_fetch_that_fails_while_others_make_room_is_no_error_of_theirs(
+    files, tmp_path, monkeypatch
+) -> None:
+    folder = tmp_path / "cache"
+    use(Cache(folder, None), files[0])
+    (copy,) = (path for path in folder.iterdir() if path.suffix == "")
+    failing = folder / f".{copy.name}.0123abcd.tmp"
+    failing.touch()
+    scandir = os.scandir
+
+    def then_it_fails(path: Path):
+        found = list(scandir(path))
+        failing.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(os, "scandir", then_it_fails)
+    use(Cache(folder, None), files[1])
+    assert kept(folder) == ["0", "1"]
+
+
 @pytest.mark.wide
 def test_a_killed_process_leaves_no_copy_and_its_successor_cleans_up(
     files, server, tmp_path

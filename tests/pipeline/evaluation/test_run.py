@@ -7,19 +7,29 @@ import json
 import math
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 
+from longhaul.datamodules.config import DataConfig, SourceConfig
 from longhaul.datamodules.data_module import TokenDataModule
+from longhaul.datamodules.manifest import Manifest
+from longhaul.datamodules.preparation.resumable import Cursor, prepare_shards
+from longhaul.datamodules.shards import Block
 from longhaul.pipeline.evaluation.registry import TASKS
 from longhaul.pipeline.evaluation.results import Results
 from longhaul.pipeline.evaluation.task import TaskResult
 from longhaul.pipeline.evaluation.tasks import attention, passkey, perplexity, recall, scores
-from longhaul.pipeline.evaluation.tasks.bigram import log_probabilities, pair_counts
+from longhaul.pipeline.evaluation.tasks.bigram import (
+    count_bigrams,
+    log_probabilities,
+    pair_counts,
+)
 from longhaul.pipeline.runs.trained_model import load_trained_model
 
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
@@ -33,7 +43,7 @@ def evaluated(uninterrupted: Run) -> Run:
 
 def test_bigram_is_the_smoothed_count() -> None:
     text = [0, 1, 0, 1, 2, 0, 1]
-    table = log_probabilities(pair_counts(torch.tensor(text).numpy(), 4)).exp()
+    table = log_probabilities(pair_counts(np.array(text[:-1]), np.array(text[1:]), 4)).exp()
     pairs, lefts = Counter(itertools.pairwise(text)), Counter(text[:-1])
     single = Counter(text[1:])
     total = sum(single.values()) + 4
@@ -42,6 +52,50 @@ def test_bigram_is_the_smoothed_count() -> None:
         for b in range(4):
             prior = (single[b] + 1) / total
             assert table[a, b].item() == pytest.approx((pairs[a, b] + prior) / (lefts[a] + 1))
+
+
+def write_block(folder: Path, block: Block) -> None:
+    """Shards of one block of five tokens."""
+
+    class Blocks:
+        version = 1
+
+        def blocks(self, cursor: Cursor | None) -> Iterator[tuple[Block, Cursor]]:
+            yield block, [1]
+
+    template = Manifest(
+        **{"tokenizer": "bytes", "tokenizer_sha256": "0", "vocab_size": 10, "bos_id": 8},
+        **{"eot_id": 9, "document_tokens": 5, "dtype": "uint16"},
+        boundaries="none" if block.ends is None else "ends",
+        shards=(),
+    )
+    prepare_shards(
+        folder,
+        template,
+        Blocks(),
+        docs_per_shard=1,
+        prefix="train",
+        progress=lambda tokens: None,
+    )
+
+
+def test_bigrams_are_counted_as_documents_are_read(tmp_path: Path) -> None:
+    ends = np.array([2, 5], np.uint32)
+    write_block(tmp_path / "s", Block(np.array([1, 9, 2, 3, 9], np.uint16), ends))
+    for has_mask, before in ((True, 8), (False, 9)):
+        data = DataConfig(manifest=str(tmp_path / "s"), context=5, document_mask=has_mask)
+        pairs = {(int(a), int(b)) for a, b in zip(*count_bigrams(data).nonzero(), strict=True)}
+        assert pairs == {(1, 9), (before, 2), (2, 3), (3, 9)}
+
+
+def test_bigrams_are_counted_where_one_of_two_sources_has_no_ends(tmp_path: Path) -> None:
+    sources = {}
+    for name, ends in (("with", np.array([2, 5], np.uint32)), ("without", None)):
+        write_block(tmp_path / name, Block(np.array([1, 9, 2, 3, 9], np.uint16), ends))
+        sources[name] = SourceConfig(manifest=str(tmp_path / name), weight=1)
+    counts = count_bigrams(DataConfig(sources=sources, context=5))
+    pairs = {(int(a), int(b)): int(counts[a, b]) for a, b in zip(*counts.nonzero(), strict=True)}
+    assert pairs == {(1, 9): 2, (8, 2): 1, (9, 2): 1, (2, 3): 2, (3, 9): 2}
 
 
 def test_evaluate_writes_what_a_plain_loop_finds(evaluated: Run) -> None:

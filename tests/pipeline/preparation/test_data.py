@@ -13,6 +13,7 @@ import pytest
 from webdataset.writer import TarWriter
 
 from longhaul.datamodules.corpus import load_corpus
+from longhaul.datamodules.data_module import TokenDataModule
 from longhaul.datamodules.files.untrusted import one_line
 from longhaul.datamodules.manifest import Manifest, ShardEntry
 from longhaul.datamodules.tokenizer import build_tokenizer
@@ -21,6 +22,9 @@ from longhaul.pipeline.preparation import digests, statistics
 from longhaul.pipeline.preparation.digests import Digests
 from longhaul.pipeline.preparation.inspection import CARD_NAME, write_card
 from longhaul.pipeline.preparation.statistics import Bin, measure
+from longhaul.pipeline.preparation.tracing import trace
+from longhaul.pipeline.runs.data import record_data
+from longhaul.pipeline.runs.folder import RunFolder, load_run
 
 SIZE, EOT = 8, 256
 NAME = "caf\udce9.jsonl"  # of a file that is named in Latin-1
@@ -222,9 +226,45 @@ def test_a_sample_is_traced_to_its_documents(tmp_path: Path, capsys: Output, nam
     assert not names or len({*seen}) > 2
 
 
+def test_a_sample_of_several_sources_is_traced_as_training_reads_it(tmp_path: Path) -> None:
+    options = ["data.manifest=null", "data.validation_manifest=null", "data.context=4"]
+    options += ["optim.tokens_per_update=128", "trainer.micro_batch=1", "trainer.max_tokens=1280"]
+    for name, weight in (("a", 0.75), ("b", 0.25)):
+        write(tmp_path / name, concatenated(TEXTS))
+        options += [f"data.sources.{name}.manifest={tmp_path / name}"]
+        options += [f"data.sources.{name}.weight={weight}"]
+    config = load_run("run/demo.yaml", options)
+    data = TokenDataModule(
+        config.data,
+        seed=config.trainer.seed,
+        samples_per_update=config.samples_per_update,
+        micro_batch=1,
+    )
+    assert config.samples_per_update == 32
+    where = data.order.locate_many(np.arange(64))
+    seen = []
+    for number, (source, shard, block) in enumerate(
+        zip(where.source.tolist(), where.shard.tolist(), where.block.tolist(), strict=True)
+    ):
+        found = trace(config, number)
+        seen.append(Path(found["manifest"]).parent.name)
+        assert (seen[-1], found["block"]) == ("ab"[source], block)
+        assert found["shard"] == f"train-{shard:06d}.tar"
+    assert (seen.count("a"), seen.count("b")) == (48, 16)
+    # In a run whose weights have changed, the earlier ones are those that it has recorded.
+    record_data(RunFolder.of(config), config.data)
+    later = load_run(
+        "run/demo.yaml", [*options[:-1], "data.sources.b.weight=9", "data.from_tokens=128"]
+    )
+    assert [Path(trace(later, n)["manifest"]).parent.name for n in range(32)] == seen[:32]
+
+
 def test_a_card_is_written_beside_the_shards(tmp_path: Path) -> None:
     manifest = write(tmp_path / "a", concatenated(TEXTS), source={"kind": "text", "a|b": "x" * 400})
+    leftover = tmp_path / "a" / f".{CARD_NAME}.0123.tmp"
+    leftover.touch()
     write_card(tmp_path / "a", manifest)
+    assert not leftover.exists()
     card = (tmp_path / "a" / CARD_NAME).read_text()
     assert "| documents | 7, 1 of them without their end |" in card
     assert "| 16 | 31 | 3 | 62 |" in card
