@@ -41,7 +41,8 @@ def sections() -> list[Section]:
 def kind_section(kind: str) -> Section:
     """The options of a kind."""
     cls = attention_config(kind)
-    return Section(kind, _first_paragraph(cls), _keys("", cls))
+    keys = (key for section in _sections("", cls) for key in section.keys)
+    return Section(kind, _first_paragraph(cls), tuple(keys))
 
 
 def kind_meaning(kind: str) -> str:
@@ -107,7 +108,7 @@ def _type(hint: Any) -> str:
     if typing.get_origin(hint) is dict:
         return "mapping of layers to mappings with `kind`"
     if typing.get_origin(hint) is list:
-        return "list of text"
+        return "list of numbers" if hint == list[float] else "list of text"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
     return " or ".join("null" if part is type(None) else names[part] for part in types_of(hint))
 

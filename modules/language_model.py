@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, Literal, cast, get_type_hints
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.attention.base import product_flops
 from longhaul.modules.block import MLP, Block
-from longhaul.modules.choices import check_bounds
+from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
 from longhaul.modules.roles import Role
@@ -38,10 +38,19 @@ class LanguageModelConfig:
     """Number of residual blocks, 1 to 1024."""
 
     width: int = 768
-    """Model width D; a multiple of 2 x heads, because rotary positions rotate pairs."""
+    """Model width D; without head_dim a multiple of 2 x heads, because positions rotate pairs."""
 
     heads: int = 12
-    """Number of heads per layer, 1 or more."""
+    """Number of query heads per layer, 1 or more."""
+
+    kv_heads: int | None = None
+    """Number of key and value heads per layer, a divisor of heads; null: as many as heads."""
+
+    head_dim: int | None = None
+    """Width of a head, an even number, 2 or more; null: width / heads."""
+
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
 
     vocabulary: int = 50_304
     """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
@@ -59,19 +68,28 @@ class LanguageModelConfig:
     """The matrix of the logits is that of the embedding; false: it is one of its own."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "model.")
         check_bounds(self, "layers", least=1, most=_MOST_LAYERS, prefix="model.")
         # torch can still count the bytes of vectors of this width for each token id.
-        check_bounds(self, "width", "heads", least=1, most=1 << 20, prefix="model.")
+        check_bounds(self, "width", "heads", "kv_heads", least=1, most=1 << 20, prefix="model.")
+        check_bounds(self, "head_dim", least=2, most=1 << 20, prefix="model.")
         check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
         if len(self.layer_attention) > self.layers:
             raise ValueError(
                 f"model.layer_attention: found {len(self.layer_attention)} entries, wanted at "
                 f"most one for each of {self.layers} layers"
             )
-        if self.width % (2 * self.heads):
+        if self.head_dim is None and self.width % (2 * self.heads):
             raise ValueError(
                 f"model.width: found {self.width}, wanted a multiple of 2 x model.heads = "
                 f"{2 * self.heads}"
+            )
+        if self.head_dim is not None and self.head_dim % 2:
+            raise ValueError(f"model.head_dim: found {self.head_dim}, wanted an even number")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(
+                f"model.kv_heads: found {self.kv_heads}, wanted a divisor of model.heads = "
+                f"{self.heads}"
             )
         used = [self._entry_of(layer) for layer in range(self.layers)]
         for key in self.layer_attention:
@@ -92,9 +110,11 @@ class LanguageModelConfig:
         return LayerShape(
             width=self.width,
             heads=self.heads,
-            key_heads=self.heads,
+            key_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            head_dim=self.width // self.heads if self.head_dim is None else self.head_dim,
             biases=self.biases,
             layer=layer,
+            qk_norm=self.qk_norm,
         )
 
     def build_norm(self) -> nn.Module:
@@ -150,8 +170,13 @@ class LanguageModelConfig:
 
 
 def _attention_of(options: Mapping[str, Any]) -> AttentionConfig:
-    kind, options = options["kind"], {key: options[key] for key in options if key != "kind"}
-    return attention_config(kind)(**options)
+    cls, values = attention_config(options["kind"]), {}
+    hints = get_type_hints(cls)
+    for key, value in options.items():
+        if key != "kind":
+            is_nested = is_dataclass(hints.get(key)) and isinstance(value, Mapping)
+            values[key] = hints[key](**value) if is_nested else value
+    return cls(**values)
 
 
 class Head(nn.Module):

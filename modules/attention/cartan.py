@@ -43,6 +43,8 @@ class CartanConfig(ForgetGateConfig, RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.bilinear or self.generator_per == "pair":
+            self.check_whole_rotary("with bilinear false or generator_per pair, which are of pairs")
         if self.step_size and self.generator != "full":
             raise ValueError(
                 f"step_size: found true with generator {self.generator}, wanted generator full"
@@ -108,15 +110,17 @@ class Cartan(VectorGates):
         self.split_heads(N)
         self.logit, self.step_size, self.gate = None, None, None
         if config.generator != "product":
-            self.logit = ScalarPerHead(shape.width, shape.heads * N)
+            self.logit = ScalarPerHead(shape.width, shape.key_heads * N)
         if config.step_size:
-            self.step_size = ScalarPerHead(shape.width, shape.heads * N)
+            self.step_size = ScalarPerHead(shape.width, shape.key_heads * N)
         if config.generator != "additive":
-            self.gate = ForgetGate(shape.width, shape.heads, config.gate_init, per_head=N)
+            self.gate = ForgetGate(shape.width, shape.key_heads, config.gate_init, per_head=N)
         # Weights times cosines are small, and the usual eps of 1e-5 would dominate their variance.
-        self.norm = nn.GroupNorm(shape.heads, shape.width, eps=1e-10)
+        self.norm = nn.GroupNorm(shape.heads, shape.mixed_width, eps=1e-10)
         self.add_qkv(config.build_rotary)
-        self.diagonal = shape.projection(shape.width) if config.negative_diagonal else None
+        self.diagonal = None
+        if config.negative_diagonal:
+            self.diagonal = shape.projection(shape.key_heads * shape.head_dim)
 
     def initial_carried(self, count: int, device: torch.device) -> dict[str, Tensor]:
         carried = super().initial_carried(count, device)
@@ -174,7 +178,7 @@ class Cartan(VectorGates):
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B W T T"]:
         if self.num_parts == 1:
             return super().weights(x)
-        return self.part_weights(self.operands(x)).sum(dim=2)
+        return self.part_weights(self.of_query_heads(self.operands(x))).sum(dim=2)
 
 
 def log_softplus(x: Tensor) -> Tensor:

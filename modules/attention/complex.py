@@ -42,6 +42,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_whole_rotary("with kind complex, whose pairs are complex numbers")
         if self.learned_sizes and self.decay:
             raise ValueError(
                 "decay: found true with learned_sizes, which starts from the same decays; wanted "
@@ -55,7 +56,7 @@ class ComplexConfig(RotaryConfig, PowerConfig):
 
     def build_rotary(self, width: int) -> Rotary | None:
         # <q_n| R^(n - m) |k_m> is the inner product of R^-n q_n and R^-m k_m.
-        return Rotary(width, base=self.rotary_base, backwards=True)
+        return self.rotary_with(width, base=self.rotary_base, backwards=True)
 
     def build(self, shape: LayerShape) -> Attention:
         return ComplexAttention(self, shape)
@@ -71,6 +72,7 @@ class Eigenvalues(Float32Parameters):
     """
 
     def __init__(self, num_heads: int, num_pairs: int, *, speeds: bool, sizes: bool) -> None:
+        """For key heads: the query heads of a key head share its eigenvalues, as its state."""
         super().__init__()
         self.num_heads = num_heads
         number = num_heads * num_pairs
@@ -135,12 +137,12 @@ class ComplexAttention(VectorGates):
         self.eigenvalues = None
         if config.learned_rates or config.learned_sizes:
             self.eigenvalues = Eigenvalues(
-                self.num_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
+                self.num_key_heads, pairs, speeds=config.learned_rates, sizes=config.learned_sizes
             )
         if config.learned_sizes:
             self.split_heads(pairs)
         if not self.has_amplitudes:
-            self.norm = nn.GroupNorm(self.num_heads, self.model_dim)
+            self.norm = nn.GroupNorm(shape.heads, shape.mixed_width)
 
     def project(
         self, x: Float[Tensor, "B T D"], documents: Documents, carried: dict[str, Tensor]
@@ -186,7 +188,7 @@ class ComplexAttention(VectorGates):
         return (first + second) * total.rsqrt()
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Complex[Tensor, "B H T T"]:
-        operands = self.operands(x)
+        operands = self.of_query_heads(self.operands(x))
         real, imaginary = (
             self.part_weights(OpInputs(operands.q, k, operands.v, operands.sums)).sum(dim=2)
             for k in _keys(operands.k)

@@ -54,6 +54,8 @@ def write_model_files(
         "vocab_size": config.model.vocabulary,
         "hidden_size": config.model.width,
         "num_attention_heads": config.model.heads,
+        "num_key_value_heads": config.model.shape_of(0).key_heads,
+        "head_dim": config.model.shape_of(0).head_dim,
         "num_hidden_layers": config.model.layers,
         "tie_word_embeddings": config.model.tied_head,
         # The context in training; no kind of attention is limited to it.

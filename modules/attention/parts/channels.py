@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longhaul.modules.attention.parts.vector_gates import VectorGates
-from longhaul.modules.attention.power import GatedSum, OpInputs
+from longhaul.modules.attention.power import GatedSum, OpInputs, for_each_query_head
 from longhaul.modules.documents import Documents
 
 
@@ -43,12 +43,12 @@ class Channels(VectorGates):
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         v = v.to(q.dtype)
-        ones = torch.ones_like(v[..., :1])
+        ones = [torch.ones_like(one[..., :1]) for one in (q, v)]
         sums = tuple(
             one._replace(output_scale=q if one.output_scale is None else q * one.output_scale)
             for one in sums
         )
-        operands = OpInputs(ones, ones, k * torch.cat([v, v], dim=-1), sums)
+        operands = OpInputs(*ones, k * torch.cat([v, v], dim=-1), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def merge(
@@ -58,12 +58,14 @@ class Channels(VectorGates):
         return first + second
 
     def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
-        return rearrange(self.queries_keys_values(x)[2], "b t h v -> b t (h v) 1")
+        v = for_each_query_head(self.queries_keys_values(x)[2], self.num_heads)
+        return rearrange(v, "b t h v -> b t (h v) 1")
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
         documents = Documents(x)
         sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
-        q, k, _ = self.queries_keys_values(x, after["rotation"])
+        q, k, v = self.queries_keys_values(x, after["rotation"])
+        q, k, _, sums = self.of_query_heads(OpInputs(q, k, v, sums))
         q, k = (rearrange(one, "b t h (s v) -> b t h v s", s=2) for one in (q, k))
         w = 2 * self.head_dim // self.num_parts
         radial = repeat(

@@ -13,15 +13,16 @@ class DeviationLogit(nn.Module):
     """s_i = -u_i . m_i / sqrt(K): how far u_i = W_u x_i points away from its running mean m_i.
 
     m_i = (e^tau mu + u_1 + ... + u_i) / (e^tau + i), with a learned prior mu of weight e^tau.
+    There is one for each key head.
     Source: ZeroS, Lu et al. (2025), arXiv:2602.05230.
     """
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
-        self.num_heads = shape.heads
-        self.project = shape.projection(shape.width)
-        self.mu = nn.Parameter(torch.empty(shape.heads, shape.head_dim))
-        self.tau = nn.Parameter(torch.empty(shape.heads))
+        self.num_heads = shape.key_heads
+        self.project = shape.projection(shape.key_heads * shape.head_dim)
+        self.mu = nn.Parameter(torch.empty(shape.key_heads, shape.head_dim))
+        self.tau = nn.Parameter(torch.empty(shape.key_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

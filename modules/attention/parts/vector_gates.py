@@ -23,7 +23,7 @@ class VectorGates(PowerAttention):
     N has the coordinates n, n + N, ... With N = K / 2 it is a pair that rotates together.
     """
 
-    num_parts = 1  # with 1, log gates are (B, T, H), as usual; otherwise (B, T, H, N)
+    num_parts = 1  # with 1, log gates are (B, T, G), as usual; otherwise (B, T, G, N)
     splits_values = False
 
     def split_heads(self, num_parts: int) -> None:
@@ -44,9 +44,9 @@ class VectorGates(PowerAttention):
     def parts(
         self,
         q: Float[Tensor, "B T H K"],
-        k: Float[Tensor, "B T H K"],
-        v: Float[Tensor, "B T H V"],
-        log_g: Float[Tensor, "B T H N"] | Float[Tensor, "B T H"] | None,
+        k: Float[Tensor, "B T G K"],
+        v: Float[Tensor, "B T G V"],
+        log_g: Float[Tensor, "B T G N"] | Float[Tensor, "B T G"] | None,
     ) -> Stacked:
         """The arguments of the op with each part as a head."""
         N = self.num_parts
