@@ -7,15 +7,16 @@ from typing import Any, Literal, cast, get_type_hints
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor, nn
 
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
-from longhaul.modules.attention.base import product_flops
+from longhaul.modules.attention.base import overwrite, product_flops
 from longhaul.modules.block import MLP, Block
 from longhaul.modules.choices import check_bounds, check_choices
 from longhaul.modules.cross_entropy import ROWS_AT_ONCE, RowLosses, linear_cross_entropy
 from longhaul.modules.documents import Documents, first_tokens
+from longhaul.modules.learned_positions import LearnedPositions
 from longhaul.modules.roles import Role
 from longhaul.modules.rotary import PositionScaling
 from longhaul.modules.sequence_part import SequencePart
@@ -52,6 +53,9 @@ class LanguageModelConfig:
     qk_norm: Literal["none", "head", "full"] = "none"
     """none | head (RMS norm of each query and key head, before rotation) | full (all together)."""
 
+    learned_positions: int | None = None
+    """Positions with a learned vector each, added to the embedding, the longest text; or null."""
+
     vocabulary: int = 50_304
     """Rows of the embedding, at least the tokenizer's number of ids; multiples of 64 are fast."""
 
@@ -72,6 +76,7 @@ class LanguageModelConfig:
         check_bounds(self, "layers", least=1, most=_MOST_LAYERS, prefix="model.")
         # torch can still count the bytes of vectors of this width for each token id.
         check_bounds(self, "width", "heads", "kv_heads", least=1, most=1 << 20, prefix="model.")
+        check_bounds(self, "learned_positions", least=1, most=1 << 32, prefix="model.")
         check_bounds(self, "head_dim", least=2, most=1 << 20, prefix="model.")
         check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
         if len(self.layer_attention) > self.layers:
@@ -244,6 +249,10 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.roles = {"embedding.weight": "embedding"}
+        self.positions = None
+        if config.learned_positions is not None:
+            self.positions = LearnedPositions(config.learned_positions, config.width)
+            self.roles["positions.weight"] = "embedding"
         self.embedding_norm = config.build_norm() if config.embedding_norm else nn.Identity()
         self.blocks = Blocks(config.build_block(layer) for layer in range(config.layers))
         self.final_norm = config.build_norm()
@@ -268,6 +277,8 @@ class LanguageModel(nn.Module):
                 )
                 if self.config.biases and module.bias is not None:
                     nn.init.zeros_(module.bias)
+        if self.positions is not None:
+            self.positions.reset_parameters()
         # Where this is also the unembedding, its std is chosen for that: the norm after the
         # embedding makes the scale of the embedding irrelevant.
         nn.init.normal_(self.embedding.weight, std=0.02)
@@ -306,9 +317,31 @@ class LanguageModel(nn.Module):
         if documents is not None:
             for block in self._blocks():
                 block.attention.check_documents(has_state=state is not None or keep_state)
-        x = self.embedding_norm(self.embedding(tokens))
+        x, last = self._placed(self.embedding(tokens), state, documents)
+        x = self.embedding_norm(x)
         x, states = self.blocks(x, state, documents=documents, keep_state=keep_state)
-        return self.final_norm(x), states if keep_state else None
+        return self.final_norm(x), [*states, *last] if keep_state else None
+
+    def _placed(
+        self,
+        x: Float[Tensor, "B T D"],
+        state: list[Any] | None = None,
+        documents: Documents | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], list[Float64[Tensor, "B"]]]:
+        """x with learned positions, if there are any, and those of the last tokens.
+
+        These are what the state has after those of all layers.
+        """
+        if self.positions is None:
+            return x, []
+        where = Documents(x, sequence_part=self.sequence_part) if documents is None else documents
+        if state is None:
+            self.positions.check_length(where.T)
+            start = x.new_zeros(len(x), dtype=torch.float64)
+        else:
+            start = state[-1]
+        position = where.positions(start)
+        return self.positions(x, position), [where.last(position)]
 
     def _documents(
         self, tokens: Tensor, cu_seqlens: Tensor | None, is_first: Tensor | None
@@ -379,12 +412,14 @@ class LanguageModel(nn.Module):
 
         With `inplace`, `state` may be overwritten: one of fixed size then needs no new memory.
         """
-        x = self.embedding_norm(self.embedding(token[:, None]))
+        x, last = self._placed(self.embedding(token[:, None]), state)
+        x = self.embedding_norm(x)
         states = []
-        for block, layer_state in zip(self._blocks(), state, strict=True):
+        for block, layer_state in zip(self._blocks(), state, strict=False):
             x, new_state = block.step(x, layer_state, inplace=inplace)
             states.append(new_state)
-        return self.head(self.final_norm(x[:, 0])), states
+        last = overwrite(state[len(states) :], last) if inplace else last
+        return self.head(self.final_norm(x[:, 0])), [*states, *last]
 
     def set_positions(self, scaling: PositionScaling) -> None:
         """Scale positions from now on. ValueError where a layer does not support it."""

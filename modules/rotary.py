@@ -37,9 +37,8 @@ class PositionScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
-    """How a model's rotation rates differ from theta_j; its options have transformers' names.
-
-    The wavelength of a rate is 2 pi / theta_j tokens. L0 is original_max_position_embeddings.
+    """How a model's rotation rates differ from theta_j, in options named as in transformers; L0 is
+    original_max_position_embeddings, and the wavelength of a rate is 2 pi / theta_j tokens.
     """
 
     rope_type: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"

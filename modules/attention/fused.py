@@ -145,7 +145,8 @@ class FusedAttention(Attention):
         return y
 
     def form(self, T: int, backend: str) -> str:
-        return "fused softmax" if self.window is None else f"fused softmax, window {self.window}"
+        window = "" if self.window is None else f" in a window of {self.window} tokens"
+        return f"fused softmax{window}"
 
     def mixing_flops(self, T: int, backend: str = "torch") -> int:
         seen = T if self.window is None else min(T, self.window)

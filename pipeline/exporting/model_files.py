@@ -58,8 +58,8 @@ def write_model_files(
         "head_dim": config.model.shape_of(0).head_dim,
         "num_hidden_layers": config.model.layers,
         "tie_word_embeddings": config.model.tied_head,
-        # The context in training; no kind of attention is limited to it.
-        "max_position_embeddings": config.data.context,
+        # Without learned positions the context in training, which limits no kind of attention.
+        "max_position_embeddings": config.model.learned_positions or config.data.context,
         "use_cache": True,
         "caches_tokens": has_large_states(model),
         **ids,

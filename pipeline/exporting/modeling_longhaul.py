@@ -39,6 +39,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         model = build_model(config.longhaul)
         # The parts are this module's own, so that weights have their names of training.
         self.embedding = model.embedding
+        self.positions = model.positions
         self.embedding_norm = model.embedding_norm
         self.blocks = model.blocks
         self.final_norm = model.final_norm
@@ -96,7 +97,8 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         keep_state = use_cache or past_key_values is not None
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
-        x = self.embedding_norm(x)
+        if self.positions is not None:
+            self.positions.check_length(cache.num_tokens + T)
         hidden = self._read_rows(x, mask, cache, keep_state, bool(output_hidden_states))
         if keep_state:
             cache.num_tokens += T
@@ -171,6 +173,11 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
         if self.config.caches_tokens:
             x = x if state is None else torch.cat([state, x], dim=1)
             state, after = None, x if keep else None
+        if self.positions is not None:
+            start = x.new_zeros(len(x), dtype=torch.float64) if state is None else state[-1]
+            position = start[:, None] + torch.arange(1, x.shape[1] + 1, device=x.device)
+            x = self.positions(x, position)
+        x = self.embedding_norm(x)
         hidden = []
         for layer, block in enumerate(self.blocks):
             if every:
@@ -184,6 +191,8 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             if not self.config.caches_tokens:
                 after.append(layer_after)
         hidden.append(self.final_norm(x))
+        if self.positions is not None and not self.config.caches_tokens:
+            after.append(position[:, -1])
         return [one[:, -T:] for one in hidden], after if keep else None
 
 

@@ -21,6 +21,7 @@ from longhaul.modules.attention import attention_config, registered_variants
 from longhaul.modules.attention.power import PowerConfig
 from longhaul.modules.language_model import LanguageModel, LanguageModelConfig
 from longhaul.modules.progress import Progress
+from longhaul.modules.rotary import RotaryScaling
 from longhaul.pipeline.checkpoints.store import CheckpointStore
 from longhaul.pipeline.exporting.folder import export
 from longhaul.pipeline.exporting.tokenizer_files import write_tokenizer
@@ -68,7 +69,14 @@ NEOX_OPTIONS: dict[str, Any] = {
     "biases": True,
     "tied_head": False,
 }
-NAMES = [*CASES, MIXED, NEOX]
+GROUPED = "shared keys in layers with windows, scaled rotations and learned positions"
+GROUPED_OPTIONS: dict[str, Any] = {
+    "kv_heads": 2,
+    "head_dim": 10,
+    "qk_norm": "full",
+    "learned_positions": 1000,
+}
+NAMES = [*CASES, MIXED, NEOX, GROUPED]
 LINEAR = [
     name for name, (kind, _) in CASES.items() if issubclass(attention_config(kind), PowerConfig)
 ]
@@ -94,6 +102,10 @@ def model_of(name: str) -> LanguageModelConfig:
             "3": attention_config("zeros")(zeroth="first_layer"),
             "0": attention_config("zeros")(zeroth="first_layer", **LEARNED),
         }
+    if name == GROUPED:
+        scaling = RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
+        options = {"rotary_share": 0.8, "rotary_base": 500.0, "rotary_scaling": scaling}
+        layers = {"1": attention_config("softmax")(window=40, softcap=2.0, **options)}
     return LanguageModelConfig(
         attention=attention_config(kind)(**options),
         layer_attention=layers,
@@ -101,7 +113,7 @@ def model_of(name: str) -> LanguageModelConfig:
         width=32,
         heads=heads,
         vocabulary=320,
-        **(NEOX_OPTIONS if name == NEOX else {}),
+        **{NEOX: NEOX_OPTIONS, GROUPED: GROUPED_OPTIONS}.get(name, {}),
     )
 
 
@@ -206,10 +218,10 @@ def every_tokenizer() -> dict[str, Any]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """`make test` runs every kind without options, mixed layers and the shape of GPT-NeoX."""
+    """`make test` runs every kind without options, mixed layers and other shapes of models."""
     return [
         name
-        if name in (*registered_variants(), MIXED, NEOX)
+        if name in (*registered_variants(), MIXED, NEOX, GROUPED)
         else pytest.param(name, marks=pytest.mark.wide)
         for name in names
     ]
