@@ -159,7 +159,6 @@ def test_residual_projections_start_smaller() -> None:
         ({"kv_heads": 3}, "model.kv_heads: found 3, wanted a divisor of model.heads = 4"),
         ({"kv_heads": 0}, "model.kv_heads: found 0, wanted 1 or more"),
         ({"head_dim": 7}, "model.head_dim: found 7, wanted an even number"),
-        ({"qk_norm": "all"}, "model.qk_norm: found 'all', wanted one of none, head, full"),
         ({"learned_positions": 0}, "model.learned_positions: found 0, wanted 1 or more"),
     ],
 )

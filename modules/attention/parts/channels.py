@@ -18,7 +18,7 @@ class Channels(VectorGates):
     Every channel has its own pair of query and key coordinates and its own rotation rate; w_ti is
     the variant's. The state holds two numbers per channel and gated sum, sum_i w_ti R_i k_i v_i.
     The op computes it with queries and keys of width 1 that are all ones, and values R_i k_i v_i of
-    width 2 V; the real queries R_t q_t scale its output. There are D attention matrices, one per
+    width 2 V; the real queries R_t q_t scale its output. There are H V attention matrices, one per
     channel.
 
     A class with this form inherits from this one first, and from the variant next.
@@ -57,11 +57,11 @@ class Channels(VectorGates):
         first, second = super().merge(out, operands).chunk(2, dim=-1)
         return first + second
 
-    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D 1"]:
+    def values(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T HV 1"]:
         v = for_each_query_head(self.queries_keys_values(x)[2], self.num_heads)
         return rearrange(v, "b t h v -> b t (h v) 1")
 
-    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B D T T"]:
+    def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B HV T T"]:
         documents = Documents(x)
         sums, after = self.generate(x, documents, self.initial_carried(len(x), x.device))
         q, k, v = self.queries_keys_values(x, after["rotation"])

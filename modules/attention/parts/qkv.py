@@ -80,7 +80,9 @@ class QueryKeyNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-        weight = 1 + self.weight.float() if self.has_offset else self.weight
+        weight = self.weight
+        if self.has_offset:  # which 16 bits would round
+            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), self.eps)
 
