@@ -30,8 +30,10 @@ from longhaul.modules.attention import (
     LayerShape,
     attention_config,
     build_attention,
+    retention,
 )
 from longhaul.modules.attention.fused import FusedAttention
+from longhaul.modules.attention.parts.gates import log_decays
 from longhaul.modules.attention.power import PowerAttention
 
 pytestmark = pytest.mark.usefixtures("chunks_of_16")
@@ -337,8 +339,12 @@ def test_head_norm_gives_late_tokens_unit_variance(kind: str, options: dict[str,
     ("kind", "options"), [case for case in CASES + LEARNED if "key_heads" in case[1]], ids=name
 )
 def test_query_heads_share_a_key_head_as_if_each_had_its_own(
-    kind: str, options: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, object]
 ) -> None:
+    # Fixed decays differ between key heads.
+    monkeypatch.setattr(
+        retention, "log_decays", lambda x, heads: log_decays(x, 1).expand(-1, -1, heads)
+    )
     grouped, x = build(kind, options), tokens(40)
     alone = build(kind, {**options, "key_heads": HEADS})
     with torch.no_grad():

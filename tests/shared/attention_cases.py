@@ -54,7 +54,7 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"degree": 6},
         {"gate_init": "long_memory"},
         {"gate": "retention"},
-        {"gate": "retention", **GROUPED},
+        {"gate": "learned", **GROUPED},
     ],
     "linear": [
         {"feature_map": "relu"},
