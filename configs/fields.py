@@ -12,7 +12,7 @@ import types
 import typing
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import pydantic
 
@@ -163,12 +163,16 @@ def _kinds_in_sources() -> dict[str, tuple[Path, str]] | None:
     return found
 
 
+def _is_dataclass(hint: Any) -> TypeGuard[type[Any]]:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
 def _fields_of_class(cls: type[Any]) -> Fields:
     """The fields of a dataclass that is imported."""
     hints = typing.get_type_hints(cls, include_extras=True)
     found = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     return {
-        name: _fields_of_class(hint) if dataclasses.is_dataclass(hint) else Leaf(hint)
+        name: _fields_of_class(hint) if _is_dataclass(hint) else Leaf(hint)
         for name, hint in found.items()
     }
 

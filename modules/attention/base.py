@@ -50,10 +50,13 @@ class AttentionConfig(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaledRotaryConfig(AttentionConfig):
-    """The options of all variants with rotary positions."""
+class RotaryConfig(AttentionConfig):
+    """The options of variants with the usual rotary positions."""
 
     positions: ClassVar[tuple[str, ...]] = ("none", "linear", "dynamic_ntk")
+
+    rotary_base: float = 10_000.0
+    """Base of theta_j = rotary_base^(-2 (j - 1) / K) radians per token, more than 1."""
 
     rotary_share: float = 1.0
     """Share of a head's width that rotates, its first coordinates; above 0, at most 1."""
@@ -63,11 +66,16 @@ class ScaledRotaryConfig(AttentionConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_bounds(self, "rotary_base", above=1, below=math.inf)
         check_bounds(self, "rotary_share", above=0, most=1)
         self.rotary_scaling.check()
 
+    def build_rotary(self, width: int) -> Rotary | None:
+        """The rotation of queries and keys of this width; None without positions."""
+        return self.rotary_with(width, base=self.rotary_base)
+
     def rotary_with(self, width: int, **rates: Any) -> Rotary:
-        """A rotation of queries and keys of this width; `rates` are arguments of Rotary."""
+        """The rotation with other rates; `rates` are arguments of Rotary."""
         share, scaling = self.rotary_share, self.rotary_scaling
         return Rotary(width, share=share, model_scaling=scaling, **rates)
 
@@ -78,19 +86,20 @@ class ScaledRotaryConfig(AttentionConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryConfig(ScaledRotaryConfig):
-    """The options of variants with the usual rotary positions."""
+class DocumentRotaryConfig(RotaryConfig):
+    """The options of variants whose rates may be those of the symmetric-power papers."""
 
-    rotary_base: float = 10_000.0
-    """Base of theta_j = rotary_base^(-2 (j - 1) / K) radians per token, more than 1."""
+    longest_document: int | None = None
+    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bounds(self, "rotary_base", above=1, below=math.inf)
+        check_bounds(self, "longest_document", least=2)
 
     def build_rotary(self, width: int) -> Rotary | None:
-        """The rotation of queries and keys of this width; None without positions."""
-        return self.rotary_with(width, base=self.rotary_base)
+        if self.longest_document is None:
+            return super().build_rotary(width)
+        return self.rotary_with(width, base=float(self.longest_document), first_turns=1.0)
 
 
 def overwrite(state: Any, new_state: Any) -> Any:

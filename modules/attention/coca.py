@@ -8,9 +8,13 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from longhaul.kernels.rotary import rotate
-from longhaul.modules.attention.base import Attention, LayerShape, register
+from longhaul.modules.attention.base import (
+    Attention,
+    DocumentRotaryConfig,
+    LayerShape,
+    register,
+)
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
-from longhaul.modules.attention.softmax import DocumentRotaryConfig
 from longhaul.modules.rotary import Rotary
 
 

@@ -69,8 +69,9 @@ class FusedAttention(Attention):
         window = self.window if self.window is not None and self.window < k.shape[2] else None
         if documents is not None or window is not None or self.softcap is not None:
             age = None if documents is None else documents.age
-            options = {"scale": self.scale, "window": window, "softcap": self.softcap}
-            return masked_softmax(q, k, cache.v, None, age, **options)
+            return masked_softmax(
+                q, k, cache.v, None, age, scale=self.scale, window=window, softcap=self.softcap
+            )
         is_grouped = q.shape[1] != k.shape[1]
         if q.shape[2] == k.shape[2]:
             return F.scaled_dot_product_attention(
@@ -124,8 +125,8 @@ class FusedAttention(Attention):
         if self.window is None:
             return cache
         S = cache.k.shape[2]
-        recent = (one[:, :, max(0, S - self.window + 1) :].clone() for one in cache)
-        return RecentCache(*recent, position[:, -1].expand(len(cache.k)).clone())
+        k, v = (one[:, :, max(0, S - self.window + 1) :].clone() for one in cache)
+        return RecentCache(k, v, position[:, -1].expand(len(k)).clone())
 
     def weights(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B H T T"]:
         logits = self.logits(x)

@@ -7,27 +7,15 @@ from typing import ClassVar, Literal
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from longhaul.modules.attention.base import Attention, LayerShape, RotaryConfig, register
+from longhaul.modules.attention.base import (
+    Attention,
+    DocumentRotaryConfig,
+    LayerShape,
+    register,
+)
 from longhaul.modules.attention.fused import FusedAttention, KeyValueCache
 from longhaul.modules.choices import check_bounds
 from longhaul.modules.rotary import PositionScaling, Rotary
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentRotaryConfig(RotaryConfig):
-    """The rotary options of softmax kinds."""
-
-    longest_document: int | None = None
-    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_bounds(self, "longest_document", least=2)
-
-    def build_rotary(self, width: int) -> Rotary | None:
-        if self.longest_document is None:
-            return super().build_rotary(width)
-        return self.rotary_with(width, base=float(self.longest_document), first_turns=1.0)
 
 
 @register("softmax")

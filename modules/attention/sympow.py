@@ -1,6 +1,5 @@
 """Symmetric-power attention: the kernel (q . k)^p, whose state has a fixed size."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,29 +8,25 @@ from torch import Tensor, nn
 
 from longhaul.modules.attention.base import (
     Attention,
+    DocumentRotaryConfig,
     LayerShape,
-    ScaledRotaryConfig,
     register,
 )
 from longhaul.modules.attention.parts.gates import ScalarPerHead
 from longhaul.modules.attention.power import GatedSum, OpInputs, PowerAttention, PowerConfig
-from longhaul.modules.choices import check_bounds
 from longhaul.modules.documents import Documents
 from longhaul.modules.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class SympowOptions(ScaledRotaryConfig, PowerConfig):
+class SympowOptions(DocumentRotaryConfig, PowerConfig):
     """Options that all symmetric-power variants share."""
 
     degree: int = 2
     """Power p of the kernel (q . k)^p, even, 2 or more."""
 
-    longest_document: int = 65_536
-    """N of the rotation rates theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more."""
-
-    rotary_base: float | None = None
-    """Base of theta_j = rotary_base^(-2 (j - 1) / K), more than 1; null: longest_document."""
+    longest_document: int | None = 65_536
+    """N of theta_j = 2 pi / N^(2 (j - 1) / K), in tokens, 2 or more; null: rotary_base is used."""
 
     qk_norm: bool = False
     """As model.qk_norm head, with an eps of 2^-23, where the model has none."""
@@ -45,14 +40,6 @@ class SympowOptions(ScaledRotaryConfig, PowerConfig):
                 f"initial_state: found learned with degree {self.degree}, whose states are too "
                 "large to build; wanted zero, or degree 2 or 4"
             )
-        check_bounds(self, "longest_document", least=2)
-        check_bounds(self, "rotary_base", above=1, below=math.inf)
-
-    def build_rotary(self, width: int) -> Rotary | None:
-        """The rotation of queries and keys of this width; None without positions."""
-        if self.rotary_base is not None:
-            return self.rotary_with(width, base=self.rotary_base)
-        return self.rotary_with(width, base=float(self.longest_document), first_turns=1.0)
 
 
 @register("sympow")

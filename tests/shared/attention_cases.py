@@ -78,7 +78,12 @@ OPTIONS: dict[str, list[dict[str, object]]] = {
         {"degree": 4},
         {"degree": 8},
         {"rotary": "none"},
-        {"rotary_base": 100.0, "rotary_share": 0.5, "rotary_scaling": YARN},
+        {
+            "longest_document": None,
+            "rotary_base": 100.0,
+            "rotary_share": 0.5,
+            "rotary_scaling": YARN,
+        },
     ],
     "sympow_gated": [
         {"gate_init": "long_memory"},

@@ -43,12 +43,12 @@ class Channels(VectorGates):
         sums, after = self.generate(x, documents, carried)
         q, k, v = self.queries_keys_values(x, after["rotation"], documents.T)
         v = v.to(q.dtype)
-        ones = [torch.ones_like(one[..., :1]) for one in (q, v)]
+        q_ones, k_ones = (torch.ones_like(one[..., :1]) for one in (q, v))
         sums = tuple(
             one._replace(output_scale=q if one.output_scale is None else q * one.output_scale)
             for one in sums
         )
-        operands = OpInputs(*ones, k * torch.cat([v, v], dim=-1), sums)
+        operands = OpInputs(q_ones, k_ones, k * torch.cat([v, v], dim=-1), sums)
         return operands, {name: documents.last(value) for name, value in after.items()}
 
     def merge(

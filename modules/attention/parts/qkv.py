@@ -80,7 +80,7 @@ class QueryKeyNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width) if has_offset else torch.ones(width))
 
     def forward(self, x: Float[Tensor, "*rows K"]) -> Float[Tensor, "*rows K"]:
-        weight = self.weight
+        weight: Tensor = self.weight
         if self.has_offset:  # which 16 bits would round
             weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
         # Under autocast x has 16 bits, and torch's fused kernel wants the gain in the same dtype.
@@ -191,9 +191,9 @@ class QKV(nn.Module):
         """
         if self.rotary is None:
             return q, k
-        phases = self.rotary.phases(rotation, length or q.shape[1], q.dtype, speed)
-        of_queries = phases
+        cos, sin = self.rotary.phases(rotation, length or q.shape[1], q.dtype, speed)
+        k = self.rotary.rotated(k, cos, sin)
         if speed is not None and self.num_heads != self.num_key_heads:
             queries = self.num_heads // self.num_key_heads
-            of_queries = tuple(one.repeat_interleave(queries, dim=2) for one in phases)
-        return self.rotary.rotated(q, *of_queries), self.rotary.rotated(k, *phases)
+            cos, sin = (one.repeat_interleave(queries, dim=2) for one in (cos, sin))
+        return self.rotary.rotated(q, cos, sin), k

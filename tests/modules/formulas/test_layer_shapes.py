@@ -103,7 +103,10 @@ SOFTMAX: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
 ]
 SYMPOW: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"rotary_base": 50.0, "rotary_share": 0.7}, {"rates": usual(4, 50.0)}),
+    (
+        {"longest_document": None, "rotary_base": 50.0, "rotary_share": 0.7},
+        {"rates": usual(4, 50.0)},
+    ),
     ({"longest_document": 64}, {"rates": [2 * math.pi * one for one in usual(K, 64.0)]}),
 ]
 

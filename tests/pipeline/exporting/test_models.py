@@ -104,7 +104,8 @@ def model_of(name: str) -> LanguageModelConfig:
         }
     if name == GROUPED:
         scaling = RotaryScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64)
-        options = {"rotary_share": 0.8, "rotary_base": 500.0, "rotary_scaling": scaling}
+        options = {"longest_document": None, "rotary_base": 500.0}
+        options |= {"rotary_share": 0.8, "rotary_scaling": scaling}
         layers = {"1": attention_config("softmax")(window=40, softcap=2.0, **options)}
     return LanguageModelConfig(
         attention=attention_config(kind)(**options),
