@@ -129,7 +129,9 @@ every_case_and_learned = pytest.mark.parametrize(("kind", "options"), CASES + LE
 def fresh(kind: str, width: int, heads: int, **options: Any) -> Attention:
     """A module as training begins with it, of options of its kind and of its shape."""
     sizes: dict[str, Any] = {"key_heads": heads, "head_dim": width // heads, "qk_norm": "none"}
-    sizes |= {name: options.pop(name) for name in sizes if name in options}
+    # Symmetric powers have an option qk_norm of their own, which is true or false.
+    given = {name for name in sizes if type(options.get(name)) is type(sizes[name])}
+    sizes |= {name: options.pop(name) for name in given}
     shape = LayerShape(width=width, heads=heads, **sizes)
     return attention_config(kind)(**options).build(shape)
 

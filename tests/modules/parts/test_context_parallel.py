@@ -23,7 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from longhaul.kernels import power_attention
 from longhaul.kernels.power import op
-from longhaul.modules.attention import LayerShape, attention_config, registered_variants
+from longhaul.modules.attention import (
+    LayerShape,
+    attention_config,
+    build_attention,
+    registered_variants,
+)
 from longhaul.modules.attention.parts.context_parallel import (
     PowerOptions,
     context_parallel_attention,
