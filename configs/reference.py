@@ -106,9 +106,8 @@ def _type(hint: Any) -> str:
         return "mapping of names to numbers"
     if typing.get_origin(hint) is dict:
         return "mapping of layers to mappings with `kind`"
-    if typing.get_origin(hint) is list:
-        return "list of text"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+    names |= {list: "list of text"}
     return " or ".join("null" if part is type(None) else names[part] for part in types_of(hint))
 
 

@@ -27,7 +27,7 @@ class FusedAttention(Attention):
 
     def __init__(self, config: AttentionConfig, shape: LayerShape) -> None:
         super().__init__(config, shape)
-        self.out = shape.projection(shape.width)
+        self.out = shape.out_projection()
 
     @abstractmethod
     def project(

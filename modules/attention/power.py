@@ -104,7 +104,7 @@ class PowerAttention(Attention):
         super().__init__(config, shape)
         self.chunk_size = config.chunk_size
         self.key_dim, self.value_dim = self.op_widths()
-        self.out = shape.projection(shape.width)
+        self.out = shape.out_projection()
         self.norm = None
         self.initial_state = None
         if config.initial_state == "learned":

@@ -36,9 +36,22 @@ _OPTIONS: dict[str, Any] = {
     "attention": dict[str, Any],
     "layer_attention": dict[str, dict[str, Any]],
 }
+
+
+def _default(option: "dataclasses.Field[Any]") -> Any:
+    """That of an option which exports of earlier versions lack."""
+    if option.default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=option.default_factory)
+    return dataclasses.field(default=option.default)
+
+
 _Shape = dataclasses.make_dataclass(
     "_Shape",
-    [(one.name, _OPTIONS.get(one.name, one.type)) for one in fields(LanguageModelConfig)],
+    [
+        (one.name, _OPTIONS.get(one.name, one.type), _default(one))
+        for one in fields(LanguageModelConfig)
+    ],
+    kw_only=True,
     # A key of a later version would mean another model.
     namespace={"__pydantic_config__": ConfigDict(extra="forbid")},
 )

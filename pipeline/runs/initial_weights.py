@@ -17,8 +17,8 @@ from longhaul.pipeline.runs.trained_model import find_checkpoint
 def load_initial_weights(model: LanguageModel, start_from: str) -> Path:
     """Load the weights of a checkpoint or of an exported folder into a new model.
 
-    The source's model must have the same config, except for initial states and chunk size. Initial
-    states that the source lacks keep their present values.
+    The source's model must have the same config, except for initial states, chunk size and
+    initialisation. Initial states that the source lacks keep their present values.
 
     Returns:
         The checkpoint, or the exported folder.
@@ -67,7 +67,7 @@ def _compare_options(found: LanguageModelConfig, wanted: LanguageModelConfig, so
 
 def _weight_options(model: LanguageModelConfig) -> dict[str, Any]:
     """The options of a model, by flat name, that determine what its weights mean."""
-    free = ("initial_state", "rank", "chunk_size")
+    free = ("initial_state", "rank", "chunk_size", "init")
     options = flatten(to_dict(model), "model.")
     return {key: value for key, value in options.items() if key.rsplit(".", 1)[-1] not in free}
 

@@ -26,7 +26,10 @@ class LayerShape:
     """Number of key and value heads G, a divisor of H: each serves H / G query heads."""
 
     biases: bool = False
-    """Whether its projections have biases, which begin at zero."""
+    """Whether its projections of x have biases, which begin at zero."""
+
+    out_bias: bool = False
+    """Whether its output projection has one."""
 
     layer: int = 0
     """Its index, from 0."""
@@ -48,10 +51,18 @@ class LayerShape:
 
     def projection(self, outputs: int) -> nn.Linear:
         """A projection of x to so many outputs, with a bias of zeros if the model has biases."""
-        linear = nn.Linear(self.width, outputs, bias=False)
-        if self.biases:
-            linear.bias = nn.Parameter(torch.zeros(outputs))
-        return linear
+        return _linear(self.width, outputs, self.biases)
+
+    def out_projection(self) -> nn.Linear:
+        """The projection of the values of all heads, mixed, to the width."""
+        return _linear(self.width, self.width, self.out_bias)
+
+
+def _linear(inputs: int, outputs: int, has_bias: bool) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=False)
+    if has_bias:
+        linear.bias = nn.Parameter(torch.zeros(outputs))
+    return linear
 
 
 class HeadNorm(nn.RMSNorm):

@@ -61,14 +61,26 @@ CASES = {
     for options in ({}, *OPTIONS.get(kind, []))
 }
 MIXED = "layers of three kinds"
-NEOX = "shape of GPT-NeoX"
-NEOX_OPTIONS: dict[str, Any] = {
-    "embedding_norm": False,
-    "parallel_residual": True,
-    "biases": True,
-    "tied_head": False,
+SHAPES: dict[str, dict[str, Any]] = {
+    "shape of GPT-NeoX": {
+        "embedding_norm": False,
+        "parallel_residual": True,
+        "biases": True,
+        "tied_head": False,
+    },
+    "shape of Gemma": {
+        "embedding_norm": False,
+        "norm": "rms_offset",
+        "norm_eps": 1e-6,
+        "norm_order": "sandwich",
+        "mlp": "geglu",
+        "mlp_width": 72,
+        "biases": ["qkv"],
+        "embedding_scale": 3.0,
+        "logit_soft_cap": 5.0,
+    },
 }
-NAMES = [*CASES, MIXED, NEOX]
+NAMES = [*CASES, MIXED, *SHAPES]
 LINEAR = [
     name for name, (kind, _) in CASES.items() if issubclass(attention_config(kind), PowerConfig)
 ]
@@ -101,7 +113,7 @@ def model_of(name: str) -> LanguageModelConfig:
         width=32,
         heads=heads,
         vocabulary=320,
-        **(NEOX_OPTIONS if name == NEOX else {}),
+        **SHAPES.get(name, {}),
     )
 
 
@@ -160,6 +172,8 @@ def exports(
                 with torch.inference_mode():
                     holder = model.embedding if model.config.tied_head else model.lm_head
                     logits = model.activations(tokens)[0] @ holder.weight.T
+                    if cap := model.config.logit_soft_cap:
+                        logits = cap * (logits / cap).tanh()
                 wanted[f"{name}/{T}/{str(dtype).removeprefix('torch.')}"] = logits
     tokenizers = {}
     for name, tokenizer in every_tokenizer().items():
@@ -206,10 +220,10 @@ def every_tokenizer() -> dict[str, Any]:
 
 
 def marked(names: list[str]) -> list[Any]:
-    """`make test` runs every kind without options, mixed layers and the shape of GPT-NeoX."""
+    """`make test` runs every kind without options, mixed layers and other shapes."""
     return [
         name
-        if name in (*registered_variants(), MIXED, NEOX)
+        if name in (*registered_variants(), MIXED, *SHAPES)
         else pytest.param(name, marks=pytest.mark.wide)
         for name in names
     ]
