@@ -1,5 +1,7 @@
 """Norms of activations (..., D)."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
@@ -25,4 +27,34 @@ class RMSNorm(nn.Module):
         exact = torch.promote_types(x.dtype, torch.float32)
         w = self.weight.to(exact)
         w = 1 + w if self.has_offset else w
-        return F.rms_norm(x.to(exact), w.shape, w, self.eps).to(x.dtype)
+        return _normed(x.to(exact), w, self.eps).to(x.dtype)
+
+
+def _normed(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    if x.is_cuda or torch.compiler.is_compiling():
+        return F.rms_norm(x, w.shape, w, eps)
+    return _RMSNorm.apply(x, w, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps x for backward, as the fused kernel of GPUs does; torch on a CPU keeps x / |x| too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.eps = eps
+        return x * _inverse(x, eps) * w
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        # Computed again from x, so that this can be differentiated once more.
+        inverse = _inverse(x, ctx.eps)
+        normed, dnormed = x * inverse, dy * w
+        dx = inverse * (dnormed - normed * (dnormed * normed).mean(-1, keepdim=True))
+        return dx, (dy * normed).flatten(0, -2).sum(0), None
+
+
+def _inverse(x: Tensor, eps: float) -> Tensor:
+    """Of the root of the mean square, (..., 1)."""
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()

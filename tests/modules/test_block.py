@@ -237,6 +237,23 @@ def test_an_rms_norm_in_bf16_is_rounded_once(has_offset: bool) -> None:
     torch.testing.assert_close(norm(x.float()).double(), wanted, rtol=1e-6, atol=1e-6)
 
 
+def test_an_rms_norm_keeps_its_input_alone_and_has_two_derivatives() -> None:
+    norm = RMSNorm(5, eps=0.1, has_offset=True).double()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda x: x):
+        y = norm(x)
+    assert [one.shape for one in kept if one is not x] == [(5,)]
+    wanted = F.rms_norm(x, (5,), 1 + norm.weight, 0.1)
+    torch.testing.assert_close(y, wanted)
+    assert torch.autograd.gradcheck(norm, x)
+    assert torch.autograd.gradgradcheck(norm, x)
+    probe = torch.randn_like(y)
+    found, others = (torch.autograd.grad(one, (x, norm.weight), probe) for one in (y, wanted))
+    torch.testing.assert_close(found, others)
+
+
 def test_parameters_and_flops_of_a_gated_block_match_the_formulas() -> None:
     width = 22
     model = LanguageModel(config(**LLAMA))

@@ -447,6 +447,22 @@ def test_a_run_begins_with_what_was_exported(
     same(load_trained_model(run.path / "small").model.state_dict(), weights(exported))
 
 
+def test_an_export_of_an_earlier_version_has_the_defaults_of_later_options(
+    exported: Path, base: Run, tmp_path: Path
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(exported, old)
+    config = json.loads((old / "config.json").read_bytes())
+    for name in ("norm", "norm_eps", "norm_order", "mlp", "mlp_width"):
+        del config["longhaul"][name]
+    for name in ("embedding_scale", "logit_soft_cap", "init"):
+        del config["longhaul"][name]
+    (old / "config.json").write_text(json.dumps(config))
+    same(begins_with(old, base).state_dict(), weights(exported))
+    # How the matrices began says nothing of what they mean.
+    same(begins_with(exported, base, "model.init=llama").state_dict(), weights(exported))
+
+
 def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_path: Path) -> None:
     def refuses(folder: Path, message: str, *options: str) -> None:
         with pytest.raises(ConfigError) as error:
@@ -458,6 +474,7 @@ def test_a_run_does_not_begin_with_another_model(exported: Path, base: Run, tmp_
     refuses(exported, "found model.width 32 in", "model.width=64")
     refuses(exported, "found model.layers 2 in", "model.layers=3")
     refuses(exported, "found model.tied_head True in", "model.tied_head=false")
+    refuses(exported, "found model.norm 'layer' in", "model.norm=rms")
     refuses(exported, "found model.parallel_residual False in", "model.parallel_residual=true")
     other = tmp_path / "other"
     other.mkdir()
