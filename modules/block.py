@@ -107,6 +107,7 @@ class Block(nn.Module):
         self, x: Float[Tensor, "B T D"], mixed: Float[Tensor, "B T D"]
     ) -> Float[Tensor, "B T D"]:
         """The residual stream after the output of the attention and that of the MLP."""
-        y = x + self.attention_post_norm(mixed)
+        mixed = self.attention_post_norm(mixed)
+        y = x + mixed
         added = self.mlp(self.mlp_norm(x if self.is_parallel else y))
         return y + self.mlp_post_norm(added)  # type: ignore[no-any-return]
