@@ -1,5 +1,6 @@
 """One residual block as in GPT-2, GPT-NeoX or Llama, around any attention variant."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch.nn.functional as F
@@ -20,7 +21,10 @@ def relu2(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 # In a gated kind the activation is that of the gate.
-_ACTIVATIONS = {"gelu": gelu, "gelu_erf": F.gelu, "relu2": relu2, "swiglu": F.silu, "geglu": gelu}
+_ACTIVATIONS: dict[MLPKind, Callable[[Tensor], Tensor]] = {
+    **{"gelu": gelu, "gelu_erf": F.gelu, "relu2": relu2},
+    **{"swiglu": F.silu, "geglu": gelu},
+}
 _GATED = ("swiglu", "geglu")
 
 

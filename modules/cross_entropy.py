@@ -48,12 +48,12 @@ def linear_cross_entropy(
     dtype: torch.dtype,
     row_losses: RowLosses | None = None,
     *,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> Float[Tensor, ""]:
     """Mean of -log softmax(y)[target] + z_loss (log sum exp y)^2, in at least float32.
 
-    y are the logits hidden weight^T, or `soft_capped` ones.
+    y are the logits hidden weight^T, or `softcapped` ones.
 
     Both gradients are computed with the loss, piece by piece, so that the logits of a piece are
     computed once. Sums over pieces are in at least float32.
@@ -64,12 +64,12 @@ def linear_cross_entropy(
         target: the token that follows each row.
         dtype: of the operands of all matrix products.
         row_losses: receives the cross-entropy of each row.
-        soft_cap: of the logits; None: they have none.
+        softcap: of the logits; None: they have none.
         z_loss: factor of what keeps the logits from drifting away. Source: PaLM, Chowdhery et al.
             (2022), arXiv:2204.02311, section 5.
     """
     needs = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight)]
-    options = {"soft_cap": soft_cap, "z_loss": z_loss}
+    options = {"softcap": softcap, "z_loss": z_loss}
     loss: Tensor = _LinearCrossEntropy.apply(
         hidden, weight, target, dtype, needs, row_losses, options
     )  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from longhaul.kernels.cross_entropy import soft_capped
+from longhaul.kernels.cross_entropy import softcapped
 from longhaul.modules.attention import AttentionConfig, LayerShape, attention_config
 from longhaul.modules.attention.base import product_flops
 from longhaul.modules.block import MLP, Block
@@ -81,7 +81,7 @@ class LanguageModelConfig:
     embedding_scale: float = 1.0
     """Factor of the embedding, more than 0. Gemma has the root of the width."""
 
-    logit_soft_cap: float | None = None
+    logit_softcap: float | None = None
     """c of c tanh(logit / c), more than 0, as in Gemma 2; null: logits are not capped."""
 
     init: Literal["gpt2", "normal", "olmo", "llama", "nanochat"] = "gpt2"
@@ -93,7 +93,7 @@ class LanguageModelConfig:
         # torch can still count the bytes of vectors of this width for each token id.
         widths = ("width", "heads", "mlp_width")
         check_bounds(self, *widths, least=1, most=1 << 20, prefix="model.")
-        positive = ("norm_eps", "embedding_scale", "logit_soft_cap")
+        positive = ("norm_eps", "embedding_scale", "logit_softcap")
         check_bounds(self, *positive, above=0, below=math.inf, prefix="model.")
         check_bounds(self, "vocabulary", least=1, most=1 << 32, prefix="model.")
         places = [] if isinstance(self.biases, bool) else self.biases
@@ -227,9 +227,9 @@ class Head(nn.Module):
     This is a module because sharding strategies gather parameters around module calls.
     """
 
-    def __init__(self, holder: nn.Embedding | nn.Linear, soft_cap: float | None) -> None:
+    def __init__(self, holder: nn.Embedding | nn.Linear, softcap: float | None) -> None:
         super().__init__()
-        self.soft_cap = soft_cap
+        self.softcap = softcap
         # In a tuple, so that the matrix is not registered again: it has one name in checkpoints.
         self._holder = (holder,)
 
@@ -244,12 +244,12 @@ class Head(nn.Module):
         weight = self._holder[0].weight
         if target is None:
             logits = F.linear(hidden, weight).float()
-            return logits if self.soft_cap is None else soft_capped(logits, self.soft_cap)
+            return logits if self.softcap is None else softcapped(logits, self.softcap)
         device = hidden.device.type
         is_autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
         return linear_cross_entropy(
-            hidden, weight, target, dtype, row_losses, soft_cap=self.soft_cap, z_loss=z_loss
+            hidden, weight, target, dtype, row_losses, softcap=self.softcap, z_loss=z_loss
         )
 
     def flops_per_token(self) -> int:
@@ -299,7 +299,7 @@ class LanguageModel(nn.Module):
             self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
             self.roles["lm_head.weight"] = "head"
         holder = self.embedding if config.tied_head else self.lm_head
-        self.head = Head(holder, config.logit_soft_cap)
+        self.head = Head(holder, config.logit_softcap)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from longhaul.kernels.backend import Backend, uses_triton, why_dtype_unsupported
 
 
-def soft_capped(logits: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
+def softcapped(logits: Float[Tensor, "*shape"], cap: float) -> Float[Tensor, "*shape"]:
     """cap tanh(logits / cap), which is between -cap and cap. Source: Gemma 2, arXiv:2408.00118."""
     return cap * torch.tanh(logits / cap)
 
@@ -19,7 +19,7 @@ def cross_entropy_(
     target: Int[Tensor, " rows"],
     *,
     with_gradient: bool,
-    soft_cap: float | None = None,
+    softcap: float | None = None,
     z_loss: float = 0.0,
     backend: Backend = "auto",
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
@@ -33,7 +33,7 @@ def cross_entropy_(
             and of z_loss (log sum exp y)^2, rounded to their dtype; otherwise they are kept.
         target: an id for each row. For one outside of the vocabulary, torch raises an error on a
             CPU; on a GPU the loss of the row is NaN.
-        soft_cap: y is `soft_capped(logits, soft_cap)`; None: the logits themselves.
+        softcap: y is `softcapped(logits, softcap)`; None: the logits themselves.
         z_loss: factor of a loss that is not part of the result, but of the gradient.
         backend: "torch", "triton" (not for float64) or "auto".
 
@@ -47,16 +47,16 @@ def cross_entropy_(
         from longhaul.kernels.cross_entropy import triton
 
         return triton.cross_entropy_(
-            logits, target, with_gradient=with_gradient, soft_cap=soft_cap, z_loss=z_loss
+            logits, target, with_gradient=with_gradient, softcap=softcap, z_loss=z_loss
         )
     y = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if soft_cap is not None:
-        y = soft_capped(y, soft_cap)
+    if softcap is not None:
+        y = softcapped(y, softcap)
     wanted = target[:, None]
     normalizer = y.logsumexp(1, keepdim=True)
     losses = (normalizer - y.gather(1, wanted))[:, 0]
     if with_gradient:
-        slope = None if soft_cap is None else 1 - (y / soft_cap).square()
+        slope = None if softcap is None else 1 - (y / softcap).square()
         y.sub_(normalizer).exp_()
         if z_loss:
             y.mul_(1 + 2 * z_loss * normalizer)

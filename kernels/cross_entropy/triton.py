@@ -12,7 +12,7 @@ _LARGEST_BLOCK = 4096
 
 
 def cross_entropy_(
-    logits: Tensor, target: Tensor, *, with_gradient: bool, soft_cap: float | None, z_loss: float
+    logits: Tensor, target: Tensor, *, with_gradient: bool, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     losses, normalizers = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
@@ -23,11 +23,11 @@ def cross_entropy_(
             losses,
             normalizers,
             vocabulary,
-            soft_cap or 0.0,
+            softcap or 0.0,
             2 * z_loss,
             BLOCK=min(_LARGEST_BLOCK, triton.next_power_of_2(vocabulary)),
             WITH_GRADIENT=with_gradient,
-            WITH_CAP=soft_cap is not None,
+            WITH_CAP=softcap is not None,
             num_warps=8,
         )
     return losses, normalizers
@@ -42,7 +42,7 @@ def _tanh(x):
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr, target_ptr, losses_ptr, normalizers_ptr, vocabulary, soft_cap, twice_z_loss,
+    logits_ptr, target_ptr, losses_ptr, normalizers_ptr, vocabulary, softcap, twice_z_loss,
     BLOCK: tl.constexpr, WITH_GRADIENT: tl.constexpr, WITH_CAP: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,7 @@ def _cross_entropy_kernel(
     is_known = (wanted >= 0) & (wanted < vocabulary)
     wanted_logit = tl.load(logits_ptr + wanted, mask=is_known, other=float("nan")).to(tl.float32)
     if WITH_CAP:
-        wanted_logit = soft_cap * _tanh(wanted_logit / soft_cap)
+        wanted_logit = softcap * _tanh(wanted_logit / softcap)
     column = tl.arange(0, BLOCK)
     # Not -inf, whose difference from a first block of -inf would be NaN.
     largest = tl.full((), -3e38, tl.float32)
@@ -61,7 +61,7 @@ def _cross_entropy_kernel(
         mask = first + column < vocabulary
         x = tl.load(logits_ptr + first + column, mask=mask, other=float("-inf")).to(tl.float32)
         if WITH_CAP:
-            x = tl.where(mask, soft_cap * _tanh(x / soft_cap), float("-inf"))
+            x = tl.where(mask, softcap * _tanh(x / softcap), float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
@@ -75,9 +75,9 @@ def _cross_entropy_kernel(
             x = tl.load(logits_ptr + place, mask=place < vocabulary, other=0.0).to(tl.float32)
             slope = 1.0
             if WITH_CAP:
-                capped = _tanh(x / soft_cap)
+                capped = _tanh(x / softcap)
                 slope = 1 - capped * capped
-                x = soft_cap * capped
+                x = softcap * capped
             gradient = factor * tl.exp(x - normalizer) - tl.where(place == wanted, 1.0, 0.0)
             tl.store(
                 logits_ptr + place,

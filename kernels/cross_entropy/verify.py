@@ -22,7 +22,7 @@ class LossCase(Case):
     forms: tuple[str, ...] = ("loss",)
     vocabulary: int = 50_304
     content: str = "normal"  # or "large"
-    soft_cap: float | None = None
+    softcap: float | None = None
     z_loss: float = 0.0
 
     @property
@@ -47,7 +47,7 @@ class LossCase(Case):
             logits,
             inputs["target"],
             with_gradient=True,
-            soft_cap=self.soft_cap,
+            softcap=self.softcap,
             z_loss=self.z_loss,
             backend=how["backend"],
         )
@@ -55,7 +55,7 @@ class LossCase(Case):
 
     def expected(self, inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         logits, target = inputs["logits"].to(dtype).requires_grad_(), inputs["target"]
-        cap = self.soft_cap
+        cap = self.softcap
         y = logits if cap is None else cap * torch.tanh(logits / cap)
         losses = torch.nn.functional.cross_entropy(y, target, reduction="none")
         normalizers = y.logsumexp(1)
@@ -72,7 +72,7 @@ def cases(dtype: str) -> list[Case]:
         LossCase(name="loss, 257 ids", dtype=dtype, T=77, vocabulary=257),
         LossCase(name="loss, one row", dtype=dtype, T=1, vocabulary=5001),
         LossCase(name="loss, large logits", dtype=dtype, T=9, vocabulary=4100, content="large"),
-        LossCase(name="loss, soft-capped", dtype=dtype, T=9, vocabulary=4100, soft_cap=5.0),
+        LossCase(name="loss, soft-capped", dtype=dtype, T=9, vocabulary=4100, softcap=5.0),
         LossCase(name="loss with z-loss", dtype=dtype, T=9, vocabulary=4100, z_loss=0.1),
     ]
 
@@ -80,9 +80,9 @@ def cases(dtype: str) -> list[Case]:
 def _launch(dtype: torch.dtype) -> None:
     triton = importlib.import_module("longhaul.kernels.cross_entropy.triton")
     logits, target = torch.zeros(2, 50_304, dtype=dtype), torch.zeros(2).long()
-    for with_gradient, soft_cap in itertools.product((True, False), (None, 30.0)):
+    for with_gradient, softcap in itertools.product((True, False), (None, 30.0)):
         triton.cross_entropy_(
-            logits, target, with_gradient=with_gradient, soft_cap=soft_cap, z_loss=0.0
+            logits, target, with_gradient=with_gradient, softcap=softcap, z_loss=0.0
         )
 
 

@@ -12,7 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from longhaul.kernels.cross_entropy import soft_capped
+from longhaul.kernels.cross_entropy import softcapped
 from longhaul.pipeline.exporting.architecture import build_model
 from longhaul.pipeline.exporting.cache_longhaul import LonghaulCache, select_rows
 from longhaul.pipeline.exporting.configuration_longhaul import LonghaulConfig
@@ -47,7 +47,7 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         else:
             self.lm_head = model.lm_head
-        self.logit_soft_cap = model.config.logit_soft_cap
+        self.logit_softcap = model.config.logit_softcap
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -109,8 +109,8 @@ class LonghaulForCausalLM(PreTrainedModel, GenerationMixin):
             kept = logits_to_keep.cpu()  # which any device takes as an index
         last = hidden[-1]
         logits = self.lm_head(last if labels is not None else last[:, kept]).float()
-        if self.logit_soft_cap is not None:
-            logits = soft_capped(logits, self.logit_soft_cap)
+        if self.logit_softcap is not None:
+            logits = softcapped(logits, self.logit_softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(

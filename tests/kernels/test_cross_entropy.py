@@ -24,10 +24,10 @@ CPU = torch.device("cpu")
         LossCase(name="one block", T=7, vocabulary=257),
         LossCase(name="one row, two ids", T=1, vocabulary=2),
         LossCase(name="large", T=2, vocabulary=4100, content="large"),
-        LossCase(name="capped, several blocks", T=3, vocabulary=9000, soft_cap=4.0),
-        LossCase(name="large and capped", T=2, vocabulary=300, content="large", soft_cap=30.0),
+        LossCase(name="capped, several blocks", T=3, vocabulary=9000, softcap=4.0),
+        LossCase(name="large and capped", T=2, vocabulary=300, content="large", softcap=30.0),
         LossCase(name="z-loss", T=5, vocabulary=300, z_loss=0.3),
-        LossCase(name="capped, z-loss", T=5, vocabulary=5001, soft_cap=2.0, z_loss=0.3),
+        LossCase(name="capped, z-loss", T=5, vocabulary=5001, softcap=2.0, z_loss=0.3),
     ],
     ids=lambda case: case.name,
 )
@@ -40,17 +40,17 @@ def test_losses_and_gradient_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("softcap", [None, 1.5])
 def test_logits_are_kept_where_no_gradient_is_wanted(
-    soft_cap: float | None, backend: Backend
+    softcap: float | None, backend: Backend
 ) -> None:
     logits, target = torch.randn(3, 300), torch.tensor([5, 0, 299])
     before = logits.clone()
     losses, normalizers = cross_entropy_(
-        logits, target, with_gradient=False, soft_cap=soft_cap, backend=backend
+        logits, target, with_gradient=False, softcap=softcap, backend=backend
     )
     assert torch.equal(logits, before)
-    y = before if soft_cap is None else soft_cap * (before / soft_cap).tanh()
+    y = before if softcap is None else softcap * (before / softcap).tanh()
     torch.testing.assert_close(losses, -y.log_softmax(1)[range(3), target])
     torch.testing.assert_close(normalizers, y.logsumexp(1))
 

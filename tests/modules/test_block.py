@@ -27,7 +27,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "relu2": {"mlp": "relu2", "parallel_residual": True},
     "qwen2": {**LLAMA, "biases": ["qkv"]},
     "biases in other places": {"biases": ["norms", "mlp", "out"]},
-    "scaled and capped": {"embedding_scale": 1.7, "embedding_norm": False, "logit_soft_cap": 2.0},
+    "scaled and capped": {"embedding_scale": 1.7, "embedding_norm": False, "logit_softcap": 2.0},
     "olmo-2": {**LLAMA, "norm_order": "post"},
     "gemma": {**LLAMA, "norm": "rms_offset", "norm_order": "sandwich", "mlp": "geglu"},
     "parallel with norms after": {"norm_order": "post", "parallel_residual": True},
@@ -121,7 +121,7 @@ class Formula:
             x = mixed + self.branch(read, f"{block}.mlp", self.mlp)
         head = "embedding" if c.tied_head else "lm_head"
         y = self.norm(x, "final_norm") @ self.w[f"{head}.weight"].T
-        return y if c.logit_soft_cap is None else c.logit_soft_cap * (y / c.logit_soft_cap).tanh()
+        return y if c.logit_softcap is None else c.logit_softcap * (y / c.logit_softcap).tanh()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -276,7 +276,7 @@ def test_parameters_and_flops_of_a_gated_block_match_the_formulas() -> None:
             "model.biases: found 'head', wanted true, false or some of qkv, out, mlp, norms",
         ),
         ({"mlp_width": 0}, "model.mlp_width: found 0, wanted 1 or more"),
-        ({"logit_soft_cap": 0.0}, "model.logit_soft_cap: found 0.0, wanted more than 0"),
+        ({"logit_softcap": 0.0}, "model.logit_softcap: found 0.0, wanted more than 0"),
         ({"embedding_scale": -1.0}, "model.embedding_scale: found -1.0, wanted more than 0"),
         ({"norm_eps": 0.0}, "model.norm_eps: found 0.0, wanted more than 0"),
     ],

@@ -71,10 +71,10 @@ def test_without_gradients_the_loss_is_the_same() -> None:
     assert torch.equal(loss, linear_cross_entropy(hidden, weight, target, torch.float32))
 
 
-@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_z_loss_and_soft_cap_are_those_of_their_formulas(
-    dtype: torch.dtype, soft_cap: float | None
+    dtype: torch.dtype, softcap: float | None
 ) -> None:
     hidden, weight, target = inputs(ROWS_AT_ONCE + 77)
     h, w = (x.detach().double().requires_grad_() for x in (hidden, weight))
@@ -82,10 +82,10 @@ def test_z_loss_and_soft_cap_are_those_of_their_formulas(
         hidden, weight = h, w
     row_losses = RowLosses()
     loss = linear_cross_entropy(
-        hidden, weight, target, dtype, row_losses, soft_cap=soft_cap, z_loss=0.25
+        hidden, weight, target, dtype, row_losses, softcap=softcap, z_loss=0.25
     )
     y = h @ w.T
-    y = y if soft_cap is None else soft_cap * (y / soft_cap).tanh()
+    y = y if softcap is None else softcap * (y / softcap).tanh()
     z = y.exp().sum(1).log()
     losses = z - y[range(len(target)), target]
     wanted = losses.mean() + 0.25 * z.square().mean()

@@ -455,7 +455,7 @@ def test_an_export_of_an_earlier_version_has_the_defaults_of_later_options(
     config = json.loads((old / "config.json").read_bytes())
     for name in ("norm", "norm_eps", "norm_order", "mlp", "mlp_width"):
         del config["longhaul"][name]
-    for name in ("embedding_scale", "logit_soft_cap", "init"):
+    for name in ("embedding_scale", "logit_softcap", "init"):
         del config["longhaul"][name]
     (old / "config.json").write_text(json.dumps(config))
     same(begins_with(old, base).state_dict(), weights(exported))

@@ -77,7 +77,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_width": 72,
         "biases": ["qkv"],
         "embedding_scale": 3.0,
-        "logit_soft_cap": 5.0,
+        "logit_softcap": 5.0,
     },
 }
 NAMES = [*CASES, MIXED, *SHAPES]
@@ -172,7 +172,7 @@ def exports(
                 with torch.inference_mode():
                     holder = model.embedding if model.config.tied_head else model.lm_head
                     logits = model.activations(tokens)[0] @ holder.weight.T
-                    if cap := model.config.logit_soft_cap:
+                    if cap := model.config.logit_softcap:
                         logits = cap * (logits / cap).tanh()
                 wanted[f"{name}/{T}/{str(dtype).removeprefix('torch.')}"] = logits
     tokenizers = {}

@@ -26,7 +26,7 @@ SHAPES = {
         "model.mlp_width=72",
         "model.biases=[qkv]",
         "model.embedding_scale=2.0",
-        "model.logit_soft_cap=5.0",
+        "model.logit_softcap=5.0",
         "optim.z_loss=1e-3",
     ],
 }
