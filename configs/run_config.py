@@ -60,6 +60,11 @@ class RunConfig:
                 f"trainer.context_parallel: found {self.trainer.context_parallel}, wanted a "
                 f"divisor of data.context = {self.data.context}"
             )
+        if self.data.context > (longest := self.model.learned_positions or self.data.context):
+            raise ValueError(
+                f"data.context: found {self.data.context}, wanted at most "
+                f"model.learned_positions = {longest}"
+            )
         for asking, is_asked in (
             ("slurm.then evaluate", "evaluate" in self.slurm.then),
             ("evaluation.tasks", bool(self.evaluation.tasks)),

@@ -75,6 +75,9 @@ class OptimConfig:
     gradient_clip: float | None = 1.0
     """Largest norm of the whole gradient, more than 0; null: no clipping."""
 
+    z_loss: float = 0.0
+    """Factor of the mean of (log sum exp logits)^2, added to the loss in training, 0 or more."""
+
     max_skipped_updates: int = 10
     """Number of consecutive skipped updates after which the run stops, 1 or more."""
 
@@ -95,7 +98,7 @@ class OptimConfig:
             )
         positive = ("tokens_per_update", "learning_rate", "epsilon", "max_skipped_updates")
         check_bounds(self, *positive, above=0, below=math.inf, prefix="optim.")
-        check_bounds(self, "weight_decay", least=0, below=math.inf, prefix="optim.")
+        check_bounds(self, "weight_decay", "z_loss", least=0, below=math.inf, prefix="optim.")
         check_bounds(self, "beta1", "beta2", least=0, below=1, prefix="optim.")
         check_bounds(self, "gradient_clip", "spike_sigma", above=0, prefix="optim.")
         if self.on_spike == "rewind" and self.spike_sigma is None:

@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": "measure a run's checkpoint",
     "generate": "continue a prompt",
     "export": "write a checkpoint as a folder that transformers loads",
+    "import": "make a run of a folder that transformers has saved",
     "report": "draw figures and tables of an MLflow experiment, and a page that shows them all",
     "submit": "queue a run, its follow-up jobs or a sweep with Slurm",
     "plan": "count parameters, FLOPs and state bytes of a config, before anything runs",

@@ -27,14 +27,14 @@ A causal language model of {parameters:,} parameters, trained with longhaul.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained("FOLDER"{tokenizer_code})
+model = AutoModelForCausalLM.from_pretrained("FOLDER"{model_code})
 prompt = tokenizer("def main(", return_tensors="pt")
 text = model.generate(**prompt, max_new_tokens=64)[0]
 print(tokenizer.decode(text, skip_special_tokens=True))
 ```
 
-It needs torch, transformers 5 and einops. In training every sequence began with the token {bos}:
+It needs torch and transformers 5. In training every sequence began with the token {bos}:
 {begins}.
 
 ## Model
@@ -71,6 +71,7 @@ def write_card(
     parameters: int,
     *,
     adds_bos: bool,
+    brings_code: bool,
 ) -> None:
     """Write README.md.
 
@@ -83,9 +84,13 @@ def write_card(
         corpus: that the model was trained on.
         parameters: number of elements in all weights.
         adds_bos: whether the exported tokenizer puts bos before a text.
+        brings_code: whether the folder holds the model's code.
     """
     rows = _rows(run, config, checkpoint, progress, corpus)
+    trust = ", trust_remote_code=True"
     text = _TEXT.format(
+        model_code=trust if brings_code else "",
+        tokenizer_code=trust if brings_code or corpus.tokenizer_name == "longcrawl64" else "",
         tags=", ".join(kind.replace("_", "-") for kind in config.model.kinds),
         name=_escaped(config.name),
         parameters=parameters,

@@ -162,6 +162,8 @@ class Recorder:
             "train/replaced_shards": replaced_shards,
             **self._pending,
         }
+        if update.z_loss is not None:
+            values["train/z_loss"] = update.z_loss
         read = self._data.read_by(progress.samples)
         for (name, (tokens, epochs)), loss in zip(read.items(), update.source_losses, strict=True):
             values |= {f"train/tokens/{name}": tokens, f"train/epochs/{name}": epochs}

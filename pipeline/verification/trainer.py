@@ -13,7 +13,7 @@ from longhaul.pipeline.verification.check import Check, Needs, Place
 from longhaul.pipeline.verification.machine import Machine, source_files
 from longhaul.pipeline.verification.models import faults_of
 
-# What `longhaul train` imports beyond PyTorch, einops and jaxtyping. Without mlflow it trains too:
+# What `longhaul train` imports beyond PyTorch and jaxtyping. Without mlflow it trains too:
 # its journal keeps what mlflow would be told.
 _PACKAGES = (
     *("lightning", "numpy", "omegaconf", "psutil", "pydantic", "safetensors", "torchmetrics"),

@@ -43,8 +43,8 @@ def test_command_line_wins_over_file_over_parent(tmp_path: Path) -> None:
     [
         ("model.attention.degre=2", "model.attention.degre: unknown key.* model.attention.degree"),
         (
-            "model.layer_attention.0={kind: softmax, tap: 5}",
-            "0.tap: unknown key, wanted one of rot",
+            "model.layer_attention.0={kind: softmax, zzz: 5}",
+            "0.zzz: unknown key, wanted one of rot",
         ),
         ("trainr.seed=2", "trainr: unknown key, the nearest known one is trainer"),
         ("model.attention.degree='2'", "model.attention.degree: found '2', wanted a valid integer"),

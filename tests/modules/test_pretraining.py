@@ -140,6 +140,21 @@ def test_losses_of_sources_change_no_bit_of_the_training() -> None:
         assert loss == pytest.approx(own, rel=1e-6)
 
 
+def test_z_loss_is_trained_on_and_reported_apart() -> None:
+    plain, parts, whole = build(2), build(2, z_loss=0.1), build(8, z_loss=0.1)
+    rows = next(iter(batches(1, SAMPLES)))
+    normalizers = plain.model(rows["input"]).double().logsumexp(-1)
+    wanted = 0.1 * normalizers.square().mean().item()
+    without = plain.model.loss(rows["input"], rows["target"]).item()
+    for module, micro_batch in ((plain, 2), (parts, 2), (whole, 8)):
+        assert fit(module, 1, micro_batch) == [pytest.approx(without, rel=1e-6)]
+    found = [module.last_update.z_loss for module in (plain, parts, whole) if module.last_update]
+    assert found == [None, pytest.approx(wanted, rel=1e-6), pytest.approx(wanted, rel=1e-6)]
+    weights = [module.model.embedding.weight for module in (plain, parts, whole)]
+    assert not torch.allclose(weights[0], weights[1], atol=1e-5)
+    torch.testing.assert_close(weights[1], weights[2])
+
+
 def test_a_batch_says_which_tokens_begin_documents() -> None:
     module = build(1)
     tokens = torch.randint(64, (1, CONTEXT))

@@ -44,6 +44,7 @@ MISTYPED = {
     ],
     "generate": [["generate", "runs/demo", "--tokens", "4x"]],
     "export": [["export", "runs/demo"]],
+    "import": [["import", "folder"]],
     "report": [["report", "demo", "out", "--sequences", "4x"]],
     "submit": [
         ["submit", "run/demo.yaml", "slurm.acount=a"],

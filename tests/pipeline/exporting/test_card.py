@@ -37,6 +37,7 @@ def test_what_a_run_folder_says_is_shown_as_text(tmp_path: Path) -> None:
         {"step": 1, "tokens": 1},
         corpus,
         1,
+        brings_code=True,
         adds_bos=True,
     )
     card = (tmp_path / "README.md").read_text()

@@ -37,6 +37,7 @@ SCRIPT = Path(__file__).with_name("measured_update.py")
 SMALL = ("model.width=64", "model.heads=4", "data.context=128")
 NEOX = ["model.embedding_norm=false", "model.parallel_residual=true"]
 NEOX += ["model.biases=true", "model.tied_head=false"]
+LLAMA = ["model.norm=rms", "model.mlp=swiglu", "model.mlp_width=512", "model.norm_order=sandwich"]
 
 
 def config(*overrides: str, ranks: int = 1) -> RunConfig:
@@ -83,7 +84,7 @@ def measure(strategies: str, ranks: int, overrides: list[str], store: Path) -> l
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="resident memory: Linux")
 @pytest.mark.parametrize(
     ("strategies", "ranks", "shape"),
-    [("single", 1, []), ("ddp,fsdp", 2, []), ("ddp,fsdp", 2, NEOX)],
+    [("single", 1, []), ("single", 1, LLAMA), ("ddp,fsdp", 2, []), ("ddp,fsdp", 2, NEOX)],
 )
 def test_the_plan_is_within_a_tenth_of_what_a_rank_holds(
     strategies: str, ranks: int, shape: list[str], tmp_path: Path

@@ -11,14 +11,25 @@ import pytest
 Run = Any  # conftest.RunFolder: modules of this folder cannot import each other
 ONE_RANK = Path(__file__).parent / "one_rank.py"
 KINDS = ("softmax", "conformal_sympow", "zeros")
-# Another shape of the model, whose head has a matrix of its own.
-NEOX = "gpt-neox"
-NEOX_OPTIONS = [
-    "model.embedding_norm=false",
-    "model.parallel_residual=true",
-    "model.biases=true",
-    "model.tied_head=false",
-]
+# Other shapes of the model. In the first the head has a matrix of its own.
+SHAPES = {
+    "gpt-neox": [
+        "model.embedding_norm=false",
+        "model.parallel_residual=true",
+        "model.biases=true",
+        "model.tied_head=false",
+    ],
+    "gemma": [
+        "model.norm=rms_offset",
+        "model.norm_order=sandwich",
+        "model.mlp=geglu",
+        "model.mlp_width=72",
+        "model.biases=[qkv]",
+        "model.embedding_scale=2.0",
+        "model.logit_softcap=5.0",
+        "optim.z_loss=1e-3",
+    ],
+}
 UPDATES, HALF = 20, 10
 COMMON = [
     "checkpoint.every_tokens=5120",
@@ -89,8 +100,9 @@ COMBINATIONS = [
     and not (way.startswith("context") and kind == "softmax")
 ]
 COMBINATIONS += [
-    _case(way, NEOX, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
+    _case(way, shape, in_test=False, in_test_all=way in ("fsdp-2", "deepspeed3-2"))
     for way in STRATEGIES
+    for shape in SHAPES
 ]
 HANDOVERS = [
     _case(
@@ -150,7 +162,7 @@ def _arguments(way: str, kind: str, name: str) -> list[str]:
     return [
         "small.yaml",
         f"name={name}",
-        *(NEOX_OPTIONS if kind == NEOX else [f"model.attention.kind={kind}"]),
+        *SHAPES.get(kind, [f"model.attention.kind={kind}"]),
         f"trainer.devices={ranks}",
         f"trainer.micro_batch={micro_batch}",
         *COMMON,
