@@ -114,7 +114,7 @@ def _found_by_code(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
         if has_transformers():
             model = _filled_while_it_runs(folder, import_module)
             with torch.device("cpu"):
-                found |= _pair(model, cases)
+                found |= _pair(model, cases, has_positions=False)
     return found
 
 
@@ -125,12 +125,15 @@ def _found(folder: Path, cases: dict[str, _Case]) -> dict[str, Tensor]:
         name: logits_in_parts(model, case.tokens, case.before_steps)[-_TOKENS:]
         for name, case in cases.items()
     }
-    return found | _pair(model, cases)
+    return found | _pair(model, cases, has_positions=True)
 
 
-def _pair(model: Callable[..., Any], cases: dict[str, _Case]) -> dict[str, Tensor]:
+def _pair(
+    model: Callable[..., Any], cases: dict[str, _Case], *, has_positions: bool
+) -> dict[str, Tensor]:
     texts = (cases[name].tokens for name in (_PADDED, _BESIDE))
-    return dict(zip((_PADDED, _BESIDE), padded_pair(model, *texts), strict=True))
+    logits = padded_pair(model, *texts, has_positions=has_positions)
+    return dict(zip((_PADDED, _BESIDE), logits, strict=True))
 
 
 def _shape_in(folder: Path) -> Any:
@@ -164,7 +167,8 @@ def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 def _cases(model: LanguageModel) -> dict[str, _Case]:
     """What is compared. Long texts are read in float64, whose rounding adds up to nothing."""
-    chunk = min(_LONGEST_CHUNK, max(_chunk_size(block) for block in model.blocks))
+    most = model.config.learned_positions or 3 * _LONGEST_CHUNK
+    chunk = min(_LONGEST_CHUNK, most // 3, max(_chunk_size(block) for block in model.blocks))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocabulary, (1, 4 * _LONGEST_CHUNK), generator=generator)
     cases = {

@@ -61,25 +61,30 @@ def logits_in_parts(model: Any, tokens: Tensor, before_steps: int | None) -> Ten
 
 
 @torch.no_grad()
-def padded_pair(model: Callable[..., Any], short: Tensor, long: Tensor) -> tuple[Tensor, Tensor]:
+def padded_pair(
+    model: Callable[..., Any], short: Tensor, long: Tensor, *, has_positions: bool
+) -> tuple[Tensor, Tensor]:
     """Logits of two texts (1, T) of different lengths, read together with padding before one.
 
-    The last `STEPS` tokens are read one at a time.
+    The last `STEPS` tokens are read one at a time. A model of transformers has positions: it is
+    told that of each token in its text, as `generate` does.
     """
     padding = long.shape[1] - short.shape[1]
     rows = torch.cat([torch.cat([long[:, :padding], short], dim=1), long])
     mask = torch.ones_like(rows)
     mask[0, :padding] = 0
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    def read(begin: int, end: int, **options: Any) -> Any:
+        if has_positions:
+            options["position_ids"] = positions[:, begin:end]
+        return model(rows[:, begin:end], attention_mask=mask[:, :end], use_cache=True, **options)
+
     count = rows.shape[1] - STEPS
-    output = model(rows[:, :count], attention_mask=mask[:, :count], use_cache=True)
+    output = read(0, count)
     outputs = [output.logits]
     for end in range(count + 1, rows.shape[1] + 1):
-        output = model(
-            rows[:, end - 1 : end],
-            attention_mask=mask[:, :end],
-            past_key_values=output.past_key_values,
-            use_cache=True,
-        )
+        output = read(end - 1, end, past_key_values=output.past_key_values)
         outputs.append(output.logits)
     logits = torch.cat(outputs, dim=1)
     return logits[0, padding:], logits[1]

@@ -97,28 +97,48 @@ def greedy(model: LanguageModel, prompt: Tensor, count: int) -> Tensor:
     return text
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "GPTNeoXForCausalLM": {
+        "options": {"rotary_base": 3000.0, "rotary_share": 0.5},
+        "parallel_residual": False,
+        "tied_head": True,
+    },
+    "LlamaForCausalLM": {
+        "options": {"rotary_base": 500.0},
+        "parallel_residual": False,
+        "biases": False,
+        "norm": "rms",
+        "mlp": "swiglu",
+        "mlp_width": 48,
+        "kv_heads": 2,
+        "tied_head": False,
+    },
+    "GPT2LMHeadModel": {
+        "options": {"rotary": "none"},
+        "parallel_residual": False,
+        "learned_positions": 100,
+    },
+}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize(("tied", "parallel"), [(True, False), (False, True)])
-def test_gpt_neox_computes_what_the_run_does(
-    base: RunConfig, tmp_path: Path, tied: bool, parallel: bool
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_architecture_computes_what_the_run_does(
+    base: RunConfig, tmp_path: Path, name: str
 ) -> None:
-    config = model_config(
-        options={"rotary_base": 3000.0, "rotary_share": 0.5},
-        tied_head=tied,
-        parallel_residual=parallel,
-    )
+    config = model_config(**SHAPES[name])
     model = disturbed(LanguageModel(config))
     run = write_run(tmp_path / "run", base, model)
     files = export(run, tmp_path / "new", shard_bytes=30_000)
     assert not [file for file in files if file.suffix == ".py"]
     assert len([file for file in files if file.suffix == ".safetensors"]) > 2
     described = json.loads((tmp_path / "new" / "config.json").read_bytes())
-    assert described["architectures"] == ["GPTNeoXForCausalLM"]
+    assert described["architectures"] == [name]
     assert "auto_map" not in described
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "new", output_loading_info=True
     )
-    assert type(loaded) is GPTNeoXForCausalLM
+    assert type(loaded).__name__ == name
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     close(loaded.eval()(tokens()).logits, model(tokens()))
     prompt = tokens(5)
